@@ -1,0 +1,156 @@
+"""Writes the files that derive from the operator table: the C++ definitions, the emitters and the docs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from ortolan.custom_ops.schema import ELEMENT, INT32, OPERATORS, Attribute, Operator, Port
+
+_NOTICE = "generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`"
+_CPP_TYPES = {ELEMENT: "PortType::kElement", INT32: "PortType::kInt32", "tensor(float)": "PortType::kFloat32"}
+
+
+def render_cpp() -> str:
+    """Render custom_ops/csrc/ort/schemas.generated.h."""
+    lines = [f"// The operators' ports; {_NOTICE}.", "#pragma once", "", '#include "schema.h"', "", "namespace ortolan {", ""]
+    for operator in OPERATORS:
+        lines += [f"inline constexpr Port k{operator.name}Inputs[] = {{", *map(_cpp_port, operator.inputs), "};"]
+        lines += [f"inline constexpr Port k{operator.name}Outputs[] = {{", *map(_cpp_port, operator.outputs), "};"]
+        lines += [
+            f'inline constexpr Schema k{operator.name}Schema = {{"{operator.name}", k{operator.name}Inputs,',
+            f"                                  k{operator.name}Outputs}};",
+            "",
+        ]
+    return "\n".join([*lines, "}  // namespace ortolan", ""])
+
+
+def _cpp_port(port: Port) -> str:
+    optional = "true" if port.optional else "false"
+    return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}}},'
+
+
+def snake_case(name: str) -> str:
+    """Turn an operator's name into a function's name."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+
+
+def render_emitters() -> str:
+    """Render custom_ops/emitters.py: one typed function per operator."""
+    parts = [
+        f'"""Builds nodes of Ortolan\'s operators; {_NOTICE}."""\n',
+        "from __future__ import annotations\n",
+        "import onnx\n",
+        "from ortolan.custom_ops.node import operator_node\n",
+    ]
+    return "\n".join(parts) + "".join(_emitter(operator) for operator in OPERATORS)
+
+
+def _emitter(operator: Operator) -> str:
+    required = [port for port in operator.inputs if not port.optional]
+    optional = [port for port in operator.inputs if port.optional]
+    arguments = [f"    {port.name}: str," for port in required]
+    arguments += [f'    {port.name}: str = "",' for port in optional]
+    arguments += ["    *,", "    outputs: tuple[str, ...],", "    name: str,"]
+    arguments += [f"    {a.name}: {type(a.default).__name__} = {_python_literal(a.default)}," for a in operator.attributes]
+    documented = [f"        {p.name}: {p.shape} {p.type}. {p.doc}" for p in operator.inputs]
+    documented += [f"        outputs: names of {', '.join(f'{p.name} {p.shape}' for p in operator.outputs)}."]
+    documented += ["        name: name of the node."]
+    documented += [f"        {a.name}: {a.doc}" for a in operator.attributes]
+    attributes = ", ".join(f'"{a.name}": {a.name}' for a in operator.attributes)
+    inputs = ", ".join(port.name for port in operator.inputs)
+    return "\n".join(
+        [
+            "\n",
+            f"def {snake_case(operator.name)}(",
+            *arguments,
+            ") -> onnx.NodeProto:",
+            f'    """Build a {operator.name} node.',
+            "",
+            *_wrapped(operator.doc, 4),
+            "",
+            "    Args:",
+            *[line for text in documented for line in _wrapped(text.strip(), 8)],
+            '    """',
+            f"    inputs = ({inputs},)",
+            f'    return operator_node("{operator.name}", inputs, outputs, name, {{{attributes}}})',
+            "",
+        ]
+    )
+
+
+def _python_literal(value: int | float | str) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _wrapped(text: str, indent: int, width: int = 108) -> list[str]:
+    lines, current = [], " " * indent
+    for word in text.split():
+        if len(current) + len(word) > width:
+            lines.append(current.rstrip())
+            current = " " * (indent + 4)
+        current += word + " "
+    return [*lines, current.rstrip()]
+
+
+def render_docs() -> str:
+    """Render docs/operators.md."""
+    lines = ["# Operators of domain `ortolan`, version 1", "", f"<!-- {_NOTICE} -->", ""]
+    lines += [
+        "T1 is float32 or float16 on the CPU provider. B sequences, T packed tokens, Hq query heads, Hkv key/value",
+        "heads, D head size, N cache pages of P slots, M pages per sequence, C slots per sequence, S sinks, W window.",
+        "",
+    ]
+    for operator in OPERATORS:
+        lines += [f"## {operator.name}", "", operator.doc, "", "| port | name | shape | type | meaning |", "|---|---|---|---|---|"]
+        lines += [_doc_row("in", i, port) for i, port in enumerate(operator.inputs)]
+        lines += [_doc_row("out", i, port) for i, port in enumerate(operator.outputs)]
+        if operator.attributes:
+            lines += ["", "| attribute | default | meaning |", "|---|---|---|"]
+            lines += [_doc_attribute(attribute) for attribute in operator.attributes]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _doc_row(kind: str, index: int, port: Port) -> str:
+    notes = port.doc
+    if port.optional:
+        notes += " Optional."
+    if port.alias >= 0:
+        notes += f" Continues the buffer of input {port.alias}."
+    return f"| {kind} {index} | `{port.name}` | {port.shape} | {port.type} | {notes} |"
+
+
+def _doc_attribute(attribute: Attribute) -> str:
+    return f"| `{attribute.name}` | {_python_literal(attribute.default)} | {attribute.doc} |"
+
+
+def generated_files(root: Path) -> dict[Path, str]:
+    """Map each generated file of a source tree to what it must hold."""
+    return {
+        root / "custom_ops/csrc/ort/schemas.generated.h": render_cpp(),
+        root / "custom_ops/emitters.py": render_emitters(),
+        root / "docs/operators.md": render_docs(),
+    }
+
+
+def main() -> int:
+    """Write the files, or with --check report those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a file differs")
+    parser.add_argument("root", type=Path, help="root of the source tree")
+    options = parser.parse_args()
+    stale = [p for p, text in generated_files(options.root).items() if not p.is_file() or p.read_text() != text]
+    if options.check:
+        for path in stale:
+            print(f"{path} is out of date: run python -m ortolan.custom_ops.codegen {options.root}", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(generated_files(options.root)[path])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+// Chooses, at run time, the instruction set that the arithmetic kernels use.
+#include "arithmetic.h"
+
+#include <atomic>
+
+namespace ortolan::cpu {
+namespace {
+
+Isa detect() {
+#if defined(ORTOLAN_X86_64)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPlain;
+#else
+  return Isa::kPlain;
+#endif
+}
+
+std::atomic<Isa>& chosen_isa() {
+  static std::atomic<Isa> isa{detect()};
+  return isa;
+}
+
+const Arithmetic& arithmetic() {
+#if defined(ORTOLAN_X86_64)
+  switch (chosen_isa().load(std::memory_order_relaxed)) {
+    case Isa::kAvx512:
+      return kArithmeticAvx512;
+    case Isa::kAvx2:
+      return kArithmeticAvx2;
+    case Isa::kPlain:
+      break;
+  }
+#endif
+  return kArithmeticPlain;
+}
+
+}  // namespace
+
+Isa best_isa() { return detect(); }
+
+bool limit_isa(Isa isa) {
+  if (isa > detect()) return false;
+  chosen_isa().store(isa, std::memory_order_relaxed);
+  return true;
+}
+
+void swa_attention(const SwaAttentionParams& params, ParallelFor& parallel) {
+  arithmetic().swa_attention(params, parallel);
+}
+
+void snapkv_score(const SnapKvScoreParams& params, ParallelFor& parallel) {
+  arithmetic().snapkv_score(params, parallel);
+}
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,19 @@
+// The kernels that are built once for each instruction set.
+#pragma once
+
+#include "kernels.h"
+
+namespace ortolan::cpu {
+
+struct Arithmetic {
+  void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
+  void (*snapkv_score)(const SnapKvScoreParams&, ParallelFor&);
+};
+
+extern const Arithmetic kArithmeticPlain;
+#if defined(ORTOLAN_X86_64)
+extern const Arithmetic kArithmeticAvx2;
+extern const Arithmetic kArithmeticAvx512;
+#endif
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,10 @@
+// The arithmetic kernels, built with the flags that this file's name stands for (see CMakeLists.txt).
+#define ORTOLAN_ISA isa_avx512
+#include "arithmetic.h"
+#include "score_impl.h"
+
+namespace ortolan::cpu {
+
+const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snapkv_score};
+
+}  // namespace ortolan::cpu

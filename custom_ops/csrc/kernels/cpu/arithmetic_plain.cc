@@ -1,0 +1,10 @@
+// The arithmetic kernels, built with the flags that this file's name stands for (see CMakeLists.txt).
+#define ORTOLAN_ISA isa_plain
+#include "arithmetic.h"
+#include "score_impl.h"
+
+namespace ortolan::cpu {
+
+const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snapkv_score};
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,74 @@
+// RingKvAppend, SnapKvCapture and KvCompact on the CPU: row copies of any element size, bit for bit.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace ortolan::cpu {
+namespace {
+
+char* bytes(void* pointer) { return static_cast<char*>(pointer); }
+const char* bytes(const void* pointer) { return static_cast<const char*>(pointer); }
+
+void append_head(const RingKvAppendParams& p, int64_t sequence, int64_t head) {
+  const CacheLayout& cache = p.cache;
+  const int64_t size = element_bytes(p.element);
+  const int64_t row_bytes = cache.head_size * size;
+  const int64_t past = p.past_len.at(sequence, head);
+  const int64_t count = p.packing.count(sequence);
+  const int64_t ring = cache.capacity - cache.sink;
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t position = past + t;
+    // Of two tokens of this chunk that share a slot, only the later is written.
+    if (position >= cache.sink && t + ring < count) continue;
+    const int64_t target = cache.row_offset(sequence, head, cache.slot(position)) * size;
+    const int64_t source = ((p.packing.first(sequence) + t) * cache.num_kv_heads + head) * row_bytes;
+    std::memcpy(bytes(p.key_cache) + target, bytes(p.key) + source, row_bytes);
+    std::memcpy(bytes(p.value_cache) + target, bytes(p.value) + source, row_bytes);
+  }
+}
+
+void compact_head(const KvCompactParams& p, int64_t sequence, int64_t head) {
+  const int64_t size = element_bytes(p.element);
+  const int64_t row_bytes = p.cache.head_size * size;
+  const int64_t list = sequence * p.keep_heads + (p.keep_heads == 1 ? 0 : head);
+  const int32_t* keep = p.keep + list * p.keep_count;
+  // keep is strictly ascending, so keep[k] >= k and no row is overwritten before it is read.
+  for (int64_t k = 0; k < p.keep_count && keep[k] >= 0; ++k) {
+    if (keep[k] == k) continue;
+    const int64_t target = p.cache.row_offset(sequence, head, k) * size;
+    const int64_t source = p.cache.row_offset(sequence, head, keep[k]) * size;
+    std::memcpy(bytes(p.key_cache) + target, bytes(p.key_cache) + source, row_bytes);
+    std::memcpy(bytes(p.value_cache) + target, bytes(p.value_cache) + source, row_bytes);
+  }
+}
+
+}  // namespace
+
+void ring_kv_append(const RingKvAppendParams& params, ParallelFor& parallel) {
+  const int64_t heads = params.cache.num_kv_heads;
+  parallel.each(params.packing.num_sequences * heads,
+                [&](int64_t task) { append_head(params, task / heads, task % heads); });
+}
+
+void snapkv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel) {
+  if (params.window_rows == 0) return;
+  const int64_t row_bytes = params.row_size * element_bytes(params.element);
+  parallel.each(params.packing.num_sequences, [&](int64_t sequence) {
+    const int64_t count = params.packing.count(sequence);
+    const int64_t past = params.past_len.at(sequence, 0);
+    for (int64_t t = std::max<int64_t>(0, count - params.window_rows); t < count; ++t) {
+      const int64_t row = sequence * params.window_rows + (past + t) % params.window_rows;
+      std::memcpy(bytes(params.capture) + row * row_bytes,
+                  bytes(params.query) + (params.packing.first(sequence) + t) * row_bytes, row_bytes);
+    }
+  });
+}
+
+void kv_compact(const KvCompactParams& params, ParallelFor& parallel) {
+  const int64_t heads = params.cache.num_kv_heads;
+  parallel.each(params.num_sequences * heads,
+                [&](int64_t task) { compact_head(params, task / heads, task % heads); });
+}
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,135 @@
+// A tile of 64 consecutive key positions, unpacked from the cache, and products with it.
+//
+// Tile edges are multiples of 64 in *position*, whatever the ring's wrap or the pages, and every row of
+// queries meets its visible keys in ascending position, one at a time. So a row's result never depends on
+// which rows share its block, its chunk or its batch.
+#pragma once
+
+#include <algorithm>
+
+#include "../params.h"
+#include "element.h"
+#include "vec.h"
+
+namespace ortolan::cpu::ORTOLAN_ISA {
+
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileVecs = kTileKeys / kLanes;
+constexpr int64_t kMaxHeadSize = 512;
+constexpr int64_t kRowBlock = 4;
+
+struct KeyRange {
+  int64_t begin = 0, end = 0;  // half-open
+
+  bool empty() const { return begin >= end; }
+  KeyRange clip(int64_t low, int64_t high) const { return {std::max(begin, low), std::min(end, high)}; }
+};
+
+// The keys of `position` as OPS defines them: a causal window, and the sinks before it.
+struct Visible {
+  KeyRange sinks, window;
+
+  Visible(int64_t position, int64_t window_keys, int64_t sink) {
+    window = {window_keys < 0 ? 0 : std::max<int64_t>(0, position - window_keys + 1), position + 1};
+    sinks = {0, std::min(sink, window.begin)};
+  }
+
+  bool covers(int64_t begin, int64_t end) const {
+    return (begin >= window.begin && end <= window.end) || end <= sinks.end;
+  }
+  bool touches(int64_t begin, int64_t end) const {
+    return !window.clip(begin, end).empty() || !sinks.clip(begin, end).empty();
+  }
+};
+
+// Copies rows [begin, end) of a cache tile into `rows` [64, D]; other rows become 0.
+template <typename Element>
+void unpack_rows(const CacheLayout& cache, const Element* pool, int64_t sequence, int64_t head, int64_t first,
+                 KeyRange held, float* rows) {
+  const int64_t size = cache.head_size;
+  for (int64_t j = 0; j < kTileKeys; ++j) {
+    const int64_t position = first + j;
+    if (position < held.begin || position >= held.end) {
+      std::fill_n(rows + j * size, size, 0.0f);
+    } else {
+      load_row(pool + cache.row_offset(sequence, head, cache.slot(position)), size, rows + j * size);
+    }
+  }
+}
+
+// rows [64, D] -> columns [D, 64].
+inline void transpose_tile(const float* rows, int64_t size, float* columns) {
+  constexpr int64_t kBlock = 8;  // head sizes are multiples of 8
+  for (int64_t d0 = 0; d0 < size; d0 += kBlock)
+    for (int64_t j0 = 0; j0 < kTileKeys; j0 += kLanes)
+      for (int64_t d = d0; d < d0 + kBlock; ++d)
+        for (int64_t j = j0; j < j0 + kLanes; ++j) columns[d * kTileKeys + j] = rows[j * size + d];
+}
+
+// Vectors of a tile's row that one pass keeps in registers, for kRowBlock rows.
+#if defined(__AVX512F__)
+constexpr int64_t kPassVecs = 4;
+#else
+constexpr int64_t kPassVecs = 1;
+#endif
+
+// scores[r][0..64) = queries[r] . key j, for kRows rows that lie `query_stride` apart.
+template <int64_t kRows>
+void dot_tile(const float* queries, int64_t query_stride, const float* columns, int64_t size, float* scores) {
+  for (int64_t first = 0; first < kTileVecs; first += kPassVecs) {
+    const float* column = columns + first * kLanes;
+    Vec sum[kRows][kPassVecs] = {};
+    for (int64_t d = 0; d < size; ++d, column += kTileKeys)
+      for (int64_t v = 0; v < kPassVecs; ++v) {
+        const Vec key = load(column + v * kLanes);
+        for (int64_t r = 0; r < kRows; ++r)
+          sum[r][v] = sum[r][v] + broadcast(queries[r * query_stride + d]) * key;
+      }
+    for (int64_t r = 0; r < kRows; ++r)
+      for (int64_t v = 0; v < kPassVecs; ++v)
+        store(scores + r * kTileKeys + (first + v) * kLanes, sum[r][v]);
+  }
+}
+
+// Adds kVecs vectors from column d on: sums[r][d..] += sum over `keys` of weights[r][j] * rows[j][d..].
+template <int64_t kRows, int64_t kVecs>
+void add_weighted_vecs(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
+  Vec sum[kRows][kVecs];
+  for (int64_t r = 0; r < kRows; ++r)
+    for (int64_t v = 0; v < kVecs; ++v) sum[r][v] = load(sums + r * size + v * kLanes);
+  for (int64_t j = keys.begin; j < keys.end; ++j)
+    for (int64_t v = 0; v < kVecs; ++v) {
+      const Vec value = load(rows + j * size + v * kLanes);
+      for (int64_t r = 0; r < kRows; ++r)
+        sum[r][v] = sum[r][v] + broadcast(weights[r * kTileKeys + j]) * value;
+    }
+  for (int64_t r = 0; r < kRows; ++r)
+    for (int64_t v = 0; v < kVecs; ++v) store(sums + r * size + v * kLanes, sum[r][v]);
+}
+
+// sums[r][0..D) += sum over keys [begin, end) of weights[r][j] * rows[j].
+template <int64_t kRows>
+void add_weighted(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
+  int64_t d = 0;
+  for (; d + kPassVecs * kLanes <= size; d += kPassVecs * kLanes)
+    add_weighted_vecs<kRows, kPassVecs>(weights, rows + d, size, keys, sums + d);
+  for (; d + kLanes <= size; d += kLanes) add_weighted_vecs<kRows, 1>(weights, rows + d, size, keys, sums + d);
+  for (; d < size; ++d)
+    for (int64_t r = 0; r < kRows; ++r) {
+      float sum = sums[r * size + d];
+      for (int64_t j = keys.begin; j < keys.end; ++j)
+        sum = sum + weights[r * kTileKeys + j] * rows[j * size + d];
+      sums[r * size + d] = sum;
+    }
+}
+
+// scores -> scaled, softcapped logits.
+inline void finish_scores(float* scores, int64_t count, float scale, float softcap) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vec z = load(scores + i) * scale;
+    if (softcap > 0) z = hyperbolic_tangent(z * (1.0f / softcap)) * softcap;
+    store(scores + i, z);
+  }
+}
+
+}  // namespace ortolan::cpu::ORTOLAN_ISA

@@ -1,0 +1,81 @@
+// Sixteen floats as one value, and the few functions the attention kernels need of them.
+//
+// The compiler's vector extension lowers one source to AVX-512, AVX2 or plain code, by the flags of the
+// translation unit; each unit defines ORTOLAN_ISA, the namespace its instantiation lives in.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ortolan::cpu::ORTOLAN_ISA {
+
+constexpr int64_t kLanes = 16;
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+
+inline Vec load(const float* source) {
+  Vec v;
+  std::memcpy(&v, source, sizeof v);
+  return v;
+}
+
+inline void store(float* target, Vec v) { std::memcpy(target, &v, sizeof v); }
+
+inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
+
+inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+
+inline float horizontal_max(Vec v) {
+  float m = v[0];
+  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// Sums in a fixed tree, so the result depends on the values alone.
+inline float horizontal_sum(Vec v) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+
+// e^x for x <= 0 (relative error near 1e-7); 0 below the range of normal floats, -inf included.
+inline Vec exponential(Vec x) {
+  const float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec low = broadcast(-87.0f);
+  const IntVec underflow = x < low;
+  x = select(underflow, low, x);
+  const Vec n = (x * kLog2E + kRound) - kRound;
+  const Vec r = (x - n * kLn2High) - n * kLn2Low;
+  Vec y = broadcast(1.0f / 720);
+  y = y * r + 1.0f / 120;
+  y = y * r + 1.0f / 24;
+  y = y * r + 1.0f / 6;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &exponent, sizeof scale);
+  return select(underflow, Vec{}, y * scale);
+}
+
+// tanh: an odd polynomial near 0 (coefficients of the Cephes library's tanhf), else by the exponential.
+inline Vec hyperbolic_tangent(Vec x) {
+  const Vec magnitude = select(x < 0.0f, -x, x);
+  const Vec square = x * x;
+  Vec p = broadcast(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Vec small = p * square * x + x;
+  const Vec decay = exponential(magnitude * -2.0f);
+  const Vec large = (1.0f - decay) / (1.0f + decay);
+  return select(magnitude < 0.625f, small, select(x < 0.0f, -large, large));
+}
+
+}  // namespace ortolan::cpu::ORTOLAN_ISA

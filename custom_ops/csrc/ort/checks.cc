@@ -1,0 +1,124 @@
+#include "checks.h"
+
+#include <algorithm>
+
+namespace ortolan {
+namespace {
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+void check_block_table(const Context& context, const CacheLayout& cache, size_t index, int64_t num_sequences) {
+  for (int64_t i = 0; i < num_sequences * cache.pages_per_sequence; ++i) {
+    const int64_t page = cache.block_table[i];
+    // Entries that a sequence does not use yet may be negative; they are never followed.
+    if (page >= cache.num_pages)
+      context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' names page " +
+                          number(page) + "; the pool has N = " + number(cache.num_pages));
+  }
+}
+
+}  // namespace
+
+Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
+  const Tensor tensor = context.input(index, {-1});
+  if (tensor.dim(0) < 1) context.bad_shape(index, tensor, "with B >= 0");
+  const Packing packing{tensor.as<int32_t>(), tensor.dim(0) - 1, num_tokens};
+  bool rising = packing.query_start[0] == 0 && packing.query_start[packing.num_sequences] == num_tokens;
+  for (int64_t b = 0; b < packing.num_sequences; ++b) rising = rising && packing.count(b) >= 0;
+  if (!rising)
+    context.node().fail("input 'query_start' must rise from 0 to T = " + number(num_tokens) + "; it holds " +
+                        to_string({packing.query_start, packing.query_start + tensor.dim(0)}));
+  return packing;
+}
+
+Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences, int64_t heads) {
+  const Tensor tensor = context.input(index);
+  const bool per_head = heads > 0 && tensor.shape.size() == 2 && tensor.dim(1) == heads;
+  const bool shared = tensor.shape.size() == 1;
+  if (!(per_head || shared) || tensor.dim(0) != num_sequences)
+    context.bad_shape(index, tensor, "with B = " + number(num_sequences) + ", Hkv = " + number(heads));
+  const int32_t* values = tensor.as<int32_t>();
+  for (int64_t i = 0; i < tensor.size(); ++i)
+    if (values[i] < 0)
+      context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' holds " +
+                          number(values[i]) + "; a length is at least 0");
+  return per_head ? Lengths{values, heads, 1} : Lengths{values, 1, 0};
+}
+
+CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index, size_t block_table_index,
+                       int64_t num_sequences) {
+  const NodeInfo& node = context.node();
+  CacheLayout cache;
+  cache.num_pages = pool.dim(0);
+  cache.num_kv_heads = pool.dim(1);
+  cache.page_slots = pool.dim(2);
+  cache.head_size = pool.dim(3);
+  const Tensor table = context.input(block_table_index, {num_sequences, -1});
+  if (table.present) {
+    cache.block_table = table.as<int32_t>();
+    cache.pages_per_sequence = table.dim(1);
+  } else if (cache.num_pages < num_sequences) {
+    context.bad_shape(pool_index, pool, "with N >= B = " + number(num_sequences) + " where there is no block_table");
+  }
+  const int64_t slots = cache.pages_per_sequence * cache.page_slots;
+  cache.capacity = node.capacity ? node.capacity : slots;
+  cache.sink = node.sink;
+  if (cache.capacity < 1 || cache.capacity > slots)
+    node.fail("capacity C = " + number(cache.capacity) + " must lie in 1 .. M * P = " + number(slots));
+  if (cache.sink >= cache.capacity)
+    node.fail("capacity C = " + number(cache.capacity) + " must be more than sink S = " + number(cache.sink));
+  if (cache.num_kv_heads < 1) context.bad_shape(pool_index, pool, "with Hkv >= 1");
+  if (table.present) check_block_table(context, cache, block_table_index, num_sequences);
+  return cache;
+}
+
+void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
+                 const CacheLayout& cache, int64_t head_size) {
+  if (head_size != cache.head_size)
+    context.bad_shape(query_index, query, "with D = " + number(cache.head_size) + " as in the cache");
+  const bool fits = head_size % 8 == 0 && head_size > 0 && (head_size <= 256 || head_size == 512);
+  if (!fits)
+    context.node().fail("head size D = " + number(head_size) + " must be a multiple of 8 up to 256, or 512");
+  if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
+    context.bad_shape(query_index, query, "with Hq a multiple of Hkv = " + number(cache.num_kv_heads));
+}
+
+void check_window(const Context& context, const SwaAttentionParams& p) {
+  const CacheLayout& cache = p.cache;
+  const NodeInfo& node = context.node();
+  if (p.window > 0 && cache.capacity < cache.sink + p.window)
+    node.fail("capacity C = " + number(cache.capacity) + " must be at least sink S + window W = " +
+              number(cache.sink) + " + " + number(p.window));
+  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
+    for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+      const int64_t tokens = p.packing.count(b), length = p.past_len.at(b, h) + tokens;
+      if (tokens == 0 || length <= cache.capacity) continue;
+      if (p.window < 0)
+        node.fail("sequence " + number(b) + " has " + number(length) + " tokens, more than capacity C = " +
+                  number(cache.capacity) + ", and attention without a window needs them all");
+      if (cache.capacity < cache.sink + p.window - 1 + tokens)
+        node.fail("sequence " + number(b) + " appended T_b = " + number(tokens) + " tokens to a ring of C = " +
+                  number(cache.capacity) + "; C must be at least S + W - 1 + T_b = " +
+                  number(cache.sink + p.window - 1 + tokens) + ", use smaller chunks");
+    }
+}
+
+void check_keep(const Context& context, const KvCompactParams& p) {
+  for (int64_t list = 0; list < p.num_sequences * p.keep_heads; ++list) {
+    const int32_t* keep = p.keep + list * p.keep_count;
+    int64_t previous = -1;
+    bool ended = false;
+    for (int64_t k = 0; k < p.keep_count; ++k) {
+      const bool pad = keep[k] == -1;
+      if (!pad && (ended || keep[k] <= previous || keep[k] >= p.cache.capacity))
+        context.node().fail("input 'keep' list " + number(list) + " holds " + number(keep[k]) + " at index " +
+                            number(k) + " after " + number(previous) +
+                            "; positions must rise strictly below C = " + number(p.cache.capacity) +
+                            ", and -1 may stand at the tail only");
+      ended = ended || pad;
+      if (!pad) previous = keep[k];
+    }
+  }
+}
+
+}  // namespace ortolan

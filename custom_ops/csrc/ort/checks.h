@@ -1,0 +1,28 @@
+// Turns tensors into kernel parameters and refuses what breaks the operator contract.
+#pragma once
+
+#include "context.h"
+
+namespace ortolan {
+
+// Reads [B+1] row boundaries that rise from 0 to num_tokens; -1 accepts any end.
+Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
+
+// Reads [B] or, where heads > 0, also [B, heads]; entries are not negative.
+Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences, int64_t heads);
+
+// Describes a cache pool and its optional block table; checks pages, sinks and capacity.
+CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index, size_t block_table_index,
+                       int64_t num_sequences);
+
+// Checks what attention asks of a head size and of the query heads' groups.
+void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
+                 const CacheLayout& cache, int64_t head_size);
+
+// A window's keys must still be in the ring when its queries attend.
+void check_window(const Context& context, const SwaAttentionParams& params);
+
+// Each list is strictly ascending, inside the cache, and padded by -1 at its tail only.
+void check_keep(const Context& context, const KvCompactParams& params);
+
+}  // namespace ortolan

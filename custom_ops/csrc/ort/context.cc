@@ -1,0 +1,124 @@
+#include "context.h"
+
+#include <cstring>
+#include <exception>
+#include <mutex>
+
+namespace ortolan {
+
+std::string to_string(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+int64_t Tensor::size() const {
+  int64_t count = 1;
+  for (int64_t dim : shape) count *= dim;
+  return count;
+}
+
+void NodeInfo::fail(const std::string& problem) const {
+  throw InvalidArgument("ortolan." + std::string(schema->name) + " node '" + name + "': " + problem);
+}
+
+void check(const OrtApi* api, OrtStatus* status) {
+  if (!status) return;
+  abi::ReleaseStatus::of(api)(status);
+  throw std::runtime_error("ONNX Runtime refused a call of the operator library");
+}
+
+Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node), context_(context) {
+  check(node.api, abi::KernelContext_GetInputCount::of(node.api)(context, &num_inputs_));
+}
+
+Tensor Context::input(size_t index) const {
+  const Port& port = node_.schema->inputs[index];
+  const OrtValue* value = nullptr;
+  if (index < num_inputs_) check(node_.api, abi::KernelContext_GetInput::of(node_.api)(context_, index, &value));
+  if (!value) {
+    if (!port.optional) node_.fail(std::string("input '") + port.name + "' is missing");
+    return {};
+  }
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  check(node_.api, abi::GetTensorTypeAndShape::of(node_.api)(value, &info));
+  size_t rank = 0;
+  OrtStatus* status = abi::GetDimensionsCount::of(node_.api)(info, &rank);
+  Tensor tensor;
+  tensor.present = true;
+  tensor.shape.resize(rank);
+  if (!status) status = abi::GetDimensions::of(node_.api)(info, tensor.shape.data(), rank);
+  abi::ReleaseTensorTypeAndShapeInfo::of(node_.api)(info);
+  check(node_.api, status);
+  check(node_.api, abi::GetTensorMutableData::of(node_.api)(const_cast<OrtValue*>(value), &tensor.data));
+  return tensor;
+}
+
+Tensor Context::input(size_t index, std::initializer_list<int64_t> dims) const {
+  Tensor tensor = input(index);
+  if (!tensor.present) return tensor;
+  bool fits = tensor.shape.size() == dims.size();
+  size_t axis = 0;
+  for (int64_t dim : dims) {
+    if (!fits) break;
+    fits = dim < 0 || tensor.shape[axis] == dim;
+    ++axis;
+  }
+  if (!fits) bad_shape(index, tensor, "with " + to_string(dims) + " where -1 is free");
+  return tensor;
+}
+
+Tensor Context::output(size_t index, const std::vector<int64_t>& shape) const {
+  Tensor tensor;
+  tensor.shape = shape;
+  size_t num_outputs = 0;
+  check(node_.api, abi::KernelContext_GetOutputCount::of(node_.api)(context_, &num_outputs));
+  if (index >= num_outputs) return tensor;
+  OrtValue* value = nullptr;
+  check(node_.api,
+        abi::KernelContext_GetOutput::of(node_.api)(context_, index, shape.data(), shape.size(), &value));
+  if (!value) return tensor;
+  tensor.present = true;
+  check(node_.api, abi::GetTensorMutableData::of(node_.api)(value, &tensor.data));
+  return tensor;
+}
+
+Tensor Context::aliased_output(size_t index, const Tensor& source) const {
+  Tensor tensor = output(index, source.shape);
+  if (!tensor.present) node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
+  if (tensor.data != source.data)
+    std::memcpy(tensor.data, source.data, source.size() * element_bytes(node_.element));
+  return tensor;
+}
+
+void Context::bad_shape(size_t index, const Tensor& tensor, const std::string& rule) const {
+  const Port& port = node_.schema->inputs[index];
+  node_.fail(std::string("input '") + port.name + "' has shape " + to_string(tensor.shape) + "; expected " +
+             port.shape + " " + rule);
+}
+
+void OrtParallelFor::run(int64_t count, Task task, void* context) {
+  if (count == 1) return task(context, 0);
+  if (count < 1) return;
+  struct Call {
+    Task task;
+    void* context;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } call{task, context, {}, nullptr};
+  // Exceptions must not cross the runtime's threads: the first one is kept and thrown again here.
+  auto body = [](void* data, size_t index) {
+    Call& shared = *static_cast<Call*>(data);
+    try {
+      shared.task(shared.context, static_cast<int64_t>(index));
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(shared.mutex);
+      if (!shared.error) shared.error = std::current_exception();
+    }
+  };
+  // A batch count of 0 leaves the partition to the runtime.
+  check(api_, abi::KernelContext_ParallelFor::of(api_)(context_, body, static_cast<size_t>(count), 0, &call));
+  if (call.error) std::rethrow_exception(call.error);
+}
+
+}  // namespace ortolan

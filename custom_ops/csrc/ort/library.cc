@@ -1,0 +1,264 @@
+// The library's entry points: registers every operator, for every element type, with ONNX Runtime.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "../kernels/cpu/kernels.h"
+#include "abi.h"
+#include "context.h"
+#include "operators.h"
+#include "schemas.generated.h"
+
+#if defined(__GNUC__)
+#define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define ORTOLAN_EXPORT extern "C"
+#endif
+
+namespace ortolan {
+namespace {
+
+using Compute = void (*)(const Context&, cpu::ParallelFor&);
+
+// One registration: an operator for one element type.
+struct Operator : abi::CustomOp {
+  const Schema* schema;
+  Compute compute;
+  ElementType element;
+};
+
+struct Kernel {
+  NodeInfo node;
+  Compute compute;
+};
+
+const Operator& as_operator(const abi::CustomOp* op) { return *static_cast<const Operator*>(op); }
+
+// Runs `body` and turns what it throws into a status; nothing may unwind through the C ABI.
+template <typename Body>
+OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const InvalidArgument& error) {
+    return abi::CreateStatus::of(api)(abi::kInvalidArgument, error.what());
+  } catch (const std::bad_alloc&) {
+    return abi::CreateStatus::of(api)(abi::kFail, "ortolan: out of memory for scratch buffers");
+  } catch (const std::exception& error) {
+    return abi::CreateStatus::of(api)(abi::kFail, error.what());
+  }
+}
+
+// An attribute that is absent keeps its default.
+template <typename Reader, typename Value>
+void read_attribute(const OrtApi* api, const OrtKernelInfo* info, const char* name, Value& value) {
+  Value given{};
+  OrtStatus* status = Reader::of(api)(info, name, &given);
+  if (status) return abi::ReleaseStatus::of(api)(status);
+  value = given;
+}
+
+std::string read_string(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
+  size_t size = 0;
+  OrtStatus* status = abi::KernelInfoGetAttribute_string::of(api)(info, name, nullptr, &size);
+  if (status) {
+    abi::ReleaseStatus::of(api)(status);
+    return {};
+  }
+  std::string text(size, '\0');
+  check(api, abi::KernelInfoGetAttribute_string::of(api)(info, name, text.data(), &size));
+  return text.c_str();
+}
+
+std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
+  size_t size = 0;
+  OrtStatus* status = abi::KernelInfo_GetNodeName::of(api)(info, nullptr, &size);
+  if (status) abi::ReleaseStatus::of(api)(status);
+  if (size == 0) return {};
+  std::string text(size, '\0');
+  check(api, abi::KernelInfo_GetNodeName::of(api)(info, text.data(), &size));
+  return text.c_str();
+}
+
+GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
+  if (text.empty() || text == "mean") return GroupReduce::kMean;
+  if (text == "max") return GroupReduce::kMax;
+  if (text == "sum") return GroupReduce::kSum;
+  node.fail("attribute group_reduce is '" + text + "'; allowed: mean, max, sum");
+}
+
+void check_attributes(const NodeInfo& node) {
+  if (node.window == 0 || node.window < -1)
+    node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
+  if (node.sink < 0) node.fail("attribute sink S = " + std::to_string(node.sink) + " must be at least 0");
+  if (node.capacity < 0)
+    node.fail("attribute capacity C = " + std::to_string(node.capacity) + " must be at least 1, or 0 for M * P");
+  if (node.capacity > 0 && node.capacity < node.sink + std::max<int64_t>(node.window, 1))
+    node.fail("attribute capacity C = " + std::to_string(node.capacity) + " must be at least sink S + window W = " +
+              std::to_string(node.sink) + " + " + std::to_string(std::max<int64_t>(node.window, 1)));
+  if (!std::isfinite(node.scale) || node.scale < 0)
+    node.fail("attribute scale is " + std::to_string(node.scale) + "; allowed: 0 (for 1/sqrt(D)) or a positive number");
+  if (!std::isfinite(node.softcap) || node.softcap < 0)
+    node.fail("attribute softcap is " + std::to_string(node.softcap) + "; allowed: 0 (none) or a positive number");
+}
+
+OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** result) {
+  return guarded(api, [&] {
+    auto kernel = std::make_unique<Kernel>();
+    NodeInfo& node = kernel->node;
+    node.api = api;
+    node.schema = as_operator(op).schema;
+    node.element = as_operator(op).element;
+    node.name = read_node_name(api, info);
+    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "window", node.window);
+    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "sink", node.sink);
+    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "capacity", node.capacity);
+    read_attribute<abi::KernelInfoGetAttribute_float>(api, info, "scale", node.scale);
+    read_attribute<abi::KernelInfoGetAttribute_float>(api, info, "softcap", node.softcap);
+    node.group_reduce = parse_group_reduce(node, read_string(api, info, "group_reduce"));
+    check_attributes(node);
+    kernel->compute = as_operator(op).compute;
+    *result = kernel.release();
+  });
+}
+
+OrtStatus* compute_kernel(void* pointer, OrtKernelContext* ort_context) {
+  const Kernel& kernel = *static_cast<const Kernel*>(pointer);
+  return guarded(kernel.node.api, [&] {
+    OrtParallelFor parallel(kernel.node.api, ort_context);
+    kernel.compute(Context(kernel.node, ort_context), parallel);
+  });
+}
+
+int element_data_type(ElementType element) {
+  return element == ElementType::kFloat32 ? abi::kFloat : element == ElementType::kFloat16 ? abi::kFloat16 : abi::kBFloat16;
+}
+
+int port_type(const Operator& op, const Port& port) {
+  switch (port.type) {
+    case PortType::kElement:
+      return element_data_type(op.element);
+    case PortType::kFloat32:
+      return abi::kFloat;
+    case PortType::kInt32:
+      return abi::kInt32;
+  }
+  return abi::kFloat;
+}
+
+// ONNX Runtime asks for aliases without naming the operator, so each schema has functions of its own.
+template <const Schema& kSchema>
+size_t alias_map(int** inputs, int** outputs) {
+  size_t count = 0;
+  for (const Port& port : kSchema.outputs) count += port.alias >= 0;
+  *inputs = *outputs = nullptr;
+  if (count == 0) return 0;
+  *inputs = static_cast<int*>(std::malloc(count * sizeof(int)));
+  *outputs = static_cast<int*>(std::malloc(count * sizeof(int)));
+  if (!*inputs || !*outputs) return 0;
+  size_t next = 0;
+  for (size_t i = 0; i < kSchema.outputs.size(); ++i) {
+    if (kSchema.outputs[i].alias < 0) continue;
+    (*inputs)[next] = kSchema.outputs[i].alias;
+    (*outputs)[next++] = static_cast<int>(i);
+  }
+  return count;
+}
+
+void release_map(int* inputs, int* outputs) {
+  std::free(inputs);
+  std::free(outputs);
+}
+
+size_t no_inplace(int** inputs, int** outputs) {
+  *inputs = *outputs = nullptr;
+  return 0;
+}
+
+template <const Schema& kSchema>
+Operator define(Compute compute, ElementType element) {
+  Operator op{};
+  op.version = abi::kApiVersion;
+  op.schema = &kSchema;
+  op.compute = compute;
+  op.element = element;
+  op.GetName = [](const abi::CustomOp* self) { return as_operator(self).schema->name; };
+  op.GetExecutionProviderType = [](const abi::CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op.GetInputTypeCount = [](const abi::CustomOp* self) { return as_operator(self).schema->inputs.size(); };
+  op.GetOutputTypeCount = [](const abi::CustomOp* self) { return as_operator(self).schema->outputs.size(); };
+  op.GetInputType = [](const abi::CustomOp* self, size_t i) {
+    return port_type(as_operator(self), as_operator(self).schema->inputs[i]);
+  };
+  op.GetOutputType = [](const abi::CustomOp* self, size_t i) {
+    return port_type(as_operator(self), as_operator(self).schema->outputs[i]);
+  };
+  op.GetInputCharacteristic = [](const abi::CustomOp* self, size_t i) -> int {
+    return as_operator(self).schema->inputs[i].optional ? abi::kOptional : abi::kRequired;
+  };
+  op.GetOutputCharacteristic = [](const abi::CustomOp* self, size_t i) -> int {
+    return as_operator(self).schema->outputs[i].optional ? abi::kOptional : abi::kRequired;
+  };
+  op.GetInputMemoryType = [](const abi::CustomOp*, size_t) { return 0; };
+  op.GetVariadicInputMinArity = [](const abi::CustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const abi::CustomOp*) { return 1; };
+  op.GetVariadicOutputMinArity = [](const abi::CustomOp*) { return 1; };
+  op.GetVariadicOutputHomogeneity = [](const abi::CustomOp*) { return 1; };
+  op.CreateKernelV2 = create_kernel;
+  op.KernelComputeV2 = compute_kernel;
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.GetStartVersion = [](const abi::CustomOp*) { return 1; };
+  op.GetEndVersion = [](const abi::CustomOp*) { return 1; };
+  op.GetMayInplace = no_inplace;
+  op.ReleaseMayInplace = release_map;
+  op.GetAliasMap = alias_map<kSchema>;
+  op.ReleaseAliasMap = release_map;
+  return op;
+}
+
+const std::vector<Operator>& operators() {
+  static const std::vector<Operator> all = [] {
+    std::vector<Operator> list;
+    for (ElementType element : {ElementType::kFloat32, ElementType::kFloat16}) {
+      list.push_back(define<kRingKvAppendSchema>(compute_ring_kv_append, element));
+      list.push_back(define<kSwaAttentionSchema>(compute_swa_attention, element));
+      list.push_back(define<kSnapKvCaptureSchema>(compute_snapkv_capture, element));
+      list.push_back(define<kSnapKvScoreSchema>(compute_snapkv_score, element));
+      list.push_back(define<kKvCompactSchema>(compute_kv_compact, element));
+    }
+    return list;
+  }();
+  return all;
+}
+
+// The domain lives as long as the process: sessions keep pointers into it.
+OrtCustomOpDomain* operator_domain(const OrtApi* api) {
+  static OrtCustomOpDomain* const domain = [api] {
+    OrtCustomOpDomain* created = nullptr;
+    check(api, abi::CreateCustomOpDomain::of(api)("ortolan", &created));
+    for (const Operator& op : operators()) check(api, abi::CustomOpDomain_Add::of(api)(created, &op));
+    return created;
+  }();
+  return domain;
+}
+
+}  // namespace
+}  // namespace ortolan
+
+ORTOLAN_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const ortolan::abi::ApiBase* base) {
+  using namespace ortolan;
+  const OrtApi* api = base->GetApi(abi::kApiVersion);
+  if (!api) return nullptr;  // the runtime has already said that it is older than API version 20
+  return guarded(api, [&] { check(api, abi::AddCustomOpDomain::of(api)(options, operator_domain(api))); });
+}
+
+// What the library was built with: "version;providers".
+ORTOLAN_EXPORT const char* ortolan_library_info() { return ORTOLAN_VERSION ";cpu"; }
+
+// Limits the CPU kernels to an instruction set (0 plain, 1 AVX2, 2 AVX-512), for tests; 0 where it is absent.
+ORTOLAN_EXPORT int ortolan_limit_cpu_isa(int isa) {
+  if (isa < 0 || isa > 2) return 0;
+  return ortolan::cpu::limit_isa(static_cast<ortolan::cpu::Isa>(isa));
+}

@@ -1,0 +1,77 @@
+// The operators' ports; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#pragma once
+
+#include "schema.h"
+
+namespace ortolan {
+
+inline constexpr Port kRingKvAppendInputs[] = {
+    {"key", "[T, Hkv, D]", PortType::kElement, false, -1},
+    {"value", "[T, Hkv, D]", PortType::kElement, false, -1},
+    {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"value_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"query_start", "[B+1]", PortType::kInt32, false, -1},
+    {"past_len", "[B] or [B, Hkv]", PortType::kInt32, false, -1},
+    {"block_table", "[B, M]", PortType::kInt32, true, -1},
+};
+inline constexpr Port kRingKvAppendOutputs[] = {
+    {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 2},
+    {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 3},
+};
+inline constexpr Schema kRingKvAppendSchema = {"RingKvAppend", kRingKvAppendInputs,
+                                  kRingKvAppendOutputs};
+
+inline constexpr Port kSwaAttentionInputs[] = {
+    {"query", "[T, Hq, D]", PortType::kElement, false, -1},
+    {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"value_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"query_start", "[B+1]", PortType::kInt32, false, -1},
+    {"past_len", "[B] or [B, Hkv]", PortType::kInt32, false, -1},
+    {"block_table", "[B, M]", PortType::kInt32, true, -1},
+    {"sink_logits", "[Hq]", PortType::kFloat32, true, -1},
+};
+inline constexpr Port kSwaAttentionOutputs[] = {
+    {"output", "[T, Hq, D]", PortType::kElement, false, -1},
+    {"lse", "[Hq, T]", PortType::kFloat32, true, -1},
+};
+inline constexpr Schema kSwaAttentionSchema = {"SwaAttention", kSwaAttentionInputs,
+                                  kSwaAttentionOutputs};
+
+inline constexpr Port kSnapKvCaptureInputs[] = {
+    {"query", "[T, Hq, D]", PortType::kElement, false, -1},
+    {"capture", "[B, Wq, Hq, D]", PortType::kElement, false, -1},
+    {"query_start", "[B+1]", PortType::kInt32, false, -1},
+    {"past_len", "[B]", PortType::kInt32, false, -1},
+};
+inline constexpr Port kSnapKvCaptureOutputs[] = {
+    {"capture_out", "[B, Wq, Hq, D]", PortType::kElement, false, 1},
+};
+inline constexpr Schema kSnapKvCaptureSchema = {"SnapKvCapture", kSnapKvCaptureInputs,
+                                  kSnapKvCaptureOutputs};
+
+inline constexpr Port kSnapKvScoreInputs[] = {
+    {"capture", "[B, Wq, Hq, D]", PortType::kElement, false, -1},
+    {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"kv_len", "[B] or [B, Hkv]", PortType::kInt32, false, -1},
+    {"block_table", "[B, M]", PortType::kInt32, true, -1},
+};
+inline constexpr Port kSnapKvScoreOutputs[] = {
+    {"score", "[B, Hkv, K]", PortType::kFloat32, false, -1},
+};
+inline constexpr Schema kSnapKvScoreSchema = {"SnapKvScore", kSnapKvScoreInputs,
+                                  kSnapKvScoreOutputs};
+
+inline constexpr Port kKvCompactInputs[] = {
+    {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"value_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"keep", "[B, Hkv or 1, K]", PortType::kInt32, false, -1},
+    {"block_table", "[B, M]", PortType::kInt32, true, -1},
+};
+inline constexpr Port kKvCompactOutputs[] = {
+    {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 0},
+    {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 1},
+};
+inline constexpr Schema kKvCompactSchema = {"KvCompact", kKvCompactInputs,
+                                  kKvCompactOutputs};
+
+}  // namespace ortolan

@@ -1,0 +1,177 @@
+"""Builds nodes of Ortolan's operators; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`."""
+
+from __future__ import annotations
+
+import onnx
+
+from ortolan.custom_ops.node import operator_node
+
+
+def ring_kv_append(
+    key: str,
+    value: str,
+    key_cache: str,
+    value_cache: str,
+    query_start: str,
+    past_len: str,
+    block_table: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    sink: int = 0,
+    capacity: int = 0,
+) -> onnx.NodeProto:
+    """Build a RingKvAppend node.
+
+    Writes this step's keys and values into their slots of the cache, in place.
+
+    Args:
+        key: [T, Hkv, D] T1. Keys of this step, after norm and RoPE.
+        value: [T, Hkv, D] T1. Values of this step.
+        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
+            or per kv head.
+        block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
+            sequence b owns page b.
+        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        name: name of the node.
+        sink: S: first positions of a sequence, never overwritten.
+        capacity: C: slots a sequence has; 0 means M * P.
+    """
+    inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table,)
+    return operator_node("RingKvAppend", inputs, outputs, name, {"sink": sink, "capacity": capacity})
+
+
+def swa_attention(
+    query: str,
+    key_cache: str,
+    value_cache: str,
+    query_start: str,
+    past_len: str,
+    block_table: str = "",
+    sink_logits: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    window: int = -1,
+    sink: int = 0,
+    capacity: int = 0,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+) -> onnx.NodeProto:
+    """Build a SwaAttention node.
+
+    Causal attention, with optional sliding window and sinks, of this step's queries over the cache that
+        already holds this step's keys.
+
+    Args:
+        query: [T, Hq, D] T1. Queries of this step, after norm and RoPE.
+        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
+            or per kv head.
+        block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
+            sequence b owns page b.
+        sink_logits: [Hq] tensor(float). A learned logit per head that joins the softmax's denominator and
+            has no value.
+        outputs: names of output [T, Hq, D], lse [Hq, T].
+        name: name of the node.
+        window: W: keys a query sees, itself included; -1 for no window.
+        sink: S: first positions of a sequence, never overwritten.
+        capacity: C: slots a sequence has; 0 means M * P.
+        scale: Factor of the logits; 0 means 1 / sqrt(D).
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap).
+    """
+    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits,)
+    return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap})
+
+
+def snap_kv_capture(
+    query: str,
+    capture: str,
+    query_start: str,
+    past_len: str,
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+) -> onnx.NodeProto:
+    """Build a SnapKvCapture node.
+
+    Keeps the last Wq queries of each sequence: position p goes to row p mod Wq, in place.
+
+    Args:
+        query: [T, Hq, D] T1. Queries of this step, after norm and RoPE.
+        capture: [B, Wq, Hq, D] T1. Queries captured so far.
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        past_len: [B] tensor(int32). Tokens of each sequence before the step.
+        outputs: names of capture_out [B, Wq, Hq, D].
+        name: name of the node.
+    """
+    inputs = (query, capture, query_start, past_len,)
+    return operator_node("SnapKvCapture", inputs, outputs, name, {})
+
+
+def snap_kv_score(
+    capture: str,
+    key_cache: str,
+    kv_len: str,
+    block_table: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    group_reduce: str = "mean",
+) -> onnx.NodeProto:
+    """Build a SnapKvScore node.
+
+    How much the captured queries attend to each cached position: the mean over queries of their softmax
+        probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.
+
+    Args:
+        capture: [B, Wq, Hq, D] T1. Captured queries.
+        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        kv_len: [B] or [B, Hkv] tensor(int32). Tokens in the cache, the captured window included.
+        block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
+            sequence b owns page b.
+        outputs: names of score [B, Hkv, K].
+        name: name of the node.
+        scale: Factor of the logits; 0 means 1 / sqrt(D).
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap).
+        group_reduce: Over a group's heads: "mean", "max" or "sum".
+    """
+    inputs = (capture, key_cache, kv_len, block_table,)
+    return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce})
+
+
+def kv_compact(
+    key_cache: str,
+    value_cache: str,
+    keep: str,
+    block_table: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+) -> onnx.NodeProto:
+    """Build a KvCompact node.
+
+    Moves the kept positions to the front of a full-attention cache, in place.
+
+    Args:
+        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        keep: [B, Hkv or 1, K] tensor(int32). Physical positions to keep, strictly ascending; -1 pads the
+            tail.
+        block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
+            sequence b owns page b.
+        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        name: name of the node.
+    """
+    inputs = (key_cache, value_cache, keep, block_table,)
+    return operator_node("KvCompact", inputs, outputs, name, {})

@@ -1,0 +1,101 @@
+"""Finds the operator library, asks what it holds, and registers it with ONNX Runtime."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import OpLibraryError
+
+LIBRARY_FILE = "libortolan_ops.so"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryInfo:
+    """What the operator library was built with."""
+
+    version: str
+    providers: tuple[str, ...]
+
+
+def library_path() -> Path:
+    """Return the path of the operator library.
+
+    Raises:
+        OpLibraryError: the package was installed without it.
+    """
+    import ortolan.custom_ops
+
+    for folder in ortolan.custom_ops.__path__:
+        path = Path(folder) / "lib" / LIBRARY_FILE
+        if path.is_file():
+            return path
+    raise OpLibraryError(
+        f"{LIBRARY_FILE} is not in {', '.join(ortolan.custom_ops.__path__)}; "
+        "reinstall with `pip install --force-reinstall --no-deps ortolan` (a C++ compiler is needed to build it)"
+    )
+
+
+def library_info() -> LibraryInfo:
+    """Ask the library which execution providers it has kernels for.
+
+    Raises:
+        OpLibraryError: the library is missing or cannot be loaded on this machine.
+    """
+    path = library_path()
+    try:
+        function = ctypes.CDLL(str(path)).ortolan_library_info
+    except (OSError, AttributeError) as error:
+        raise OpLibraryError(f"{path} cannot be loaded: {error}; reinstall ortolan on this machine") from error
+    function.restype = ctypes.c_char_p
+    version, *providers = function().decode().split(";")
+    return LibraryInfo(version=version, providers=tuple(providers))
+
+
+def register(session_options: Any) -> None:
+    """Make Ortolan's operators known to the sessions that are made with these options.
+
+    Args:
+        session_options: an `onnxruntime.SessionOptions`; changed in place.
+
+    Raises:
+        OpLibraryError: the library is missing, or ONNX Runtime refuses it.
+    """
+    path = library_path()
+    if not hasattr(session_options, "register_custom_ops_library"):
+        raise OpLibraryError(
+            f"register() was given a {type(session_options).__name__}; it takes an onnxruntime.SessionOptions"
+        )
+    try:
+        session_options.register_custom_ops_library(str(path))
+    except Exception as error:  # the binding raises its own exception types, one per status code
+        raise OpLibraryError(f"ONNX Runtime refused {path}: {error}") from error
+
+
+def onnxruntime_problem() -> str | None:
+    """Say what is wrong with the installed ONNX Runtime wheels, or None.
+
+    The wheels onnxruntime and onnxruntime-gpu both hold the module `onnxruntime`; installed together, the
+    files of the one overwrite those of the other.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "onnxruntime is not installed; run `pip install onnxruntime` (CPU) or `pip install onnxruntime-gpu`"
+    installed = {name: _version(name) for name in ("onnxruntime", "onnxruntime-gpu")}
+    if all(installed.values()):
+        return (
+            f"onnxruntime {installed['onnxruntime']} and onnxruntime-gpu {installed['onnxruntime-gpu']} are both "
+            "installed and overwrite each other; run `pip uninstall -y onnxruntime onnxruntime-gpu`, then "
+            "`pip install onnxruntime-gpu`"
+        )
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,180 @@
+"""The operators in NumPy and float64, written to be obviously right; the oracle of every kernel's tests."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[np.generic]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+def slot_of(position: int, capacity: int, sink: int) -> int:
+    """Return the slot of a position: the identity for sinks, a ring of capacity - sink slots after them."""
+    return position if position < sink else sink + (position - sink) % (capacity - sink)
+
+
+def _capacity(cache: Array, block_table: Array | None, capacity: int) -> int:
+    pages = 1 if block_table is None else block_table.shape[1]
+    return capacity or pages * cache.shape[2]
+
+
+def _locate(cache: Array, block_table: Array | None, sequence: int, slot: int) -> tuple[int, int]:
+    """Return (page, row) of a slot."""
+    page_slots = cache.shape[2]
+    if block_table is None:
+        return sequence, slot
+    return int(block_table[sequence, slot // page_slots]), slot % page_slots
+
+
+def _length(lengths: Array, sequence: int, head: int) -> int:
+    """Read a length that is given per sequence [B] or per kv head [B, Hkv]."""
+    return int(lengths[sequence, head] if lengths.ndim == 2 else lengths[sequence])
+
+
+def ring_kv_append(
+    key: Array,
+    value: Array,
+    key_cache: Array,
+    value_cache: Array,
+    query_start: Array,
+    past_len: Array,
+    block_table: Array | None = None,
+    *,
+    sink: int = 0,
+    capacity: int = 0,
+) -> tuple[Array, Array]:
+    """Write keys and values [T, Hkv, D] into copies of the caches [N, Hkv, P, D], token by token in order."""
+    keys, values = key_cache.copy(), value_cache.copy()
+    slots = _capacity(key_cache, block_table, capacity)
+    for sequence in range(len(query_start) - 1):
+        for head in range(key.shape[1]):
+            position = _length(past_len, sequence, head)
+            for row in range(query_start[sequence], query_start[sequence + 1]):
+                page, slot_row = _locate(key_cache, block_table, sequence, slot_of(position, slots, sink))
+                keys[page, head, slot_row] = key[row, head]
+                values[page, head, slot_row] = value[row, head]
+                position += 1
+    return keys, values
+
+
+def visible_positions(position: int, window: int, sink: int) -> list[int]:
+    """List the positions that the query at `position` sees, ascending."""
+    return [j for j in range(position + 1) if window < 0 or j > position - window or j < sink]
+
+
+def swa_attention(
+    query: Array,
+    key_cache: Array,
+    value_cache: Array,
+    query_start: Array,
+    past_len: Array,
+    block_table: Array | None = None,
+    sink_logits: Array | None = None,
+    *,
+    window: int = -1,
+    sink: int = 0,
+    capacity: int = 0,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+) -> tuple[Floats, Floats]:
+    """Attend from queries [T, Hq, D] to the cache; returns output [T, Hq, D] and lse [Hq, T]."""
+    tokens, heads, size = query.shape
+    group = heads // key_cache.shape[1]
+    slots = _capacity(key_cache, block_table, capacity)
+    output = np.zeros(query.shape)
+    lse = np.full((heads, tokens), -np.inf)
+    for sequence in range(len(query_start) - 1):
+        for row in range(query_start[sequence], query_start[sequence + 1]):
+            for head in range(heads):
+                position = _length(past_len, sequence, head // group) + int(row - query_start[sequence])
+                where = [
+                    _locate(key_cache, block_table, sequence, slot_of(j, slots, sink))
+                    for j in visible_positions(position, window, sink)
+                ]
+                keys = np.array([key_cache[page, head // group, r] for page, r in where], np.float64)
+                values = np.array([value_cache[page, head // group, r] for page, r in where], np.float64)
+                logits = _logits(query[row, head].astype(np.float64), keys, scale, softcap)
+                extra = [] if sink_logits is None else [float(sink_logits[head])]
+                largest = max([*logits, *extra])
+                weights = np.exp(logits - largest)
+                total = weights.sum() + sum(math.exp(z - largest) for z in extra)
+                output[row, head] = weights @ values / total
+                lse[head, row] = largest + math.log(total)
+    return output, lse
+
+
+def _logits(query: Floats, keys: Floats, scale: float, softcap: float) -> Floats:
+    """Return the scaled and softcapped products of one query [D] with keys [K, D]."""
+    z = (scale or 1 / math.sqrt(len(query))) * (keys @ query)
+    return softcap * np.tanh(z / softcap) if softcap else z
+
+
+def snapkv_capture(query: Array, capture: Array, query_start: Array, past_len: Array) -> Array:
+    """Copy queries [T, Hq, D] into row (position mod Wq) of a copy of capture [B, Wq, Hq, D]."""
+    result = capture.copy()
+    rows = capture.shape[1]
+    for sequence in range(len(query_start) - 1):
+        for row in range(query_start[sequence], query_start[sequence + 1]):
+            if rows:
+                position = int(past_len[sequence]) + int(row - query_start[sequence])
+                result[sequence, position % rows] = query[row]
+    return result
+
+
+def snapkv_score(
+    capture: Array,
+    key_cache: Array,
+    kv_len: Array,
+    block_table: Array | None = None,
+    *,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    group_reduce: str = "mean",
+) -> Floats:
+    """Score cached positions by the captured queries [B, Wq, Hq, D]; returns [B, Hkv, C].
+
+    The newest query is the one at position kv_len - 1, in row (kv_len - 1) mod Wq.
+    """
+    sequences, rows, heads, _ = capture.shape
+    kv_heads = key_cache.shape[1]
+    group = heads // kv_heads
+    slots = _capacity(key_cache, block_table, 0)
+    reduce = {"mean": np.mean, "max": np.max, "sum": np.sum}[group_reduce]
+    score = np.zeros((sequences, kv_heads, slots))
+    for sequence in range(sequences):
+        for head in range(kv_heads):
+            length = _length(kv_len, sequence, head)
+            count = min(rows, length)
+            where = [_locate(key_cache, block_table, sequence, j) for j in range(length)]
+            keys = np.array([key_cache[page, head, r] for page, r in where], np.float64)
+            if count == 0:
+                continue
+            means = np.zeros((group, length))
+            for g in range(group):
+                for position in range(length - count, length):
+                    query = capture[sequence, position % rows, head * group + g].astype(np.float64)
+                    logits = _logits(query, keys[: position + 1], scale, softcap)
+                    weights = np.exp(logits - logits.max())
+                    means[g, : position + 1] += weights / weights.sum() / count
+            score[sequence, head, : length - count] = reduce(means, axis=0)[: length - count]
+    return score
+
+
+def kv_compact(
+    key_cache: Array, value_cache: Array, keep: Array, block_table: Array | None = None
+) -> tuple[Array, Array]:
+    """Copy row keep[b, h, k] of a head to its row k; -1 ends a list, `keep` [B, 1, K] serves every head."""
+    keys, values = key_cache.copy(), value_cache.copy()
+    for sequence in range(keep.shape[0]):
+        for head in range(key_cache.shape[1]):
+            positions = keep[sequence, 0 if keep.shape[1] == 1 else head]
+            for target, source in enumerate(positions[positions >= 0]):
+                to_page, to_row = _locate(key_cache, block_table, sequence, target)
+                from_page, from_row = _locate(key_cache, block_table, sequence, int(source))
+                keys[to_page, head, to_row] = key_cache[from_page, head, from_row]
+                values[to_page, head, to_row] = value_cache[from_page, head, from_row]
+    return keys, values

@@ -1,0 +1,199 @@
+"""The one table of Ortolan's operators; C++ definitions, onnx schemas, emitters and docs derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ELEMENT = "T1"
+INT32 = "tensor(int32)"
+FLOAT = "tensor(float)"
+ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One input or output of an operator.
+
+    Attributes:
+        shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
+        type: `T1`, or an ONNX type string.
+        alias: for an output, the index of the input whose buffer it continues; -1 for none.
+    """
+
+    name: str
+    shape: str
+    type: str
+    doc: str
+    optional: bool = False
+    alias: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribute:
+    """One attribute of an operator, with its default."""
+
+    name: str
+    default: int | float | str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of the domain."""
+
+    name: str
+    doc: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    attributes: tuple[Attribute, ...] = ()
+
+
+def _caches(alias_from: int) -> tuple[Port, Port]:
+    """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
+    return (
+        Port(name="key_cache_out", shape="[N, Hkv, P, D]", type=ELEMENT, doc="The updated key cache.", alias=alias_from),
+        Port(
+            name="value_cache_out",
+            shape="[N, Hkv, P, D]",
+            type=ELEMENT,
+            doc="The updated value cache.",
+            alias=alias_from + 1,
+        ),
+    )
+
+
+_KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
+_VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
+_QUERY_START = Port(
+    name="query_start",
+    shape="[B+1]",
+    type=INT32,
+    doc="Sequence b owns the packed rows query_start[b] .. query_start[b+1].",
+)
+_PAST_LEN = Port(
+    name="past_len",
+    shape="[B] or [B, Hkv]",
+    type=INT32,
+    doc="Tokens already in this cache before the step, per sequence or per kv head.",
+)
+_BLOCK_TABLE = Port(
+    name="block_table",
+    shape="[B, M]",
+    type=INT32,
+    doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b.",
+    optional=True,
+)
+_SINK = Attribute(name="sink", default=0, doc="S: first positions of a sequence, never overwritten.")
+_CAPACITY = Attribute(name="capacity", default=0, doc="C: slots a sequence has; 0 means M * P.")
+_SCALE = Attribute(name="scale", default=0.0, doc="Factor of the logits; 0 means 1 / sqrt(D).")
+_SOFTCAP = Attribute(
+    name="softcap", default=0.0, doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
+)
+
+OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        name="RingKvAppend",
+        doc="Writes this step's keys and values into their slots of the cache, in place.",
+        inputs=(
+            Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
+            Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),
+            _KEY_CACHE,
+            _VALUE_CACHE,
+            _QUERY_START,
+            _PAST_LEN,
+            _BLOCK_TABLE,
+        ),
+        outputs=_caches(2),
+        attributes=(_SINK, _CAPACITY),
+    ),
+    Operator(
+        name="SwaAttention",
+        doc="Causal attention, with optional sliding window and sinks, of this step's queries over the cache "
+        "that already holds this step's keys.",
+        inputs=(
+            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE."),
+            _KEY_CACHE,
+            _VALUE_CACHE,
+            _QUERY_START,
+            _PAST_LEN,
+            _BLOCK_TABLE,
+            Port(
+                name="sink_logits",
+                shape="[Hq]",
+                type=FLOAT,
+                doc="A learned logit per head that joins the softmax's denominator and has no value.",
+                optional=True,
+            ),
+        ),
+        outputs=(
+            Port(name="output", shape="[T, Hq, D]", type=ELEMENT, doc="Attention output; 0 where nothing is visible."),
+            Port(
+                name="lse",
+                shape="[Hq, T]",
+                type=FLOAT,
+                doc="Natural logarithm of the softmax's denominator; -inf where nothing is visible.",
+                optional=True,
+            ),
+        ),
+        attributes=(
+            Attribute(name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."),
+            _SINK,
+            _CAPACITY,
+            _SCALE,
+            _SOFTCAP,
+        ),
+    ),
+    Operator(
+        name="SnapKvCapture",
+        doc="Keeps the last Wq queries of each sequence: position p goes to row p mod Wq, in place.",
+        inputs=(
+            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE."),
+            Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Queries captured so far."),
+            _QUERY_START,
+            Port(name="past_len", shape="[B]", type=INT32, doc="Tokens of each sequence before the step."),
+        ),
+        outputs=(
+            Port(
+                name="capture_out", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="The updated capture buffer.", alias=1
+            ),
+        ),
+    ),
+    Operator(
+        name="SnapKvScore",
+        doc="How much the captured queries attend to each cached position: the mean over queries of their "
+        "softmax probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.",
+        inputs=(
+            Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Captured queries."),
+            _KEY_CACHE,
+            Port(
+                name="kv_len",
+                shape="[B] or [B, Hkv]",
+                type=INT32,
+                doc="Tokens in the cache, the captured window included.",
+            ),
+            _BLOCK_TABLE,
+        ),
+        outputs=(Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),),
+        attributes=(
+            _SCALE,
+            _SOFTCAP,
+            Attribute(name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'),
+        ),
+    ),
+    Operator(
+        name="KvCompact",
+        doc="Moves the kept positions to the front of a full-attention cache, in place.",
+        inputs=(
+            _KEY_CACHE,
+            _VALUE_CACHE,
+            Port(
+                name="keep",
+                shape="[B, Hkv or 1, K]",
+                type=INT32,
+                doc="Physical positions to keep, strictly ascending; -1 pads the tail.",
+            ),
+            _BLOCK_TABLE,
+        ),
+        outputs=_caches(0),
+    ),
+)

@@ -1,0 +1,60 @@
+"""Long-context LLM inference on ONNX Runtime with a bounded key/value cache."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortolan import custom_ops, export
+    from ortolan.manifest import Manifest
+    from ortolan.runtime import Model, Sampling, Session, SnapKv
+
+__all__ = ["Model", "Sampling", "Session", "SnapKv", "custom_ops", "export", "load"]
+
+_SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
+_RUNTIME_NAMES = ("Model", "Sampling", "Session", "SnapKv")
+
+
+def load(folder: str | Path, device: str | None = None) -> Model:
+    """Open an exported model.
+
+    Args:
+        folder: what `ortolan.export` wrote.
+        device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
+
+    Raises:
+        ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
+        OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
+        ConfigError: the device has no such spelling.
+    """
+    from ortolan import runtime
+
+    return runtime.load(folder, device=device, evict_builder=_build_evict_graph)
+
+
+def _build_evict_graph(manifest: Manifest, options: SnapKv) -> bytes:
+    """Build evict.onnx for options that differ from those of the model folder."""
+    from ortolan import graphs
+
+    model = graphs.build_evict_model(
+        manifest,
+        kernel=options.kernel,
+        pool=options.pool,
+        granularity=options.granularity,
+        group_reduce=options.group_reduce,
+    )
+    return model.SerializeToString()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use, so that `import ortolan` stays light."""
+    if name == "__version__":
+        return metadata.version("ortolan")
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"ortolan.{name}")
+    if name in _RUNTIME_NAMES:
+        return getattr(importlib.import_module("ortolan.runtime"), name)
+    raise AttributeError(f"module 'ortolan' has no attribute {name!r}")

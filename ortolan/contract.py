@@ -1,0 +1,47 @@
+"""Names of the graph's inputs and outputs, shared by the exporter and the runtime."""
+
+TOKEN_IDS = "token_ids"  # [T] int64
+POSITIONS = "positions"  # [T] int64, logical
+QUERY_START = "query_start"  # [B+1] int32
+PAST_LEN = "past_len"  # [B] int32, logical length before this step
+ROPE_VARIANT = "rope_variant"  # [T] int64, only where the manifest lists more than one RoPE variant
+LOGITS = "logits"  # [B, V] float32, of the last row of each sequence
+
+# Inputs of evict.onnx beside the caches, captures and kv_len of each evictable layer; all int64 [1].
+EVICT_BUDGET = "budget"
+EVICT_WINDOW = "window"
+EVICT_SINK = "sink"
+
+OUTPUT_SUFFIX = "_out"
+OPERATOR_DOMAIN = "ortolan"
+OPERATOR_VERSION = 1
+
+
+def kv_len(layer: int) -> str:
+    """Name the physical length input of one evictable layer, [B, Hkv] int32."""
+    return f"layer.{layer}.kv_len"
+
+
+def key_cache(layer: int) -> str:
+    """Name the key cache input of one layer, [N, Hkv, P, D]."""
+    return f"layer.{layer}.key_cache"
+
+
+def value_cache(layer: int) -> str:
+    """Name the value cache input of one layer, [N, Hkv, P, D]."""
+    return f"layer.{layer}.value_cache"
+
+
+def capture(layer: int) -> str:
+    """Name the captured queries of one evictable layer, [B, Wq, Hq, D]."""
+    return f"layer.{layer}.capture"
+
+
+def keep(layer: int) -> str:
+    """Name the keep-list output of evict.onnx for one layer, [B, Hkv, K] int32, -1 pads the tail."""
+    return f"layer.{layer}.keep"
+
+
+def output(name: str) -> str:
+    """Name the output that aliases a cache input."""
+    return name + OUTPUT_SUFFIX

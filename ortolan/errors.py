@@ -1,0 +1,33 @@
+"""The errors that Ortolan raises, from one base class."""
+
+
+class OrtolanError(Exception):
+    """Base of every error raised on purpose by Ortolan."""
+
+
+class ConfigError(OrtolanError, ValueError):
+    """An argument or an option has a value that is not allowed."""
+
+
+class UnsupportedModelError(OrtolanError, ValueError):
+    """The checkpoint asks for something that Ortolan does not implement."""
+
+
+class CheckpointError(OrtolanError, ValueError):
+    """A checkpoint is truncated, incomplete or contradicts its own config."""
+
+
+class ContractMismatchError(OrtolanError, ValueError):
+    """A graph, a manifest or a tensor does not match what its reader expects."""
+
+
+class OpLibraryError(OrtolanError, RuntimeError):
+    """The operator library or ONNX Runtime is missing, unusable or of the wrong kind."""
+
+
+class CapacityError(OrtolanError, RuntimeError):
+    """A cache cannot hold what was asked for, or no longer holds it."""
+
+
+class NumericError(OrtolanError, ArithmeticError):
+    """A model produced logits that are not numbers."""

@@ -1,0 +1,73 @@
+"""Every family agrees with transformers, whatever the prompt's length and its chunks."""
+
+import json
+
+import numpy as np
+import pytest
+from families import FAMILIES, tiny_checkpoint
+from parity import decode_differences, oracle_logits, relative_difference, without_window
+from tolerances import LOGITS_RELATIVE
+
+import ortolan
+from ortolan.manifest import read_manifest
+
+MAX_CONTEXT = 512
+DECODED_TOKENS = 20
+FULL_ATTENTION_SPAN = 12  # stands for W where a family has no window
+
+CHUNKS = {"one": lambda w: 1, "seven": lambda w: 7, "window": lambda w: w, "2W+3": lambda w: 2 * w + 3, "whole": None}
+LENGTHS = {
+    "W-1": lambda w: w - 1,
+    "W": lambda w: w,
+    "W+1": lambda w: w + 1,
+    "3W+5": lambda w: 3 * w + 5,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def exported(request, tmp_path_factory):
+    """Export one tiny checkpoint; yields (checkpoint folder, model folder, window)."""
+    root = tmp_path_factory.mktemp(request.param)
+    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=3)
+    folder = ortolan.export(checkpoint, root / "model", max_context=MAX_CONTEXT, chunk_size=16)
+    windows = {layer.window for layer in read_manifest(folder).layers if layer.window > 0}
+    return checkpoint, folder, max(windows, default=FULL_ATTENTION_SPAN)
+
+
+def prompt_of(length: int, checkpoint) -> list[int]:
+    vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    return np.random.default_rng(length).integers(3, vocabulary, length).tolist()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_logits_agree_with_transformers(exported, length, chunk):
+    checkpoint, folder, window = exported
+    prompt = prompt_of(LENGTHS[length](window), checkpoint)
+    chunk_size = CHUNKS[chunk](window) if CHUNKS[chunk] else len(prompt)
+    session = ortolan.load(folder, device="cpu").session(max_context=MAX_CONTEXT, chunk_size=chunk_size)
+    differences = decode_differences(session, checkpoint, prompt, DECODED_TOKENS)
+    assert max(differences) <= LOGITS_RELATIVE, differences
+
+
+def test_the_ring_wraps_several_times(exported):
+    checkpoint, folder, window = exported
+    prompt = prompt_of(MAX_CONTEXT - DECODED_TOKENS, checkpoint)
+    session = ortolan.load(folder, device="cpu").session(max_context=MAX_CONTEXT, chunk_size=7)
+    manifest = read_manifest(folder)
+    for layer, info in enumerate(manifest.layers):
+        if info.window > 0:
+            assert session.cache_capacity(layer) * 3 <= len(prompt)
+    differences = decode_differences(session, checkpoint, prompt, DECODED_TOKENS)
+    assert max(differences) <= LOGITS_RELATIVE, differences
+
+
+def test_the_window_matters(exported, tmp_path):
+    """The same weights without a window give other logits, and only beyond the window."""
+    checkpoint, folder, window = exported
+    if all(layer.window < 0 for layer in read_manifest(folder).layers):
+        pytest.skip("this family has no sliding window")
+    full = without_window(checkpoint, tmp_path / "full")
+    prompt = prompt_of(3 * window + 5, checkpoint)
+    difference = relative_difference(oracle_logits(checkpoint, prompt), oracle_logits(full, prompt))
+    assert difference > 100 * LOGITS_RELATIVE

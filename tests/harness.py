@@ -1,0 +1,123 @@
+"""Runs one operator through ONNX Runtime, and draws random caches and batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+import ortolan.custom_ops
+from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.custom_ops import emitters
+from ortolan.custom_ops.codegen import snake_case
+from ortolan.custom_ops.schema import OPERATORS, Operator
+
+ONNX_TYPES = {
+    np.dtype(np.float32): onnx.TensorProto.FLOAT,
+    np.dtype(np.float16): onnx.TensorProto.FLOAT16,
+    np.dtype(np.int32): onnx.TensorProto.INT32,
+}
+
+
+def find_operator(name: str) -> Operator:
+    return next(operator for operator in OPERATORS if operator.name == name)
+
+
+def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> onnx.ModelProto:
+    """Build a model of one node, whose inputs are named as in the schema and have free shapes."""
+    operator = find_operator(name)
+    element = next(iter(feeds.values())).dtype
+    outputs = tuple(port.name for port in operator.outputs)
+    emit = getattr(emitters, snake_case(name))
+    node = emit(**{k: k for k in feeds}, outputs=outputs, name=f"test/{name}", **attributes)
+    inputs = [
+        onnx.helper.make_tensor_value_info(k, ONNX_TYPES[v.dtype], [f"{k}_{axis}" for axis in range(v.ndim)])
+        for k, v in feeds.items()
+    ]
+    results = [
+        onnx.helper.make_tensor_value_info(
+            port.name,
+            ONNX_TYPES[element] if port.type == "T1" else onnx.TensorProto.FLOAT,
+            [f"{port.name}_{axis}" for axis in range(port.shape.count(",") + 1)],
+        )
+        for port in operator.outputs
+    ]
+    graph = onnx.helper.make_graph([node], "test", inputs, results)
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def open_session(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 2
+    ortolan.custom_ops.register(options)
+    model = build_model(name, feeds, attributes).SerializeToString()
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def run_op(name: str, feeds: Mapping[str, np.ndarray], **attributes: object) -> list[np.ndarray]:
+    """Run one operator on fresh output buffers; the inputs stay as they are."""
+    return open_session(name, feeds, attributes).run(None, dict(feeds))
+
+
+def run_in_place(name: str, feeds: Mapping[str, np.ndarray], **attributes: object) -> dict[str, np.ndarray]:
+    """Run one operator with each aliased output bound to its input's buffer; returns outputs by name."""
+    session = open_session(name, feeds, attributes)
+    binding = session.io_binding()
+    buffers = {k: v.copy() for k, v in feeds.items()}  # an OrtValue does not keep its array alive
+    values = {k: ort.OrtValue.ortvalue_from_numpy(v) for k, v in buffers.items()}
+    for key, value in values.items():
+        binding.bind_ortvalue_input(key, value)
+    operator = find_operator(name)
+    for port in operator.outputs:
+        if port.alias >= 0:
+            binding.bind_ortvalue_output(port.name, values[operator.inputs[port.alias].name])
+        else:
+            binding.bind_output(port.name)
+    session.run_with_iobinding(binding)
+    names = [port.name for port in operator.outputs]
+    return dict(zip(names, (v.numpy().copy() for v in binding.get_outputs()), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Random inputs of one step, after `past` tokens of each sequence were appended."""
+
+    query: np.ndarray  # [T, Hq, D]
+    key: np.ndarray  # [T, Hkv, D]
+    value: np.ndarray  # [T, Hkv, D]
+    query_start: np.ndarray  # [B+1] int32
+    past_len: np.ndarray  # [B] int32
+
+
+def random_batch(
+    rng: np.random.Generator,
+    tokens: list[int],
+    past: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_size: int = 16,
+    dtype: type = np.float32,
+) -> Batch:
+    total = sum(tokens)
+
+    def draw(count: int) -> np.ndarray:
+        return rng.standard_normal((total, count, head_size)).astype(dtype)
+
+    return Batch(
+        query=draw(heads),
+        key=draw(kv_heads),
+        value=draw(kv_heads),
+        query_start=np.cumsum([0, *tokens]).astype(np.int32),
+        past_len=np.array(past, np.int32),
+    )
+
+
+def empty_caches(pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32) -> list[np.ndarray]:
+    """Return a key and a value cache whose empty slots hold NaN."""
+    return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype) for _ in range(2)]

@@ -1,0 +1,71 @@
+"""The layers of the package import only what stands below them."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import ortolan
+import pytest
+
+PACKAGE = Path(ortolan.__file__).parent
+BASE = {"errors", "contract", "manifest"}
+ALLOWED = {
+    "custom_ops": BASE,
+    "graphs": BASE | {"custom_ops", "export.config"},
+    "export": BASE | {"custom_ops", "graphs"},
+    "runtime": BASE | {"custom_ops"},
+}
+FORBIDDEN_ANYWHERE_IN_RUNTIME = {"torch", "transformers", "onnx_graphsurgeon"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Collect every absolute module name that a source file imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def is_allowed(module: str, layer: str) -> bool:
+    parts = module.split(".")
+    if parts[0] != "ortolan":
+        return layer != "runtime" or parts[0] not in FORBIDDEN_ANYWHERE_IN_RUNTIME
+    inside = ".".join(parts[1:])
+    prefixes = ALLOWED[layer] | {layer}
+    return any(inside == prefix or inside.startswith(prefix + ".") for prefix in prefixes)
+
+
+@pytest.mark.parametrize("layer", sorted(ALLOWED))
+def test_layer_imports_only_what_is_below_it(layer):
+    sources = sorted((PACKAGE / layer).rglob("*.py"))
+    assert sources, f"no sources found for {layer}"
+    broken = [
+        f"{path.relative_to(PACKAGE)}: {module}"
+        for path in sources
+        for module in sorted(imported_modules(path))
+        if not is_allowed(module, layer)
+    ]
+    assert broken == []
+
+
+def test_law_notices_a_forbidden_import(tmp_path):
+    source = tmp_path / "bad.py"
+    source.write_text("def f():\n    from ortolan.export import api\n    import torch\n")
+    assert {m for m in imported_modules(source) if not is_allowed(m, "runtime")} == {"ortolan.export.api", "torch"}
+
+
+def test_import_is_light_and_loading_pulls_no_training_library():
+    code = (
+        "import sys, ortolan\n"
+        "light = {'onnx', 'onnxruntime', 'torch', 'transformers'} & set(sys.modules)\n"
+        "ortolan.load, ortolan.Session\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "print(sorted(light), sorted(heavy))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] []"
