@@ -1,0 +1,20 @@
+"""Builds, checks and describes the ONNX graphs: the decoder, and the graph that evicts from its caches."""
+
+from ortolan.graphs.decoder import build_model
+from ortolan.graphs.evict import SNAPKV_METADATA, build_evict_model
+from ortolan.graphs.external_data import ExternalTensor, attach_external_data
+from ortolan.graphs.options import GraphOptions
+from ortolan.graphs.summary import ModelSummary, summarize_model
+from ortolan.graphs.verify import verify_model
+
+__all__ = [
+    "SNAPKV_METADATA",
+    "ExternalTensor",
+    "GraphOptions",
+    "ModelSummary",
+    "attach_external_data",
+    "build_evict_model",
+    "build_model",
+    "summarize_model",
+    "verify_model",
+]

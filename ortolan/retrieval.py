@@ -120,7 +120,7 @@ def load_corpus(split: str = "eval", root: Path | None = None) -> Corpus:
     """Read the sources of the running Python's standard library.
 
     Files fall to "train" or "eval" by a hash of their path below the root, so a file stays on its side
-    between Python versions. Files with bytes beyond ASCII are left out: one character is one byte is one token.
+    between Python versions. Files with bytes beyond ASCII are left out, so a character is a byte is a token.
 
     Args:
         split: "train" or "eval".

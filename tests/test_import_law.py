@@ -12,7 +12,7 @@ PACKAGE = Path(ortolan.__file__).parent
 BASE = {"errors", "contract", "manifest"}
 ALLOWED = {
     "custom_ops": BASE,
-    "graphs": BASE | {"custom_ops", "export.config"},
+    "graphs": BASE | {"custom_ops"},
     "export": BASE | {"custom_ops", "graphs"},
     "runtime": BASE | {"custom_ops"},
 }

@@ -42,7 +42,7 @@ class Stage:
     @property
     def max_facts(self) -> int:
         """Facts that a sequence holds at most; each costs about 66 bytes, hidden and asked for."""
-        return min(32, self.tokens // 90)
+        return min(32, self.tokens // 85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Return the batch on another device."""
         fields = (self.tokens, self.answer_weight, self.rows, self.targets)
-        return Batch(*(field.pin_memory().to(device, non_blocking=True) for field in fields))
+        return Batch(*(field.to(device) for field in fields))
 
 
 class RetrievalStream(torch.utils.data.IterableDataset[Batch]):
@@ -127,7 +127,7 @@ def make_sequence(
 def _draw(rng: random.Random, count: int) -> list[Fact]:
     """Draw facts whose keys are all different, or shared by several attributes."""
     shared = rng.choice((1, 1, 2, 4))
-    facts = [fact for fact in draw_facts(rng, -(-count // shared), ATTRIBUTES) if True]
+    facts = draw_facts(rng, -(-count // shared), ATTRIBUTES)
     if shared == 1:
         facts = [rng.choice(facts[start : start + 4]) for start in range(0, len(facts), 4)]
     return rng.sample(facts, count)
@@ -139,10 +139,10 @@ def _supervised_rows(answer: int) -> NDArray[np.int64]:
 
 
 def _supervised_targets(value: int) -> NDArray[np.int64]:
-    """Where those look: the question's last byte and the digits at the digit to say next.
+    """Where those look: the question's last byte and the digits look at the digit to say next.
 
-    The four bytes before look at the second to fifth digit, so that the question as a whole has looked at every
-    digit before the answer starts. An eviction that scores keys by the question's attention then keeps them.
+    The four bytes before look at the second to fifth digit, so that the question as a whole has looked at
+    every digit before the answer starts. An eviction that scores keys by the question's attention keeps them.
     """
     digits = value + np.arange(VALUE_DIGITS)
     return np.concatenate([digits[1:], digits])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -192,7 +193,9 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> Tensor:
 
 def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5)
+        nn.init.normal_(
+            module.weight, std=0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5
+        )
 
 
 def attention_loss(look: list[tuple[Tensor, Tensor]], rows: Tensor, targets: Tensor) -> Tensor:
@@ -214,4 +217,4 @@ def attention_loss(look: list[tuple[Tensor, Tensor]], rows: Tensor, targets: Ten
         at_target = scores.gather(-1, targets[:, None, None, :, None].expand(*scores.shape[:4], 1))
         logs.append((at_target.squeeze(-1) - scores.logsumexp(-1)).flatten(1, 2))
     stacked = torch.cat(logs, 1)  # [B, layers * Hq, R]
-    return (torch.tensor(float(stacked.shape[1])).log() - stacked.logsumexp(1)).mean()
+    return (math.log(stacked.shape[1]) - stacked.logsumexp(1)).mean()

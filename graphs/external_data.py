@@ -1,0 +1,36 @@
+"""Points the weights of a finished graph into the files that hold their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from ortolan.errors import ContractMismatchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalTensor:
+    """Where one weight lies: a file beside the model, and a byte range of it."""
+
+    location: str
+    offset: int
+    length: int
+
+
+def attach_external_data(model: onnx.ModelProto, tensors: Mapping[str, ExternalTensor]) -> None:
+    """Fill in the location of every external initializer of `model`, in place.
+
+    Raises:
+        ContractMismatchError: a weight of the graph has no bytes, or bytes have no weight.
+    """
+    external = {t.name: t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
+    missing, unused = sorted(set(external) - set(tensors)), sorted(set(tensors) - set(external))
+    if missing or unused:
+        raise ContractMismatchError(f"weights without data: {missing[:5]}; data without weights: {unused[:5]}")
+    for name, tensor in external.items():
+        where = tensors[name]
+        del tensor.external_data[:]
+        for key, value in (("location", where.location), ("offset", where.offset), ("length", where.length)):
+            tensor.external_data.add(key=key, value=str(value))

@@ -1,0 +1,62 @@
+"""Describes a model file without reading its weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.errors import ContractMismatchError
+
+_LAYER = re.compile(r"^layers\.(\d+)/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSummary:
+    """What a graph is made of.
+
+    Attributes:
+        operators: count of each operator type, most frequent first.
+        layers: for each layer, the operators of Ortolan's domain in graph order.
+    """
+
+    num_nodes: int
+    num_weights: int
+    operators: tuple[tuple[str, int], ...]
+    layers: tuple[tuple[str, ...], ...]
+
+
+def load_structure(path: Path) -> onnx.ModelProto:
+    """Read a model file without its external data.
+
+    Raises:
+        ContractMismatchError: the file is not an ONNX model.
+    """
+    try:
+        return onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's own exception types differ between its versions
+        raise ContractMismatchError(f"{path} cannot be read as an ONNX model: {error}") from error
+
+
+def summarize_model(path: Path) -> ModelSummary:
+    """Summarize the graph of a model file.
+
+    Raises:
+        ContractMismatchError: the file is not an ONNX model.
+    """
+    graph = load_structure(path).graph
+    layers: dict[int, list[str]] = {}
+    for node in graph.node:
+        match = _LAYER.match(node.name)
+        if match and node.domain == OPERATOR_DOMAIN:
+            layers.setdefault(int(match[1]), []).append(node.op_type)
+    return ModelSummary(
+        num_nodes=len(graph.node),
+        num_weights=len(graph.initializer),
+        operators=tuple(Counter(node.op_type for node in graph.node).most_common()),
+        layers=tuple(tuple(layers.get(i, ())) for i in range(max(layers, default=-1) + 1)),
+    )

@@ -1,0 +1,97 @@
+"""Checks a decoder graph against Ortolan's own contract, beyond what onnx.checker knows."""
+
+from __future__ import annotations
+
+import onnx
+
+from ortolan import contract
+from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.custom_ops import register_schemas
+from ortolan.errors import ContractMismatchError
+
+
+def verify_model(model: onnx.ModelProto) -> None:
+    """Check names, operators and the order of cache reads of a decoder graph.
+
+    The rules, in order:
+        1. onnx.checker accepts the structure, Ortolan's operators included.
+        2. Node names are unique and not empty.
+        3. The step's inputs and the logits are there, and every cache comes with its output.
+        4. Windows, sinks and capacities obey the operator contract.
+        5. Attention reads the caches that an append of the same graph returned.
+
+    Raises:
+        ContractMismatchError: a rule does not hold; the message names the node or value.
+    """
+    register_schemas()
+    _check_onnx(model)
+    _check_names(model.graph)
+    _check_contract(model.graph)
+    for node in model.graph.node:
+        if node.domain == OPERATOR_DOMAIN:
+            _check_attributes(node)
+    _check_reads(model.graph)
+
+
+def _check_onnx(model: onnx.ModelProto) -> None:
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    for tensor in bare.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
+    try:
+        onnx.checker.check_model(bare)
+        onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ContractMismatchError(f"rule 1: onnx rejects the graph: {error}") from error
+
+
+def _check_names(graph: onnx.GraphProto) -> None:
+    seen: set[str] = set()
+    for node in graph.node:
+        if not node.name or node.name in seen:
+            raise ContractMismatchError(f"rule 2: node name {node.name!r} of a {node.op_type} is empty or not unique")
+        seen.add(node.name)
+
+
+def _check_contract(graph: onnx.GraphProto) -> None:
+    inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
+    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
+    if not wanted <= inputs or contract.LOGITS not in outputs:
+        raise ContractMismatchError(
+            f"rule 3: inputs {sorted(wanted - inputs)} or the output '{contract.LOGITS}' are missing"
+        )
+    caches = {n for n in inputs if n.endswith((".key_cache", ".value_cache", ".capture"))}
+    alone = sorted(n for n in caches if contract.output(n) not in outputs)
+    if alone or not caches:
+        raise ContractMismatchError(f"rule 3: caches without their output: {alone or 'there is no cache'}")
+
+
+def _check_attributes(node: onnx.NodeProto) -> None:
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    window, sink, capacity = values.get("window", -1), values.get("sink", 0), values.get("capacity", 0)
+    if window == 0 or window < -1 or sink < 0 or capacity < 0:
+        raise ContractMismatchError(
+            f"rule 4: node '{node.name}' has window {window}, sink {sink}, capacity {capacity}; "
+            "window is -1 or at least 1, the others at least 0"
+        )
+    if capacity and capacity < sink + max(window, 1):
+        raise ContractMismatchError(
+            f"rule 4: node '{node.name}' has capacity {capacity}, less than sink {sink} + window {window}"
+        )
+
+
+def _check_reads(graph: onnx.GraphProto) -> None:
+    appended = {o for n in graph.node if n.op_type == "RingKvAppend" for o in n.output}
+    for node in graph.node:
+        if node.op_type != "SwaAttention" or node.domain != OPERATOR_DOMAIN:
+            continue
+        for name in node.input[1:3]:
+            if name not in appended:
+                raise ContractMismatchError(
+                    f"rule 5: node '{node.name}' reads '{name}', which no RingKvAppend returned; "
+                    "it must read the append's output, or nothing orders the two"
+                )

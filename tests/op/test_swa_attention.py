@@ -1,0 +1,216 @@
+"""SwaAttention through ONNX Runtime against the float64 reference."""
+
+import numpy as np
+import pytest
+from attention_cases import (
+    ISA_NAMES,
+    Shape,
+    attention_feeds,
+    expected_attention,
+    limit_isa,
+    plain_attention,
+    run_attention,
+    unlimit_isa,
+)
+from tolerances import assert_as_good_as_plain
+
+WINDOW = 20
+CHUNKS = {"1": 1, "W-1": WINDOW - 1, "W": WINDOW, "W+1": WINDOW + 1, "2W+3": 2 * WINDOW + 3}
+HEAD_SIZES = (8, 24, 64, 80, 96, 128, 256, 512)
+
+
+@pytest.fixture(params=ISA_NAMES)
+def isa(request):
+    if not limit_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    unlimit_isa()
+
+
+def check(shape: Shape, seed: int = 0) -> None:
+    feeds = attention_feeds(shape, seed)
+    for actual, plain, expected in zip(
+        run_attention(shape, feeds), plain_attention(shape, feeds), expected_attention(shape, feeds), strict=True
+    ):
+        assert_as_good_as_plain(actual, plain, expected)
+
+
+@pytest.mark.parametrize("sink", [0, 1, 8])
+@pytest.mark.parametrize("past", [0, 7, WINDOW + 1, 150])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_window_grid(chunk, past, sink):
+    check(Shape(tokens=[CHUNKS[chunk]], past=[past], window=WINDOW, sink=sink))
+
+
+@pytest.mark.parametrize("past", [0, 3, 64, 130])
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65])
+def test_full_attention(tokens, past):
+    check(Shape(tokens=[tokens], past=[past]))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_head_sizes(head_size, dtype, isa):
+    check(Shape(tokens=[5, 1], past=[66, 3], head_size=head_size, dtype=dtype))
+    check(Shape(tokens=[7], past=[150], head_size=head_size, dtype=dtype, window=WINDOW, sink=3))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+def test_grouped_heads(group, isa):
+    check(Shape(tokens=[6], past=[70], heads=2 * group, window=WINDOW, sink=4))
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"scale": 1.5}, {"scale": 3.0, "softcap": 30.0}])
+@pytest.mark.parametrize("sink_logits", [False, True])
+@pytest.mark.parametrize("window", [-1, WINDOW])
+def test_options(options, sink_logits, window, isa):
+    check(Shape(tokens=[9, 4], past=[0, 90], window=window, sink=2, options=options, sink_logits=sink_logits))
+
+
+def test_learned_sinks_of_any_size():
+    shape = Shape(tokens=[5], past=[40], sink_logits=True)
+    for logit in (-1e4, -80.0, 0.0, 80.0, 1e4):
+        feeds = attention_feeds(shape) | {"sink_logits": np.full(4, logit, np.float32)}
+        for actual, plain, expected in zip(
+            run_attention(shape, feeds), plain_attention(shape, feeds), expected_attention(shape, feeds), strict=True
+        ):
+            assert_as_good_as_plain(actual, plain, expected)
+
+
+def test_learned_sink_joins_once_however_the_keys_are_split():
+    """Keys of zeros make every logit 0: the denominator is the count of keys plus one exp(0)."""
+    shape = Shape(tokens=[1], past=[2100], heads=1, kv_heads=1, head_size=8, sink_logits=True)
+    feeds = attention_feeds(shape) | {"sink_logits": np.zeros(1, np.float32)}
+    feeds["key_cache"] = np.zeros_like(feeds["key_cache"])
+    assert run_attention(shape, feeds)[1][0, 0] == pytest.approx(np.log(2102), abs=1e-5)
+
+
+@pytest.mark.parametrize("past", [1023, 1024, 1025, 2100])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keys_across_spans(past, tokens, isa):
+    check(Shape(tokens=[tokens], past=[past], heads=2, kv_heads=1, head_size=8))
+
+
+@pytest.mark.parametrize("window", [64, 100, 1030])
+def test_windows_across_tiles_and_spans(window):
+    check(Shape(tokens=[3], past=[2000], window=window, sink=5, heads=2, kv_heads=1, head_size=8))
+
+
+@pytest.mark.parametrize("capacity", [29, 31, 37, 63, 64, 65, 127])
+@pytest.mark.parametrize("past", [28, 29, 57, 63, 64, 130])
+def test_wrap_at_any_slot(capacity, past):
+    check(Shape(tokens=[6], past=[past], window=WINDOW, sink=3, capacity=capacity, head_size=8))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("window", [-1, WINDOW])
+def test_packed_batch_of_many_lengths(window, dtype):
+    check(Shape(tokens=[3, 0, 1, 44, 0, 9], past=[0, 12, 101, 0, 0, 64], window=window, sink=2, dtype=dtype))
+
+
+def test_no_tokens_at_all():
+    output, lse = run_attention(shape := Shape(tokens=[0, 0], past=[3, 0]), attention_feeds(shape))
+    assert output.shape == (0, 4, 16)
+    assert lse.shape == (4, 0)
+
+
+@pytest.mark.parametrize("window", [-1, WINDOW])
+def test_lengths_per_kv_head(window):
+    check(Shape(tokens=[3, 1], per_head_past=[[10, 75], [64, 0]], window=window, sink=2))
+
+
+@pytest.mark.parametrize("page_slots", [16, 32])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("window", "sink"), [(-1, 0), (WINDOW, 0), (WINDOW, 5)])
+def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype, window, sink):
+    shape = Shape(tokens=[9, 1, 4], past=[0, 131, 70], window=window, sink=sink, dtype=dtype)
+    paged = Shape(**{**shape.__dict__, "page_slots": page_slots})
+    feeds, paged_feeds = attention_feeds(shape, 1), attention_feeds(paged, 1)
+    assert np.array_equal(feeds["query"], paged_feeds["query"])
+    for actual, expected in zip(run_attention(paged, paged_feeds), run_attention(shape, feeds), strict=True):
+        assert np.array_equal(actual, expected)
+
+
+def uniform_lse(shape: Shape) -> np.ndarray:
+    """Run with keys of zeros: the log-sum-exp of a query is the log of how many keys it sees, [Hq, T]."""
+    feeds = attention_feeds(shape)
+    feeds["key_cache"] = np.where(np.isnan(feeds["key_cache"]), np.nan, 0).astype(np.float32)
+    return run_attention(shape, feeds)[1]
+
+
+@pytest.mark.parametrize("sink", [0, 1, 8])
+def test_window_counts_the_querys_own_key(sink):
+    lse = uniform_lse(Shape(tokens=[60], past=[0], window=WINDOW, sink=sink, capacity=100))
+    seen = [len({j for j in range(i + 1) if j > i - WINDOW or j < sink}) for i in range(60)]
+    assert np.array_equal(np.rint(np.exp(lse[0])), seen)
+
+
+def test_sinks_in_the_future_stay_hidden():
+    """Tokens 3.. of the chunk hold NaN, among them sinks; queries 0..2 must not notice."""
+    shape = Shape(tokens=[12], past=[0], window=4, sink=8, capacity=32)
+    feeds = attention_feeds(shape)
+    clean = run_attention(shape, feeds)
+    poisoned = {**feeds, "key_cache": feeds["key_cache"].copy(), "value_cache": feeds["value_cache"].copy()}
+    for name in ("key_cache", "value_cache"):
+        poisoned[name][:, :, 3:] = np.nan
+    output, lse = run_attention(shape, poisoned)
+    assert np.array_equal(output[:3], clean[0][:3])
+    assert np.array_equal(lse[:, :3], clean[1][:, :3])
+
+
+def test_stale_slots_stay_hidden(isa):
+    """Positions that the ring still holds but the window has left are poisoned."""
+    shape = Shape(tokens=[3], past=[200], window=WINDOW, sink=3, capacity=90)
+    feeds = attention_feeds(shape)
+    clean = run_attention(shape, feeds)
+    seen = {j for i in range(200, 203) for j in range(i + 1) if j > i - WINDOW or j < 3}
+    seen_slots = {j if j < 3 else 3 + (j - 3) % 87 for j in seen}
+    for name in ("key_cache", "value_cache"):
+        feeds[name] = feeds[name].copy()
+        feeds[name][:, :, [s for s in range(90) if s not in seen_slots]] = np.nan
+    for actual, expected in zip(run_attention(shape, feeds), clean, strict=True):
+        assert np.array_equal(actual, expected)
+
+
+def test_values_follow_keys_across_the_jump_from_sinks_to_window(isa):
+    """Each query copies the key of one visible position, so its output must be that position's value."""
+    shape = Shape(tokens=[1], past=[300], heads=1, kv_heads=1, head_size=64, window=70, sink=70, options={"scale": 40.0})
+    feeds = attention_feeds(shape)
+    for position in [*range(0, 70, 7), 69, *range(231, 301, 9)]:
+        slot = position if position < 70 else 70 + (position - 70) % (shape.slots - 70)
+        feeds["query"] = feeds["key_cache"][:, :, slot].copy()
+        output, _ = run_attention(shape, feeds)
+        assert np.allclose(output[0, 0], feeds["value_cache"][0, 0, slot], atol=1e-6), position
+
+
+def test_offsets_past_two_to_the_31_elements():
+    """The pool is mapped, not touched: only the rows of its last page are ever written or read."""
+    page_elements = 1 << 16
+    pages = (1 << 31) // page_elements + 3
+    pools = [np.zeros((pages, 1, 1024, 64), np.float16) for _ in range(2)]
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((2, 1, 1, 40, 64)).astype(np.float16)
+    for pool, source in zip(pools, rows, strict=True):
+        pool[pages - 1, :, :40] = source[0]
+    shape = Shape(tokens=[4], past=[36], heads=2, kv_heads=1, head_size=64, capacity=1024, page_slots=1024, dtype=np.float16)
+    feeds = {
+        "query": rng.standard_normal((4, 2, 64)).astype(np.float16),
+        "query_start": np.array([0, 4], np.int32),
+        "past_len": np.array([36], np.int32),
+        "key_cache": pools[0],
+        "value_cache": pools[1],
+        "block_table": np.array([[pages - 1]], np.int32),
+    }
+    small = {**feeds, "key_cache": pools[0][-1:], "value_cache": pools[1][-1:], "block_table": np.zeros((1, 1), np.int32)}
+    for actual, expected in zip(run_attention(shape, feeds), run_attention(shape, small), strict=True):
+        assert np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 30.0, 1e4])
+def test_logits_of_any_magnitude(magnitude, isa):
+    shape = Shape(tokens=[6], past=[90], options={"scale": magnitude})
+    output, lse = run_attention(shape, feeds := attention_feeds(shape))
+    expected, expected_lse = expected_attention(shape, feeds)
+    plain, plain_lse = plain_attention(shape, feeds)
+    assert_as_good_as_plain(output, plain, expected)
+    assert_as_good_as_plain(lse, plain_lse, expected_lse)

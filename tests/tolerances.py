@@ -1,0 +1,37 @@
+"""Every tolerance of the tests, and the rule that most of them follow.
+
+A kernel may be wrong by as much as plain arithmetic of its own precision is: its error against the float64
+reference is at most `ERROR_FACTOR` times the error of plain NumPy in float32 (rounded to the stored type),
+plus `ROUNDING_UNITS` units of the stored type at the size of the largest expected value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+ERROR_FACTOR = 2.0
+ROUNDING_UNITS = 4.0
+
+# Largest difference of logits between float32 runs of one model, in units of the logits' standard deviation.
+LOGITS_RELATIVE = 1e-4
+
+
+def largest_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest absolute difference; equal infinities count as equal, NaN as infinite."""
+    same = actual == expected
+    difference = np.where(same, 0.0, np.abs(actual.astype(np.float64) - np.where(same, 0.0, expected)))
+    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
+
+
+def allowed_error(plain: np.ndarray, expected: np.ndarray, stored: np.dtype) -> float:
+    """Return the error that the rule allows for values that are kept as `stored`."""
+    size = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
+    rounding = ROUNDING_UNITS * float(np.finfo(stored).eps) * float(size)
+    return ERROR_FACTOR * largest_error(plain.astype(stored), expected) + rounding
+
+
+def assert_as_good_as_plain(actual: np.ndarray, plain: np.ndarray, expected: np.ndarray) -> None:
+    """Apply the rule to one output of a kernel."""
+    assert actual.shape == expected.shape
+    error, limit = largest_error(actual, expected), allowed_error(plain, expected, actual.dtype)
+    assert error <= limit, f"error {error:.3g} is more than {limit:.3g}"
