@@ -1,0 +1,21 @@
+"""Turns a Hugging Face checkpoint folder into a model folder.
+
+The module is callable, so that `ortolan.export(...)` works although `ortolan.export` is this subpackage.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from ortolan.export.api import export
+
+__all__ = ["export"]
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward to `export`."""
+        return export(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from data import BOS, EOS, PAD
 from model import Retriever, RetrieverConfig
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIALS = {PAD: "<pad>", BOS: "<bos>", EOS: "<eos>"}
@@ -31,6 +32,7 @@ def write_folder(model: Retriever, folder: Path, dtype: torch.dtype = torch.floa
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    (folder / "model.safetensors").chmod(0o644)
     _write_json(folder / "config.json", hugging_face_config(model.config) | specials | {"dtype": name})
     _write_json(folder / "generation_config.json", specials | {"do_sample": False})
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -45,6 +47,17 @@ def write_folder(model: Retriever, folder: Path, dtype: torch.dtype = torch.floa
             "clean_up_tokenization_spaces": False,
         },
     )
+
+
+def read_folder(folder: Path) -> Retriever:
+    """Load a folder that `write_folder` wrote, in float32."""
+    config = json.loads((folder / "config.json").read_text())
+    names = {field.name for field in fields(RetrieverConfig)} & config.keys() - {"layer_types"}
+    shape = {name: config[name] for name in names}
+    model = Retriever(RetrieverConfig(layer_types=tuple(config["layer_types"]), **shape))
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})
+    return model
 
 
 def hugging_face_config(config: RetrieverConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class RetrieverConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
     rope_local_base_freq: float = 10_000.0
-    max_position_embeddings: int = 16384
+    max_position_embeddings: int = 33024
 
 
 class RmsNorm(nn.Module):

@@ -120,7 +120,8 @@ def train(model: Retriever, args: argparse.Namespace, start: int) -> int:
 def _log(step: int, losses: Losses, batch: Batch, seconds: float) -> None:
     print(
         f"step {step:5d}  tokens {batch.tokens.shape[1] - 1:5d}  answer {losses.answer:.4f}"
-        f"  text {losses.text:.4f}  attention {losses.attention:.4f}  accuracy {losses.accuracy:.4f}  {seconds:.1f} s",
+        f"  text {losses.text:.4f}  attention {losses.attention:.4f}  accuracy {losses.accuracy:.4f}"
+        f"  {seconds:.1f} s",
         flush=True,
     )
 

@@ -30,7 +30,10 @@ def isa(request):
 def check(shape: Shape, seed: int = 0) -> None:
     feeds = attention_feeds(shape, seed)
     for actual, plain, expected in zip(
-        run_attention(shape, feeds), plain_attention(shape, feeds), expected_attention(shape, feeds), strict=True
+        run_attention(shape, feeds),
+        plain_attention(shape, feeds),
+        expected_attention(shape, feeds),
+        strict=True,
     ):
         assert_as_good_as_plain(actual, plain, expected)
 
@@ -72,7 +75,10 @@ def test_learned_sinks_of_any_size():
     for logit in (-1e4, -80.0, 0.0, 80.0, 1e4):
         feeds = attention_feeds(shape) | {"sink_logits": np.full(4, logit, np.float32)}
         for actual, plain, expected in zip(
-            run_attention(shape, feeds), plain_attention(shape, feeds), expected_attention(shape, feeds), strict=True
+            run_attention(shape, feeds),
+            plain_attention(shape, feeds),
+            expected_attention(shape, feeds),
+            strict=True,
         ):
             assert_as_good_as_plain(actual, plain, expected)
 
@@ -174,7 +180,9 @@ def test_stale_slots_stay_hidden(isa):
 
 def test_values_follow_keys_across_the_jump_from_sinks_to_window(isa):
     """Each query copies the key of one visible position, so its output must be that position's value."""
-    shape = Shape(tokens=[1], past=[300], heads=1, kv_heads=1, head_size=64, window=70, sink=70, options={"scale": 40.0})
+    shape = Shape(
+        tokens=[1], past=[300], heads=1, kv_heads=1, head_size=64, window=70, sink=70, options={"scale": 40.0}
+    )
     feeds = attention_feeds(shape)
     for position in [*range(0, 70, 7), 69, *range(231, 301, 9)]:
         slot = position if position < 70 else 70 + (position - 70) % (shape.slots - 70)
@@ -192,7 +200,16 @@ def test_offsets_past_two_to_the_31_elements():
     rows = rng.standard_normal((2, 1, 1, 40, 64)).astype(np.float16)
     for pool, source in zip(pools, rows, strict=True):
         pool[pages - 1, :, :40] = source[0]
-    shape = Shape(tokens=[4], past=[36], heads=2, kv_heads=1, head_size=64, capacity=1024, page_slots=1024, dtype=np.float16)
+    shape = Shape(
+        tokens=[4],
+        past=[36],
+        heads=2,
+        kv_heads=1,
+        head_size=64,
+        capacity=1024,
+        page_slots=1024,
+        dtype=np.float16,
+    )
     feeds = {
         "query": rng.standard_normal((4, 2, 64)).astype(np.float16),
         "query_start": np.array([0, 4], np.int32),
@@ -201,7 +218,12 @@ def test_offsets_past_two_to_the_31_elements():
         "value_cache": pools[1],
         "block_table": np.array([[pages - 1]], np.int32),
     }
-    small = {**feeds, "key_cache": pools[0][-1:], "value_cache": pools[1][-1:], "block_table": np.zeros((1, 1), np.int32)}
+    small = {
+        **feeds,
+        "key_cache": pools[0][-1:],
+        "value_cache": pools[1][-1:],
+        "block_table": np.zeros((1, 1), np.int32),
+    }
     for actual, expected in zip(run_attention(shape, feeds), run_attention(shape, small), strict=True):
         assert np.array_equal(actual, expected)
 

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -46,10 +47,7 @@ class AttentionTask {
         total_(rows.count()),
         total_values_(rows.count() * size_),
         span_(rows.count()),
-        span_values_(rows.count() * size_),
-        keys_(kTileKeys * size_),
-        columns_(kTileKeys * size_),
-        values_(kTileKeys * size_) {
+        span_values_(rows.count() * size_) {
     for (int64_t r = 0; r < rows.count(); ++r) load_row(query_row(r), size_, &queries_[r * size_]);
   }
 
@@ -62,6 +60,7 @@ class AttentionTask {
 
   // Attends to the keys of one span; the result is in span_state / span_values.
   void attend_span(int64_t span) {
+    if (!scratch_) scratch_ = std::make_unique_for_overwrite<float[]>(2 * kTileKeys * size_);
     std::fill(span_.begin(), span_.end(), RowState{});
     std::fill(span_values_.begin(), span_values_.end(), 0.0f);
     const int64_t end = std::min((span + 1) * kSpanKeys, length_);
@@ -137,23 +136,24 @@ class AttentionTask {
     const KeyRange sinks = newest.sinks.clip(first, first + kTileKeys);
     if (!sinks.empty()) held = {sinks.begin, held.empty() ? sinks.end : std::max(held.end, sinks.end)};
     held = held.clip(0, length_);
-    unpack(p_.key_cache, first, held, keys_.data());
-    unpack(p_.value_cache, first, held, values_.data());
-    transpose_tile(keys_.data(), size_, columns_.data());
+    transpose_tile(rows_of(p_.key_cache, first, held, &scratch_[0]), size_, columns());
+    values_ = rows_of(p_.value_cache, first, held, &scratch_[0]);
     int64_t r = 0;
     for (; r + kRowBlock <= rows_.count(); r += kRowBlock) attend_rows<kRowBlock>(r, first);
     for (; r < rows_.count(); ++r) attend_rows<1>(r, first);
   }
 
   // Reads only what the ring still holds: between sinks and window a tile may name overwritten positions.
-  void unpack(const void* pool, int64_t first, KeyRange held, float* rows) const {
-    unpack_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, held, rows);
+  const float* rows_of(const void* pool, int64_t first, KeyRange held, float* buffer) const {
+    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, held, buffer);
   }
+
+  float* columns() { return &scratch_[kTileKeys * size_]; }  // [D, 64]
 
   template <int64_t kRows>
   void attend_rows(int64_t row, int64_t first) {
     float scores[kRows * kTileKeys];
-    dot_tile<kRows>(&queries_[row * size_], size_, columns_.data(), size_, scores);
+    dot_tile<kRows>(&queries_[row * size_], size_, columns(), size_, scores);
     finish_scores(scores, kRows * kTileKeys, p_.scale, p_.softcap);
     bool all = true;
     for (int64_t r = 0; r < kRows; ++r) {
@@ -166,7 +166,7 @@ class AttentionTask {
     }
     float* sums = &span_values_[row * size_];
     if (all) {
-      add_weighted<kRows>(scores, values_.data(), size_, {0, kTileKeys}, sums);
+      add_weighted<kRows>(scores, values_, size_, {0, kTileKeys}, sums);
       return;
     }
     for (int64_t r = 0; r < kRows; ++r) {
@@ -174,7 +174,7 @@ class AttentionTask {
       for (const KeyRange& part : {see.sinks, see.window}) {
         const KeyRange keys = part.clip(first, first + kTileKeys);
         if (keys.empty()) continue;
-        add_weighted<1>(&scores[r * kTileKeys], values_.data(), size_, {keys.begin - first, keys.end - first},
+        add_weighted<1>(&scores[r * kTileKeys], values_, size_, {keys.begin - first, keys.end - first},
                         sums + r * size_);
       }
     }
@@ -216,7 +216,8 @@ class AttentionTask {
   std::vector<float> total_values_;
   std::vector<RowState> span_;
   std::vector<float> span_values_;
-  std::vector<float> keys_, columns_, values_;
+  std::unique_ptr<float[]> scratch_;  // unpacked rows [64, D], then key columns [D, 64]
+  const float* values_ = nullptr;     // rows [64, D] of the current tile
 };
 
 inline std::vector<RowBlock> row_blocks(const SwaAttentionParams& p) {

@@ -93,9 +93,9 @@ class ScoreHead {
     std::vector<float> rows(kTileKeys * size_), columns(kTileKeys * size_);
     const int64_t end = std::min((span + 1) * kSpanKeys, limit);
     for (int64_t first = span * kSpanKeys; first < end; first += kTileKeys) {
-      unpack_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_, first, {0, length_},
-                  rows.data());
-      transpose_tile(rows.data(), size_, columns.data());
+      const float* keys = tile_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_, first,
+                                    {0, length_}, rows.data());
+      transpose_tile(keys, size_, columns.data());
       float logits[kRowBlock * kTileKeys];
       int64_t row = 0;
       for (; row + kRowBlock <= num_rows(); row += kRowBlock) {

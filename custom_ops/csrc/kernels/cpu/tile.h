@@ -57,13 +57,36 @@ void unpack_rows(const CacheLayout& cache, const Element* pool, int64_t sequence
   }
 }
 
+// The tile's rows where they lie, if they are float32, all held and adjacent in the cache; else null.
+inline const float* rows_in_place(const CacheLayout& cache, const float* pool, int64_t sequence, int64_t head,
+                                  int64_t first, KeyRange held) {
+  if (held.begin > first || held.end < first + kTileKeys) return nullptr;
+  const int64_t slot = cache.slot(first), last = cache.slot(first + kTileKeys - 1);
+  const bool one_page = !cache.block_table || slot / cache.page_slots == last / cache.page_slots;
+  if (last != slot + kTileKeys - 1 || !one_page) return nullptr;
+  return pool + cache.row_offset(sequence, head, slot);
+}
+
+inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int64_t, int64_t, KeyRange) {
+  return nullptr;
+}
+
+// The tile's rows [64, D] as float32: in the cache itself where that is possible, else unpacked to `buffer`.
+template <typename Element>
+const float* tile_rows(const CacheLayout& cache, const Element* pool, int64_t sequence, int64_t head,
+                       int64_t first, KeyRange held, float* buffer) {
+  const float* rows = rows_in_place(cache, pool, sequence, head, first, held);
+  if (rows) return rows;
+  unpack_rows(cache, pool, sequence, head, first, held, buffer);
+  return buffer;
+}
+
 // rows [64, D] -> columns [D, 64].
 inline void transpose_tile(const float* rows, int64_t size, float* columns) {
   constexpr int64_t kBlock = 8;  // head sizes are multiples of 8
-  for (int64_t d0 = 0; d0 < size; d0 += kBlock)
-    for (int64_t j0 = 0; j0 < kTileKeys; j0 += kLanes)
-      for (int64_t d = d0; d < d0 + kBlock; ++d)
-        for (int64_t j = j0; j < j0 + kLanes; ++j) columns[d * kTileKeys + j] = rows[j * size + d];
+  for (int64_t j = 0; j < kTileKeys; j += kBlock)
+    for (int64_t d = 0; d < size; d += kBlock)
+      transpose_block(rows + j * size + d, size, columns + d * kTileKeys + j, kTileKeys);
 }
 
 // Vectors of a tile's row that one pass keeps in registers, for kRowBlock rows.

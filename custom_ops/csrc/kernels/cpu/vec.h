@@ -28,17 +28,48 @@ inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
 
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef float Vec4 __attribute__((vector_size(16)));
+
 inline float horizontal_max(Vec v) {
-  float m = v[0];
-  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-  return m;
+  const Vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
+  const Vec8 b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Vec8 eight = a > b ? a : b;
+  const Vec4 c = __builtin_shufflevector(eight, eight, 0, 1, 2, 3);
+  const Vec4 d = __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  const Vec4 four = c > d ? c : d;
+  const float even = four[0] > four[2] ? four[0] : four[2];
+  const float odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
 }
 
 // Sums in a fixed tree, so the result depends on the values alone.
 inline float horizontal_sum(Vec v) {
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
+  const Vec8 eight = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                     __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Vec4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) +
+                    __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+// Transposes an 8x8 block: columns[i][j] = rows[j][i], each lying its stride of floats apart.
+inline void transpose_block(const float* rows, int64_t row_stride, float* columns, int64_t column_stride) {
+  Vec8 a[8], b[8];
+  for (int i = 0; i < 8; ++i) std::memcpy(&a[i], rows + i * row_stride, sizeof(Vec8));
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      a[i + 2 * k] = __builtin_shufflevector(b[i + k], b[i + k + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      a[i + 2 * k + 1] = __builtin_shufflevector(b[i + k], b[i + k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    b[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int i = 0; i < 8; ++i) std::memcpy(columns + i * column_stride, &b[i], sizeof(Vec8));
 }
 
 // e^x for x <= 0 (relative error near 1e-7); 0 below the range of normal floats, -inf included.

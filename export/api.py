@@ -1,0 +1,252 @@
+"""Exports a checkpoint: reads and checks everything, then writes the model folder and renames it into place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+
+from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
+from ortolan.export.checkpoint import open_checkpoint
+from ortolan.export.families.base import Family
+from ortolan.export.hf_config import HfConfig, read_hf_config
+from ortolan.export.registry import find_family
+from ortolan.export.weights import (
+    WEIGHTS_FILE,
+    CheckpointWeights,
+    RandomWeights,
+    WeightProvider,
+    weight_bytes,
+    write_weights,
+)
+from ortolan.graphs import GraphOptions, attach_external_data, build_evict_model, build_model, verify_model
+from ortolan.graphs.config import ModelConfig
+from ortolan.manifest import DTYPES, EVICT_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+MANIFEST_METADATA = "ortolan.manifest"
+WEIGHT_KINDS = ("checkpoint", "random")
+MAX_HEAD_SIZE = 256
+LARGE_HEAD_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Options of `export`, checked."""
+
+    dtype: str
+    max_context: int
+    chunk_size: int
+    sink: int
+    snapkv_window: int
+    paged: bool
+    weights: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.weights not in WEIGHT_KINDS:
+            raise ConfigError(f"weights is {self.weights!r}; allowed: {', '.join(WEIGHT_KINDS)}")
+        for name, least in (("max_context", 1), ("chunk_size", 1), ("sink", 0), ("snapkv_window", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+        if self.sink >= self.max_context:
+            raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
+        if self.paged:
+            raise UnsupportedModelError("paged=True is not supported yet; caches are contiguous (paged=False)")
+
+
+def export(
+    hf_dir: str | Path,
+    out_dir: str | Path,
+    dtype: str = "float32",
+    max_context: int = 32768,
+    chunk_size: int = 2048,
+    sink: int = 0,
+    snapkv_window: int = 64,
+    paged: bool = False,
+    weights: str = "checkpoint",
+    overwrite: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Path:
+    """Export a Hugging Face checkpoint folder to a model folder.
+
+    Args:
+        hf_dir: folder with config.json and safetensors files.
+        out_dir: folder to make; written under a temporary name beside it, and renamed when it is whole.
+        dtype: "float32", "float16" or "bfloat16", of weights, activations and caches.
+        max_context: longest sequence, tokens.
+        chunk_size: prompt tokens per step that the ring caches are planned for by default.
+        sink: first positions that every layer keeps and sees.
+        snapkv_window: queries captured for SnapKV; 0 exports a model that cannot evict.
+        paged: not supported yet.
+        weights: "checkpoint", or "random", which needs config.json alone.
+        overwrite: replace `out_dir` where it is a model folder.
+        progress: called with (bytes written, bytes in all).
+
+    Returns:
+        The model folder.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or `out_dir` is in the way.
+        UnsupportedModelError: the checkpoint asks for what is not implemented.
+        CheckpointError: the checkpoint is incomplete or contradicts its config.
+    """
+    options = ExportOptions(
+        dtype=dtype,
+        max_context=max_context,
+        chunk_size=chunk_size,
+        sink=sink,
+        snapkv_window=snapkv_window,
+        paged=paged,
+        weights=weights,
+    )
+    source, target = Path(hf_dir), Path(out_dir)
+    _check_target(target, overwrite)
+    hf_config = read_hf_config(source)
+    family = find_family(hf_config)
+    config = family.read(hf_config, options.max_context)
+    _check_shapes(config, hf_config, options)
+    provider = _provider(source, family, hf_config, config, options)
+    report = progress or (lambda done, total: None)
+    with _temporary_sibling(target) as folder:
+        _write_folder(folder, source, config, provider, options, report)
+        _put_in_place(folder, target)
+    return target
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConfigError(f"{target} exists and is no folder; choose another output folder")
+    if any(target.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
+        if not (target / MANIFEST_FILE).is_file():
+            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
+
+
+def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
+    size = config.head_size
+    if size % 8 or not (0 < size <= MAX_HEAD_SIZE or size == LARGE_HEAD_SIZE):
+        raise UnsupportedModelError(
+            f"head size {size} is not supported; supported: multiples of 8 up to {MAX_HEAD_SIZE}, and {LARGE_HEAD_SIZE}"
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{config.num_heads} query heads are not a multiple of {config.num_kv_heads} key/value heads"
+        )
+    for rope in config.ropes:
+        if rope.rotary_size < 2 or rope.rotary_size % 2:
+            raise UnsupportedModelError(f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even")
+    limit = hf_config.get("max_position_embeddings")
+    if isinstance(limit, int) and options.max_context > limit:
+        warnings.warn(
+            f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}", stacklevel=3
+        )
+
+
+def _provider(
+    source: Path, family: Family, hf_config: HfConfig, config: ModelConfig, options: ExportOptions
+) -> WeightProvider:
+    if options.weights == "random":
+        return RandomWeights(config, hf_config.number("initializer_range", 0.02))
+    return CheckpointWeights(open_checkpoint(source), family.sources(config), config)
+
+
+@contextlib.contextmanager
+def _temporary_sibling(target: Path) -> Iterator[Path]:
+    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise OrtolanError(f"cannot write beside {target}: {error}") from error
+    try:
+        yield folder
+    except OSError as error:
+        raise OrtolanError(f"writing {target} failed, nothing was kept: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put_in_place(folder: Path, target: Path) -> None:
+    folder.chmod(0o755)
+    if target.exists():
+        shutil.rmtree(target)
+    folder.rename(target)
+
+
+def _write_folder(
+    folder: Path,
+    source: Path,
+    config: ModelConfig,
+    provider: WeightProvider,
+    options: ExportOptions,
+    progress: Callable[[int, int], object],
+) -> None:
+    graph_options = GraphOptions(dtype=options.dtype, sink=options.sink, snapkv_window=options.snapkv_window)
+    model = build_model(config, graph_options)
+    manifest = _manifest(config, options)
+    onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
+    verify_model(model)
+    total, written = weight_bytes(config, options.dtype), 0
+
+    def advance(count: int) -> None:
+        nonlocal written
+        written += count
+        progress(written, total)
+
+    attach_external_data(model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance))
+    (folder / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
+    if any(layer.evictable for layer in manifest.layers):
+        (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
+
+
+def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
+    return Manifest(
+        architecture=config.architecture,
+        dtype=options.dtype,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        max_context=options.max_context,
+        chunk_size=options.chunk_size,
+        sink=options.sink,
+        snapkv_window=options.snapkv_window,
+        paged=options.paged,
+        layers=tuple(
+            LayerInfo(
+                window=layer.window,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                evictable=layer.window < 0 and options.snapkv_window > 0,
+            )
+            for layer in config.layers
+        ),
+        rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+        attention_scale=config.attention_scale,
+        attention_softcap=config.attention_softcap,
+        ortolan_version=metadata.version("ortolan"),
+    )

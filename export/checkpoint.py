@@ -1,0 +1,114 @@
+"""Reads tensors of safetensors files, memory-mapped, one at a time.
+
+Source: the safetensors format (huggingface/safetensors): eight bytes of header length, a JSON header, data.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.errors import CheckpointError
+
+Array: TypeAlias = npt.NDArray[Any]
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+ELEMENT_TYPES: Mapping[str, Any] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where one tensor lies; `begin` is an offset into its file."""
+
+    file: Path
+    element_type: str
+    shape: tuple[int, ...]
+    begin: int
+    length: int
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder, by name."""
+
+    def __init__(self, entries: dict[str, TensorEntry]) -> None:
+        self.entries = entries
+
+    def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
+        """Map one tensor, or a half-open range of its rows, without copying it."""
+        entry = self.entries[name]
+        dtype = ELEMENT_TYPES[entry.element_type]
+        mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
+        return mapped if rows is None else mapped[rows[0] : rows[1]]
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the headers of a folder's safetensors files.
+
+    Raises:
+        CheckpointError: no file, a missing shard, a truncated or malformed file.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in _files(folder):
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
+        entries |= _read_header(file)
+    return Checkpoint(entries)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return [folder / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    raise CheckpointError(
+        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints are read "
+        "(or export with weights='random')"
+    )
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"{file} is truncated: {size} bytes do not hold its header")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file} has a malformed header: {error}") from error
+    header.pop("__metadata__", None)
+    return {name: _entry(file, name, raw, 8 + length, size) for name, raw in header.items()}
+
+
+def _entry(file: Path, name: str, raw: Mapping[str, Any], data: int, size: int) -> TensorEntry:
+    try:
+        begin, end = raw["data_offsets"]
+        shape, element_type = tuple(raw["shape"]), raw["dtype"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: the header's entry of {name} is malformed: {error!r}") from error
+    if data + end > size:
+        raise CheckpointError(f"{file} is truncated: {name} ends at byte {data + end}, the file has {size}")
+    if element_type in ELEMENT_TYPES:
+        expected = int(np.prod(shape, dtype=np.int64)) * ELEMENT_TYPES[element_type].itemsize
+        if end - begin != expected:
+            raise CheckpointError(f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}")
+    return TensorEntry(file=file, element_type=element_type, shape=shape, begin=data + begin, length=end - begin)

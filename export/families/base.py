@@ -1,0 +1,116 @@
+"""What a family is, and the parts of Llama's layout that most families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import build_rope, read_rope_spec, share_limits
+from ortolan.graphs.config import LayerConfig, ModelConfig, Rope, norm_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a weight comes from in the checkpoint.
+
+    Attributes:
+        name: the checkpoint's tensor.
+        rows: half-open range of its rows, where several weights share one tensor.
+        plus_one: add 1 (norms that store their distance from 1).
+    """
+
+    name: str
+    rows: tuple[int, int] | None = None
+    plus_one: bool = False
+
+
+Sources: TypeAlias = dict[str, Source]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        read: turns config.json and the longest context into a ModelConfig.
+        sources: maps every weight of `weight_shapes` to the checkpoint's tensors.
+    """
+
+    architecture: str
+    read: Callable[[HfConfig, int], ModelConfig]
+    sources: Callable[[ModelConfig], Sources]
+
+
+LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+_LINEARS = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def read_common(config: HfConfig, architecture: str, layers: tuple[LayerConfig, ...], ropes: tuple[Rope, ...], **differences: Any) -> ModelConfig:
+    """Read the keys that all families spell alike; `differences` are ModelConfig's other fields."""
+    values: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": config.integer("vocab_size"),
+        "hidden_size": config.integer("hidden_size"),
+        "intermediate_size": config.integer("intermediate_size"),
+        "num_heads": config.integer("num_attention_heads"),
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "activation": config.activation("hidden_act"),
+        "layers": layers,
+        "ropes": share_limits(ropes),
+        "tied_embeddings": config.flag("tie_word_embeddings"),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": config.eos_token_ids,
+    }
+    return ModelConfig(**{**values, **differences})
+
+
+def one_rope(config: HfConfig, max_context: int, default_theta: float = 10_000.0) -> tuple[Rope, ...]:
+    """Read the rope of a model whose layers share one."""
+    return (build_rope("all", read_rope_spec(config, default_theta), max_context),)
+
+
+def same_layers(config: HfConfig, window: int) -> tuple[LayerConfig, ...]:
+    """Describe layers that all have one window (-1: none) and the one rope."""
+    return (LayerConfig(window=window, rope="all"),) * config.integer("num_hidden_layers")
+
+
+def attention_biases(config: HfConfig, key: str = "attention_bias") -> dict[str, bool]:
+    """Read the one key that gives all four projections a bias."""
+    bias = config.flag(key)
+    return {"query_bias": bias, "key_bias": bias, "value_bias": bias, "output_bias": bias}
+
+
+def llama_sources(config: ModelConfig, norms: dict[str, str] = LLAMA_NORMS, *, plus_one: bool = False) -> Sources:
+    """Map weights to the tensor names of Llama's layout."""
+    sources: Sources = {
+        "embedding.weight": Source(name="model.embed_tokens.weight"),
+        "final_norm.weight": Source(name="model.norm.weight", plus_one=plus_one),
+    }
+    if not config.tied_embeddings:
+        sources["head.weight"] = Source(name="lm_head.weight")
+    for i in range(len(config.layers)):
+        for ours, theirs in _LINEARS.items():
+            for kind in ("weight", "bias"):
+                sources[f"layers.{i}.{ours}.{kind}"] = Source(name=f"model.layers.{i}.{theirs}.{kind}")
+        for ours in norm_names(config):
+            sources[f"layers.{i}.{ours}.weight"] = Source(
+                name=f"model.layers.{i}.{norms[ours]}.weight", plus_one=plus_one
+            )
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            sources[f"layers.{i}.attention.{ours}.weight"] = Source(
+                name=f"model.layers.{i}.self_attn.{theirs}.weight", plus_one=plus_one
+            )
+    return sources

@@ -1,0 +1,38 @@
+"""Gemma 3 (text): Gemma 2 with QK norm, a rope for each kind of layer, five windows to one full layer."""
+
+from __future__ import annotations
+
+from ortolan.export.families.base import Family, read_common
+from ortolan.export.families.gemma2 import HEAD_SIZE, gemma_differences, soft_cap, sources
+from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
+from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import build_rope, read_rope_spec
+from ortolan.graphs.config import LayerConfig, ModelConfig
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def read(config: HfConfig, max_context: int) -> ModelConfig:
+    """Read config.json; RoPE scaling applies to the full layers only."""
+    config = HfConfig({"head_dim": HEAD_SIZE, **config.keys})
+    pattern = config.integer("sliding_window_pattern", 6)
+    default = [SLIDING if (i + 1) % pattern else FULL for i in range(config.integer("num_hidden_layers"))]
+    windows = read_layer_types(config, default, config.integer("sliding_window", 4096))
+    ropes = (
+        build_rope("full", read_rope_spec(config, GLOBAL_THETA, FULL), max_context),
+        build_rope("sliding", read_rope_spec(config, LOCAL_THETA, SLIDING), max_context),
+    )
+    return read_common(
+        config,
+        ARCHITECTURE,
+        tuple(LayerConfig(window=w, rope="full" if w < 0 else "sliding") for w in windows),
+        ropes,
+        qk_norm="head",
+        attention_softcap=soft_cap(config, "attn_logit_softcapping", 0.0),
+        logit_softcap=soft_cap(config, "final_logit_softcapping", 0.0),
+        **gemma_differences(config),
+    )
+
+
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=sources)

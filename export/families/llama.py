@@ -1,0 +1,31 @@
+"""Llama 2 and 3: pre-norm, one rope, full attention."""
+
+from __future__ import annotations
+
+from ortolan.export.families.base import (
+    Family,
+    attention_biases,
+    llama_sources,
+    one_rope,
+    read_common,
+    same_layers,
+)
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import ModelConfig
+
+ARCHITECTURE = "LlamaForCausalLM"
+
+
+def read(config: HfConfig, max_context: int) -> ModelConfig:
+    """Read config.json."""
+    return read_common(
+        config,
+        ARCHITECTURE,
+        same_layers(config, -1),
+        one_rope(config, max_context),
+        mlp_bias=config.flag("mlp_bias"),
+        **attention_biases(config),
+    )
+
+
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=llama_sources)

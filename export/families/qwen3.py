@@ -1,0 +1,26 @@
+"""Qwen 3: Qwen 2 without its biases, with an RMSNorm on each head of query and key."""
+
+from __future__ import annotations
+
+from ortolan.export.families.base import Family, attention_biases, llama_sources, one_rope, read_common
+from ortolan.export.families.qwen2 import read_layers
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import ModelConfig
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def read(config: HfConfig, max_context: int) -> ModelConfig:
+    """Read config.json; heads have 128 elements unless it says otherwise."""
+    with_head_size = HfConfig({"head_dim": 128, **config.keys})
+    return read_common(
+        with_head_size,
+        ARCHITECTURE,
+        read_layers(config),
+        one_rope(with_head_size, max_context),
+        qk_norm="head",
+        **attention_biases(config),
+    )
+
+
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=llama_sources)

@@ -1,0 +1,103 @@
+"""Reads config.json: typed access to its keys, with errors that name the key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.graphs.config import Activation
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """The keys of one config.json."""
+
+    keys: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a key's value; the default where it is absent or null."""
+        value = self.keys.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer.
+
+        Raises:
+            CheckpointError: the key is absent without a default, or no positive integer.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected a positive integer")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Return a number.
+
+        Raises:
+            CheckpointError: the value is none.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return a boolean."""
+        return bool(self.get(key, default))
+
+    def activation(self, key: str, default: str = "silu") -> Activation:
+        """Return the activation of the gated MLP.
+
+        Raises:
+            UnsupportedModelError: Ortolan has no such activation.
+        """
+        name = self.get(key, default)
+        if name not in _ACTIVATIONS:
+            raise UnsupportedModelError(f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+        return _ACTIVATIONS[name]
+
+    @property
+    def head_size(self) -> int:
+        """`head_dim`, or the hidden size divided among the heads."""
+        return self.integer("head_dim", self.integer("hidden_size") // self.integer("num_attention_heads"))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """`num_key_value_heads`, or as many as query heads."""
+        return self.integer("num_key_value_heads", self.integer("num_attention_heads"))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """`eos_token_id`, which may be one id or a list."""
+        value = self.get("eos_token_id", [])
+        return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def read_hf_config(folder: Path) -> HfConfig:
+    """Read config.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: the folder has none, or it is not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(keys, dict):
+        raise CheckpointError(f"{path} holds a {type(keys).__name__}, expected an object")
+    return HfConfig(keys)

@@ -1,0 +1,206 @@
+"""Rotary frequencies of every RoPE type that the supported families use.
+
+Sources: linear and dynamic NTK scaling as in transformers' modeling_rope_utils.py; llama3 as in Meta's
+llama-models; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import Rope, RopeVariant
+
+Frequencies: TypeAlias = npt.NDArray[np.float32]
+
+_ALIASES = {"su": "longrope"}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """The RoPE keys of one layer type, in one spelling."""
+
+    rope_type: str
+    theta: float
+    rotary_size: int
+    max_position: int
+    parameters: Mapping[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a numeric parameter.
+
+        Raises:
+            CheckpointError: it is absent without a default, or no number.
+        """
+        value = self.parameters.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}")
+        return float(value)
+
+
+def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | None = None) -> RopeSpec:
+    """Read the RoPE keys, from `rope_parameters` (flat, or nested by layer type) or `rope_scaling`.
+
+    Raises:
+        UnsupportedModelError: the RoPE type is none of `ROPE_TYPES`.
+    """
+    parameters = _parameters(config, layer_type)
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    rope_type = _ALIASES.get(rope_type, rope_type)
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    theta = parameters.get("rope_theta", default_theta)
+    fraction = float(parameters.get("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)))
+    max_position = config.integer("max_position_embeddings", 2048)
+    original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    return RopeSpec(
+        rope_type=rope_type,
+        theta=float(theta),
+        rotary_size=int(config.head_size * fraction),
+        max_position=max_position,
+        parameters={**parameters, "original_max_position_embeddings": original or max_position},
+    )
+
+
+def _parameters(config: HfConfig, layer_type: str | None) -> Mapping[str, Any]:
+    """Return the flat parameters of a layer type; transformers 4's keys serve full attention only."""
+    given = config.get("rope_parameters", {})
+    nested = any(isinstance(value, dict) for value in given.values())
+    if nested and layer_type is not None:
+        return dict(given.get(layer_type, {}))
+    scaling = config.get("rope_scaling", {}) if layer_type in (None, "full_attention") else {}
+    theta_key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
+    theta = config.get(theta_key)
+    flat = {**scaling, **given} if layer_type in (None, "full_attention") else {}
+    return flat if theta is None or "rope_theta" in flat else {**flat, "rope_theta": theta}
+
+
+def build_rope(name: str, spec: RopeSpec, max_context: int) -> Rope:
+    """Compute the frequencies of one rope.
+
+    longrope and dynamic have two variants, for sequences up to the pretrained length and for longer ones;
+    dynamic's second is that of `max_context`. A model that is never longer keeps the first alone.
+    """
+    original = int(spec.parameters["original_max_position_embeddings"])
+    if spec.rope_type == "longrope":
+        variants = (_longrope(spec, "short_factor", original), _longrope(spec, "long_factor", max_context))
+    elif spec.rope_type == "dynamic":
+        original = spec.max_position
+        variants = (
+            RopeVariant(limit=original, inv_freq=_tuple(_base_frequencies(spec, spec.theta))),
+            RopeVariant(limit=max_context, inv_freq=_tuple(_dynamic(spec, max_context))),
+        )
+    else:
+        frequencies, factor = _single(spec)
+        return Rope(
+            name=name,
+            variants=(RopeVariant(limit=max_context, inv_freq=_tuple(frequencies), attention_factor=factor),),
+        )
+    if max_context <= original:
+        short = variants[0]
+        variants = (
+            RopeVariant(limit=max_context, inv_freq=short.inv_freq, attention_factor=short.attention_factor),
+        )
+    return Rope(name=name, variants=variants)
+
+
+def share_limits(ropes: tuple[Rope, ...]) -> tuple[Rope, ...]:
+    """Give all ropes of a model the same limits, repeating variants where one has fewer."""
+    limits = sorted({variant.limit for rope in ropes for variant in rope.variants})
+
+    def at(rope: Rope, limit: int) -> RopeVariant:
+        variant = next(v for v in rope.variants if v.limit >= limit)
+        return RopeVariant(limit=limit, inv_freq=variant.inv_freq, attention_factor=variant.attention_factor)
+
+    return tuple(Rope(name=rope.name, variants=tuple(at(rope, limit) for limit in limits)) for rope in ropes)
+
+
+def _tuple(frequencies: Frequencies) -> tuple[float, ...]:
+    return tuple(float(f) for f in frequencies)
+
+
+def _exponents(spec: RopeSpec) -> Frequencies:
+    return np.arange(0, spec.rotary_size, 2, dtype=np.float32) / np.float32(spec.rotary_size)
+
+
+def _base_frequencies(spec: RopeSpec, theta: float) -> Frequencies:
+    frequencies: Frequencies = np.float32(1) / np.power(np.float32(theta), _exponents(spec))
+    return frequencies
+
+
+def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
+    if spec.rope_type == "yarn":
+        return _yarn(spec)
+    frequencies = _base_frequencies(spec, spec.theta)
+    if spec.rope_type == "linear":
+        frequencies = frequencies / np.float32(spec.number("factor"))
+    if spec.rope_type == "llama3":
+        frequencies = _llama3(spec, frequencies)
+    return frequencies, 1.0
+
+
+def _dynamic(spec: RopeSpec, length: int) -> Frequencies:
+    factor, size = spec.number("factor"), spec.rotary_size
+    growth = factor * max(length, spec.max_position) / spec.max_position - (factor - 1)
+    return _base_frequencies(spec, spec.theta * growth ** (size / (size - 2)))
+
+
+def _llama3(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
+    """Divide long wavelengths by the factor, keep short ones, and blend between."""
+    factor, low, high = spec.number("factor"), spec.number("low_freq_factor"), spec.number("high_freq_factor")
+    turns = spec.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
+    blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+    mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(np.float32)
+    return mixed
+
+
+def _yarn(spec: RopeSpec) -> tuple[Frequencies, float]:
+    original = spec.number("original_max_position_embeddings")
+    factor = spec.number("factor", spec.max_position / original)
+    half = spec.rotary_size // 2
+
+    def dimension(rotations: float) -> float:
+        return spec.rotary_size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = dimension(spec.number("beta_fast", 32)), dimension(spec.number("beta_slow", 1))
+    if spec.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_size - 1)
+    ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
+    frequencies = _base_frequencies(spec, spec.theta)
+    mixed: Frequencies = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(np.float32)
+    return mixed, _yarn_attention_factor(spec, factor)
+
+
+def _yarn_attention_factor(spec: RopeSpec, factor: float) -> float:
+    if spec.parameters.get("attention_factor") is not None:
+        return spec.number("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, all_dims = spec.number("mscale", 0), spec.number("mscale_all_dim", 0)
+    return magnitude(scale) / magnitude(all_dims) if scale and all_dims else magnitude(1)
+
+
+def _longrope(spec: RopeSpec, key: str, limit: int) -> RopeVariant:
+    original = spec.number("original_max_position_embeddings")
+    factors = spec.parameters.get(key)
+    if not isinstance(factors, list) or len(factors) != spec.rotary_size // 2:
+        raise CheckpointError(f"config.json: longrope needs {spec.rotary_size // 2} numbers in {key!r}, got {factors!r}")
+    factor = spec.number("factor", spec.max_position / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    powers = np.power(np.float32(spec.theta), _exponents(spec))
+    frequencies = np.float32(1) / (np.array(factors, np.float32) * powers)
+    return RopeVariant(
+        limit=limit, inv_freq=_tuple(frequencies), attention_factor=spec.number("attention_factor", default)
+    )

@@ -1,0 +1,134 @@
+"""Provides the graph's weights, checked before anything is written, and writes them one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from ortolan.errors import CheckpointError
+from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
+from ortolan.export.families.base import Source
+from ortolan.graphs import ExternalTensor
+from ortolan.graphs.config import ModelConfig, weight_shapes
+
+WEIGHTS_FILE = "model.onnx.data"
+NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_ALIGNMENT = 4096  # lets a loader map each tensor
+_SLAB_BYTES = 64 * 2**20
+# Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+
+
+class WeightProvider(Protocol):
+    """Gives a weight in slabs of rows, in any floating type."""
+
+    def slabs(self, name: str) -> Iterator[Array]:
+        """Yield consecutive rows of one weight."""
+
+
+class CheckpointWeights:
+    """Weights of a checkpoint, as a family's sources describe them."""
+
+    def __init__(self, checkpoint: Checkpoint, sources: Mapping[str, Source], config: ModelConfig) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = weight_shapes(config)
+        self._sources = {name: sources[name] for name in self._shapes}
+        self._check(config)
+
+    def slabs(self, name: str) -> Iterator[Array]:
+        """Yield consecutive rows of one weight, mapped from its file."""
+        source = self._sources[name]
+        tensor = self._checkpoint.read(source.name, source.rows)
+        rows = max(1, _SLAB_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
+        for begin in range(0, len(tensor), rows):
+            slab = tensor[begin : begin + rows]
+            yield slab.astype(np.float32) + 1 if source.plus_one else slab
+
+    def _check(self, config: ModelConfig) -> None:
+        """Check presence, type and shape of every tensor, and that none is left over."""
+        used = set()
+        for name, shape in self._shapes.items():
+            source = self._sources[name]
+            used.add(source.name)
+            self._check_tensor(source, shape)
+        tied = {"lm_head.weight"} if config.tied_embeddings else set()
+        left = sorted(n for n in set(self._checkpoint.entries) - used - tied if not _IGNORED.search(n))
+        if left:
+            raise CheckpointError(
+                f"the checkpoint has {len(left)} tensors that its config does not explain, e.g. {', '.join(left[:3])}"
+            )
+
+    def _check_tensor(self, source: Source, shape: tuple[int, ...]) -> None:
+        entry = self._checkpoint.entries.get(source.name)
+        if entry is None:
+            raise CheckpointError(f"the checkpoint lacks the tensor {source.name} of shape {list(shape)}")
+        if entry.element_type not in ELEMENT_TYPES:
+            raise CheckpointError(
+                f"{source.name} in {entry.file} is {entry.element_type}; supported: {', '.join(ELEMENT_TYPES)}"
+            )
+        if source.rows is None:
+            fits = entry.shape == shape
+        else:
+            fits = len(entry.shape) == len(shape) and entry.shape[1:] == shape[1:] and entry.shape[0] >= source.rows[1]
+        if not fits:
+            raise CheckpointError(
+                f"{source.name} in {entry.file} has shape {list(entry.shape)}, which does not hold "
+                f"{list(shape)} at rows {source.rows or 'all'}; it contradicts config.json"
+            )
+
+
+class RandomWeights:
+    """Seeded random weights of a config's shapes: normal, with norms at one and biases at zero."""
+
+    def __init__(self, config: ModelConfig, standard_deviation: float) -> None:
+        self._shapes = weight_shapes(config)
+        self._deviation = np.float32(standard_deviation)
+
+    def slabs(self, name: str) -> Iterator[Array]:
+        """Yield consecutive rows; equal names and shapes give equal values."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            yield np.full(shape, 0 if name.endswith(".bias") else 1, np.float32)
+            return
+        generator = np.random.default_rng(list(name.encode()))
+        rows = max(1, _SLAB_BYTES // (4 * shape[1]))
+        for begin in range(0, shape[0], rows):
+            count = min(rows, shape[0] - begin)
+            yield generator.standard_normal((count, shape[1]), dtype=np.float32) * self._deviation
+
+
+def write_weights(
+    provider: WeightProvider, config: ModelConfig, dtype: str, path: Path, advance: Callable[[int], object]
+) -> dict[str, ExternalTensor]:
+    """Write all weights to one file and return where each lies.
+
+    Args:
+        provider: gives the values.
+        config: names and shapes of the weights.
+        dtype: element type of the file.
+        path: of the file, which is created.
+        advance: called with the number of bytes written.
+    """
+    element = NUMPY_TYPES[dtype]
+    placed: dict[str, ExternalTensor] = {}
+    with path.open("xb") as stream:
+        for name in weight_shapes(config):
+            stream.write(bytes(-stream.tell() % _ALIGNMENT))
+            offset = stream.tell()
+            for slab in provider.slabs(name):
+                data = np.ascontiguousarray(slab, dtype=element)
+                stream.write(data.view(np.uint8).data)
+                advance(data.nbytes)
+            placed[name] = ExternalTensor(location=path.name, offset=offset, length=stream.tell() - offset)
+    return placed
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """Count the bytes of all weights, padding aside."""
+    elements = sum(int(np.prod(shape, dtype=np.int64)) for shape in weight_shapes(config).values())
+    return elements * NUMPY_TYPES[dtype].itemsize

@@ -1,0 +1,88 @@
+"""One tiny config per model family, and random checkpoints of them, saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 2048,
+    "partial_rotary_factor": 0.75,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
+    "llama_biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama_linear": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 20},
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "qwen3": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+        "rope_parameters": _YARN,
+    },
+    "gemma2": {"model_type": "gemma2", "sliding_window": 12, "query_pre_attn_scalar": 24},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 20,
+        "num_key_value_heads": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 20, "head_dim": None, "hidden_size": 64, "rope_parameters": _LONGROPE},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "olmo2": {"model_type": "olmo2", "head_dim": None, "hidden_size": 64},
+    "olmo3": {"model_type": "olmo3", "head_dim": None, "hidden_size": 64, "sliding_window": 12},
+}
+
+
+def tiny_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    """Save a random checkpoint of a family's tiny config; every parameter differs from its neutral value."""
+    keys = {k: v for k, v in {**_COMMON, **FAMILIES[family], **overrides}.items() if v is not None}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder

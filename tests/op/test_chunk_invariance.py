@@ -1,0 +1,165 @@
+"""A token's attention has the same bits however its prompt was cut and whatever shares its batch."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from attention_cases import ISA_NAMES, limit_isa, run_cached, unlimit_isa
+from harness import empty_caches
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One attention layer: its sizes, and the attributes of its two operators."""
+
+    window: int = -1
+    sink: int = 0
+    capacity: int = 512
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    dtype: type = np.float32
+
+
+def draw_prompt(layer: Layer, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw the queries [T, Hq, D], keys and values [T, Hkv, D] of one prompt."""
+    rng = np.random.default_rng(seed)
+    heads = {"query": layer.heads, "key": layer.kv_heads, "value": layer.kv_heads}
+    return {
+        k: rng.standard_normal((tokens, n, layer.head_size)).astype(layer.dtype) for k, n in heads.items()
+    }
+
+
+class Cache:
+    """The caches of a batch, advanced step by step through RingKvAppend and SwaAttention."""
+
+    def __init__(self, layer: Layer, sequences: int = 1) -> None:
+        self.layer = layer
+        self.past = np.zeros(sequences, np.int32)
+        self.pools = empty_caches(sequences, layer.kv_heads, layer.capacity, layer.head_size, layer.dtype)
+
+    def step(self, rows: list[dict[str, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Feed one chunk per sequence; returns output [T_b, Hq, D] and lse [Hq, T_b] of each."""
+        counts = [len(r["query"]) for r in rows]
+        start = np.cumsum([0, *counts]).astype(np.int32)
+        packed = {k: np.concatenate([r[k] for r in rows]) for k in ("query", "key", "value")}
+        lengths = {"query_start": start, "past_len": self.past.copy()}
+        caches = dict(zip(("key_cache", "value_cache"), self.pools, strict=True))
+        append = {"key": packed["key"], "value": packed["value"], **caches, **lengths}
+        self.pools = run_cached("RingKvAppend", append, sink=self.layer.sink)
+        caches = dict(zip(("key_cache", "value_cache"), self.pools, strict=True))
+        attend = {"query": packed["query"], **caches, **lengths}
+        output, lse = run_cached("SwaAttention", attend, window=self.layer.window, sink=self.layer.sink)
+        self.past += np.array(counts, np.int32)
+        return [(output[a:b], lse[:, a:b]) for a, b in itertools.pairwise(start)]
+
+
+def run_chunks(layer: Layer, prompt: dict[str, np.ndarray], chunks: list[int]) -> list[np.ndarray]:
+    """Feed one prompt in chunks: output, lse, key cache, value cache."""
+    cache, results, first = Cache(layer), [], 0
+    assert sum(chunks) == len(prompt["query"])
+    for count in chunks:
+        results += cache.step([{k: v[first : first + count] for k, v in prompt.items()}])
+        first += count
+    return [
+        np.concatenate([r[0] for r in results]),
+        np.concatenate([r[1] for r in results], axis=1),
+        *cache.pools,
+    ]
+
+
+def assert_same_bits(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert np.array_equal(a, b, equal_nan=True)
+
+
+def cut(tokens: int, chunk: int) -> list[int]:
+    """Cut into chunks of one size; the last may be shorter."""
+    return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
+
+
+LAYERS = {
+    "full": Layer(),
+    "window": Layer(window=20),
+    "ring": Layer(window=20, sink=3, capacity=23 + 42),
+    "half ring": Layer(window=20, sink=3, capacity=23 + 42, dtype=np.float16),
+    "head size 24": Layer(window=33, sink=1, head_size=24, heads=6, kv_heads=1),
+    "head size 8, groups of 8": Layer(heads=8, kv_heads=1, head_size=8),
+}
+
+
+@pytest.mark.parametrize("isa", ISA_NAMES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_fixed_chunk(name, isa):
+    if not limit_isa(isa):
+        pytest.skip(f"this machine has no {isa}")
+    try:
+        prompt = draw_prompt(LAYERS[name], 150)
+        one_by_one = run_chunks(LAYERS[name], prompt, [1] * 150)
+        for chunk in (2, 7, 19, 20, 21, 43):
+            assert_same_bits(run_chunks(LAYERS[name], prompt, cut(150, chunk)), one_by_one)
+    finally:
+        unlimit_isa()
+
+
+def test_one_block_equals_one_by_one_across_spans():
+    layer = Layer(capacity=2200, heads=2, kv_heads=1, head_size=8)
+    prompt = draw_prompt(layer, 2200)
+    whole = run_chunks(layer, prompt, [2200])
+    tail = run_chunks(layer, prompt, [1020, *[1] * 8, 1000, *[1] * 172])
+    assert_same_bits(tail, whole)
+
+
+@st.composite
+def chunkings(draw: st.DrawFn, largest: int) -> list[int]:
+    """Draw chunk sizes, some of them 0, that sum to 130."""
+    left, chunks = 130, []
+    while left:
+        chunks.append(min(left, draw(st.integers(0, largest))))
+        left -= chunks[-1]
+        if len(chunks) > 60:
+            chunks.append(min(left, largest))
+            left -= chunks[-1]
+    return chunks
+
+
+@settings(max_examples=25, deadline=None)
+@given(chunks=chunkings(43), name=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 3))
+def test_any_chunking(chunks, name, seed):
+    prompt = draw_prompt(LAYERS[name], 130, seed)
+    assert_same_bits(run_chunks(LAYERS[name], prompt, chunks), run_chunks(LAYERS[name], prompt, cut(130, 43)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 43), min_size=2, max_size=5),
+    steps=st.integers(1, 4),
+    name=st.sampled_from(sorted(LAYERS)),
+)
+def test_a_sequence_alone_equals_it_in_a_batch(lengths, steps, name):
+    layer = LAYERS[name]
+    batch, alone = Cache(layer, len(lengths)), [Cache(layer) for _ in lengths]
+    for step in range(steps):
+        counts = [length if step == 0 else (length + step * (b + 1)) % 3 for b, length in enumerate(lengths)]
+        rows = [draw_prompt(layer, count, 100 * step + b) for b, count in enumerate(counts)]
+        for together, cache, row in zip(batch.step(rows), alone, rows, strict=True):
+            assert_same_bits(list(together), list(cache.step([row])[0]))
+    for pool in range(2):
+        assert_same_bits([c.pools[pool][0] for c in alone], list(batch.pools[pool]))
+
+
+def test_threads_do_not_change_bits():
+    """Decode of one sequence splits its keys over threads; 40 sequences at once do not."""
+    layer = Layer(capacity=1100, heads=2, kv_heads=1, head_size=8)
+    prompt = draw_prompt(layer, 1100)
+    head, tail = ({k: v[s] for k, v in prompt.items()} for s in (slice(0, 1099), slice(1099, 1100)))
+    alone = Cache(layer)
+    alone.step([head])
+    batch = Cache(layer, 40)
+    batch.step([head] * 40)
+    expected = alone.step([tail])[0]
+    for result in batch.step([tail] * 40):
+        assert_same_bits(list(result), list(expected))

@@ -1,0 +1,161 @@
+"""SnapKvScore through ONNX Runtime against the float64 reference."""
+
+import numpy as np
+import pytest
+from attention_cases import ISA_NAMES, limit_isa, run_cached, unlimit_isa
+from ortolan.custom_ops import reference
+from tolerances import assert_as_good_as_plain
+
+
+@pytest.fixture(params=ISA_NAMES)
+def isa(request):
+    if not limit_isa(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    unlimit_isa()
+
+
+def draw(kv_len, *, rows=8, heads=4, kv_heads=2, size=16, slots=0, dtype=np.float32, seed=0):
+    """Draw captured queries and a key cache whose slots at and past kv_len hold NaN."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array(kv_len, np.int32)
+    slots = slots or max(int(lengths.max()), 1)
+    keys = rng.standard_normal((len(lengths), kv_heads, slots, size)).astype(dtype)
+    per_head = np.broadcast_to(lengths.reshape(len(lengths), -1), (len(lengths), kv_heads))
+    keys[np.arange(slots) >= per_head[..., None]] = np.nan
+    capture = rng.standard_normal((len(lengths), rows, heads, size)).astype(dtype)
+    return {"capture": capture, "key_cache": keys, "kv_len": lengths}
+
+
+def plain_score(feeds, *, group_reduce="mean", scale=0.0, softcap=0.0):
+    """Score in float32 NumPy, all captured queries of a head at once."""
+    capture, pool = (feeds[k].astype(np.float32) for k in ("capture", "key_cache"))
+    sequences, rows, _, size = capture.shape
+    kv_heads = pool.shape[1]
+    score = np.zeros((sequences, kv_heads, pool.shape[2]), np.float32)
+    lengths = np.broadcast_to(feeds["kv_len"].reshape(sequences, -1), (sequences, kv_heads))
+    for (b, h), length in np.ndenumerate(lengths):
+        positions = np.arange(length - min(rows, length), length)
+        if not len(positions):
+            continue
+        queries = capture[b, positions % rows].reshape(len(positions), kv_heads, -1, size)[:, h]
+        z = np.einsum("ngd,kd->gnk", queries, pool[b, h, :length]) * np.float32(scale or size**-0.5)
+        if softcap:
+            z = np.float32(softcap) * np.tanh(z / np.float32(softcap))
+        z = np.where(np.arange(length) <= positions[:, None], z, -np.inf)
+        weights = np.exp(z - z.max(axis=-1, keepdims=True))
+        means = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=1)
+        score[b, h, : positions[0]] = getattr(np, group_reduce)(means, axis=0)[: positions[0]]
+    return score
+
+
+def check(feeds, **attributes):
+    (actual,) = run_cached("SnapKvScore", feeds, **attributes)
+    assert_as_good_as_plain(
+        actual, plain_score(feeds, **attributes), reference.snapkv_score(**feeds, **attributes)
+    )
+    return actual
+
+
+@pytest.mark.parametrize("kv_len", [1, 7, 8, 9, 19, 64, 65, 72, 130])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_lengths_around_the_window_and_the_tile(kv_len, rows):
+    check(draw([kv_len], rows=rows, slots=kv_len + 3))
+
+
+@pytest.mark.parametrize("head_size", [8, 24, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_head_sizes(head_size, dtype, isa):
+    check(draw([90], size=head_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_group_reduce(group, group_reduce, isa):
+    check(draw([100, 70], heads=2 * group), group_reduce=group_reduce)
+
+
+@pytest.mark.parametrize("attributes", [{"scale": 1.5}, {"softcap": 2.0}, {"scale": 4.0, "softcap": 20.0}])
+def test_scale_and_softcap(attributes, isa):
+    check(draw([90]), **attributes)
+
+
+def test_batch_of_many_lengths():
+    check(draw([3, 0, 100, 8, 64]))
+
+
+def test_lengths_per_kv_head():
+    check(draw([[3, 100], [64, 0]]))
+
+
+@pytest.mark.parametrize("kv_len", [1023, 1024, 1025, 2100])
+def test_spans(kv_len, isa):
+    check(draw([kv_len], size=8, heads=2, kv_heads=1))
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_window_and_empty_positions_score_zero(rows):
+    actual = check(draw([50, 20], rows=rows, slots=70))
+    for sequence, length in enumerate([50, 20]):
+        scored = max(length - rows, 0)
+        assert (actual[sequence, :, scored:] == 0).all()
+        assert (actual[sequence, :, :scored] > 0).all()
+
+
+def test_a_row_belongs_to_the_position_with_its_remainder():
+    """Only the newest query has weight on key 2; it lies in row (kv_len - 1) mod Wq, wherever that is."""
+    for kv_len in (20, 21, 27):
+        feeds = draw([kv_len], rows=8, heads=1, kv_heads=1)
+        feeds["capture"][:] = 0
+        row = (kv_len - 1) % 8
+        feeds["capture"][0, row, 0] = feeds["key_cache"][0, 0, 2] * 50
+        actual = check(feeds)
+        assert actual[0, 0, 2] > 1 / 8
+        assert actual[0, 0, 2] < 1 / 8 + 1 / (kv_len - 8)
+
+
+def test_every_query_sees_its_own_key_and_no_later_one():
+    """With keys of zeros a query's probability is one over the number of keys it sees."""
+    feeds = draw([40], rows=8, heads=1, kv_heads=1)
+    feeds["key_cache"][:] = 0
+    (actual,) = run_cached("SnapKvScore", feeds)
+    assert actual[0, 0, 0] == pytest.approx(np.mean([1 / (p + 1) for p in range(32, 40)]), rel=1e-6)
+
+
+@pytest.mark.parametrize("page_slots", [16, 32])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype):
+    feeds = draw([96, 33], slots=96, dtype=dtype)
+    pages = 96 // page_slots
+    table = (
+        np.random.default_rng(1).permutation(2 * pages + 2)[: 2 * pages].reshape(2, pages).astype(np.int32)
+    )
+    pool = np.full((2 * pages + 2, 2, page_slots, 16), np.nan, dtype)
+    for (b, m), page in np.ndenumerate(table):
+        pool[page] = feeds["key_cache"][b, :, m * page_slots : (m + 1) * page_slots]
+    (contiguous,) = run_cached("SnapKvScore", feeds)
+    (paged,) = run_cached("SnapKvScore", {**feeds, "key_cache": pool, "block_table": table})
+    assert np.array_equal(paged, contiguous)
+
+
+def test_equal_runs_give_equal_bits():
+    feeds = draw([2500], size=32)
+    (first,) = run_cached("SnapKvScore", feeds)
+    for _ in range(5):
+        assert np.array_equal(run_cached("SnapKvScore", feeds)[0], first)
+
+
+def test_a_sequence_alone_equals_it_in_a_batch():
+    feeds = draw([200, 77, 30])
+    (batch,) = run_cached("SnapKvScore", feeds)
+    for b in range(3):
+        (alone,) = run_cached("SnapKvScore", {k: v[b : b + 1] for k, v in feeds.items()})
+        assert np.array_equal(alone[0], batch[b])
+
+
+def test_probabilities_of_one_query_sum_to_less_than_one():
+    """What is missing from 1 is the weight on the window itself."""
+    feeds = draw([300], rows=1, heads=2, kv_heads=2)
+    (actual,) = run_cached("SnapKvScore", feeds)
+    assert (actual.sum(axis=-1) < 1).all()
+    assert (actual.sum(axis=-1) > 0.9).all()
