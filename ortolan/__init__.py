@@ -18,12 +18,13 @@ _SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
 _RUNTIME_NAMES = ("Model", "Sampling", "Session", "SnapKv")
 
 
-def load(folder: str | Path, device: str | None = None) -> Model:
+def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0) -> Model:
     """Open an exported model.
 
     Args:
         folder: what `ortolan.export` wrote.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
+        num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
 
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
@@ -32,7 +33,7 @@ def load(folder: str | Path, device: str | None = None) -> Model:
     """
     from ortolan import runtime
 
-    return runtime.load(folder, device=device, evict_builder=_build_evict_graph)
+    return runtime.load(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph)
 
 
 def _build_evict_graph(manifest: Manifest, options: SnapKv) -> bytes:

@@ -1,0 +1,8 @@
+"""Runs exported models: caches, prefill in chunks, decode, eviction, sampling."""
+
+from ortolan.runtime.model import Model, load
+from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.plan import CachePlan, LayerPlan, plan_caches
+from ortolan.runtime.session import Session
+
+__all__ = ["CachePlan", "LayerPlan", "Model", "Sampling", "Session", "SnapKv", "load", "plan_caches"]

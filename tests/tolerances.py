@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-
 # End to end, float32: largest difference of logits relative to their standard deviation.
 LOGITS_RELATIVE = 2e-4
 
-# A kernel may be as wrong as plain arithmetic of its own precision: its error against the float64 reference is
-# at most ERROR_FACTOR times the error of plain float32 NumPy rounded to the stored type, plus ROUNDING_UNITS
+# A kernel may be as wrong as plain arithmetic of its own precision is: its error against the float64 reference
+# is at most ERROR_FACTOR times that of plain float32 NumPy, rounded to the stored type, plus ROUNDING_UNITS
 # units of the stored type at the size of the largest expected value.
 ERROR_FACTOR = 2.0
 ROUNDING_UNITS = 4.0

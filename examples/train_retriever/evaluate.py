@@ -14,6 +14,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -84,7 +85,8 @@ class Evictable:
         length = tokens.shape[1] - ANSWER_BYTES
         for attention in self.layers:
             snapkv = SnapKvAttention(prompt_tokens=length, budget=length // self.ratio)
-            attention.attend = snapkv if evict else Attention.attend.__get__(attention)  # type: ignore[method-assign]
+            plain = partial(Attention.attend, attention)
+            attention.attend = snapkv if evict else plain  # type: ignore[method-assign]
         window = self.model.config.sliding_window
         padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % window))
         return self.model(padded)[0][:, length - 1 : length + ANSWER_BYTES]

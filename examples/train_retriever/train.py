@@ -22,7 +22,7 @@ from model import Retriever, RetrieverConfig, attention_loss
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-DEFAULT_STAGES = ("512:256:1000", "2048:64:1000", "8448:16:2000")
+DEFAULT_STAGES = ("512:256:600", "2048:64:600", "8448:16:1200", "16640:16:400", "33024:8:400")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

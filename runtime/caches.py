@@ -1,0 +1,83 @@
+"""Holds the cache buffers of one sequence, and resizes those of full-attention layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ortolan import contract
+from ortolan.errors import CapacityError
+from ortolan.manifest import Manifest
+from ortolan.runtime.plan import CachePlan
+
+Array: TypeAlias = npt.NDArray[Any]
+
+NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """The buffers of one layer, [1, Hkv, C, D] each."""
+
+    key: Array
+    value: Array
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the cache."""
+        return int(self.key.shape[2])
+
+
+class CacheBuffers:
+    """All caches of one sequence; `generation` rises whenever a buffer is replaced."""
+
+    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int) -> None:
+        self._dtype = NUMPY_TYPES[manifest.dtype]
+        self._manifest = manifest
+        self.generation = 0
+        self.layers = [
+            self._allocate(index, layer.capacity) for index, layer in enumerate(plan.layers)
+        ]
+        self.captures = {
+            index: self._empty((1, capture_rows, manifest.num_heads, layer.head_size))
+            for index, layer in enumerate(manifest.layers)
+            if layer.evictable
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that key and value caches hold now."""
+        return sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+
+    def resize(self, index: int, capacity: int, held: int) -> None:
+        """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""
+        old = self.layers[index]
+        new = self._allocate(index, capacity)
+        new.key[:, :, :held] = old.key[:, :, :held]
+        new.value[:, :, :held] = old.value[:, :, :held]
+        self.layers[index] = new
+        self.generation += 1
+
+    def named(self) -> dict[str, Array]:
+        """Map the graph's input names to the buffers; each output is bound to the same one."""
+        buffers: dict[str, Array] = {}
+        for index, layer in enumerate(self.layers):
+            buffers[contract.key_cache(index)] = layer.key
+            buffers[contract.value_cache(index)] = layer.value
+        return buffers | {contract.capture(index): capture for index, capture in self.captures.items()}
+
+    def _allocate(self, index: int, capacity: int) -> LayerCache:
+        layer = self._manifest.layers[index]
+        shape = (1, layer.num_kv_heads, capacity, layer.head_size)
+        return LayerCache(self._empty(shape), self._empty(shape))
+
+    def _empty(self, shape: tuple[int, ...]) -> Array:
+        try:
+            return np.empty(shape, self._dtype)
+        except MemoryError as error:
+            size = int(np.prod(shape, dtype=np.int64)) * self._dtype.itemsize
+            raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error

@@ -1,0 +1,65 @@
+"""Tracks how much one sequence has read, and how much of it each cache holds.
+
+Logical length: tokens read. Physical length: tokens that a full-attention cache holds, per kv head; equal to
+the logical length until an eviction. `highest`: the largest length the rings were ever written to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.manifest import Manifest
+
+Positions: TypeAlias = npt.NDArray[np.int32]
+
+
+class Lengths:
+    """The lengths of one sequence."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._kv_heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, as for a new sequence."""
+        self.logical = 0
+        self.highest = 0
+        self.evicted_at = 0  # logical length at the last eviction; nothing before it can be rewound to
+        self.captured_from = 0  # queries at or after it are in the capture buffers
+        self.physical = {i: np.zeros(heads, np.int32) for i, heads in self._kv_heads.items()}
+        self.kept: dict[int, Positions] = {}
+
+    def advance(self, count: int) -> None:
+        """Record that `count` tokens were appended everywhere."""
+        self.logical += count
+        self.highest = max(self.highest, self.logical)
+        for lengths in self.physical.values():
+            lengths += count
+
+    def rewind(self, length: int, window_rows: int) -> None:
+        """Go back to a logical length at or after the last eviction."""
+        removed = self.logical - length
+        # Rows of the capture buffers hold the last queries; older ones were overwritten by what is removed.
+        self.captured_from = max(self.captured_from, self.logical - window_rows)
+        self.logical = length
+        for lengths in self.physical.values():
+            lengths -= removed
+
+    def record_eviction(self, keep: dict[int, npt.NDArray[Any]]) -> None:
+        """Record which physical positions each layer kept, [Hkv or 1, K]."""
+        for index, positions in keep.items():
+            heads = self._kv_heads[index]
+            chosen = np.broadcast_to(positions, (heads, positions.shape[1]))
+            self.kept[index] = np.take_along_axis(self._logical_of(index), chosen, axis=1)
+            self.physical[index] = np.full(heads, positions.shape[1], np.int32)
+        self.evicted_at = self.logical
+
+    def _logical_of(self, index: int) -> Positions:
+        """Return the logical position of each physical one, [Hkv, physical]."""
+        heads, physical = self._kv_heads[index], int(self.physical[index][0])
+        kept = self.kept.get(index, np.zeros((heads, 0), np.int32))
+        newer = np.arange(self.logical - (physical - kept.shape[1]), self.logical, dtype=np.int32)
+        return np.concatenate([kept, np.broadcast_to(newer, (heads, len(newer)))], axis=1)

@@ -1,0 +1,123 @@
+"""Plans caches and chunks: how many slots and bytes each layer takes, and how a prompt is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ortolan.errors import ConfigError
+from ortolan.manifest import Manifest
+
+RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """The cache of one layer.
+
+    Attributes:
+        kind: "ring" for sliding-window layers, "full" for the others.
+        window: keys a query sees; -1 for all.
+        capacity: slots.
+        slot_bytes: bytes of one position's keys and values.
+        full_length_bytes: what a cache of the whole context would take.
+    """
+
+    kind: str
+    window: int
+    capacity: int
+    slot_bytes: int
+    full_length_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the planned cache."""
+        return self.capacity * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """The caches of one sequence."""
+
+    max_context: int
+    chunk_size: int
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def full_length_bytes(self) -> int:
+        """Bytes that caches of the whole context would take."""
+        return sum(layer.full_length_bytes for layer in self.layers)
+
+
+def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
+    """Return the slots of a ring: every chunk is appended before its queries attend."""
+    return _round_up(sink + window + chunk_size, RING_TILE)
+
+
+def plan_caches(manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None) -> CachePlan:
+    """Plan the caches of one sequence.
+
+    Args:
+        manifest: of the model.
+        max_context: longest sequence, tokens; None takes the manifest's.
+        chunk_size: most tokens of one prefill step; None takes the manifest's.
+
+    Raises:
+        ConfigError: a number is below 1, or the context is longer than the export's.
+    """
+    context = manifest.max_context if max_context is None else max_context
+    chunk = manifest.chunk_size if chunk_size is None else chunk_size
+    for name, value in (("max_context", context), ("chunk_size", chunk)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
+    if context > manifest.max_context:
+        raise ConfigError(
+            f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
+            "export it again with a larger max_context"
+        )
+    layers = []
+    for layer in manifest.layers:
+        slot_bytes = 2 * layer.num_kv_heads * layer.head_size * ELEMENT_BYTES[manifest.dtype]
+        capacity = max(context, manifest.sink + 1)
+        if layer.window > 0:
+            ring = ring_capacity(manifest.sink, layer.window, min(chunk, context))
+            capacity = max(min(ring, context), manifest.sink + layer.window)
+        layers.append(
+            LayerPlan(
+                kind="ring" if layer.window > 0 else "full",
+                window=layer.window,
+                capacity=capacity,
+                slot_bytes=slot_bytes,
+                full_length_bytes=context * slot_bytes,
+            )
+        )
+    return CachePlan(max_context=context, chunk_size=chunk, layers=tuple(layers))
+
+
+def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
+    """Yield half-open ranges of at most `chunk_size` that cover 0 .. count."""
+    for begin in range(0, count, chunk_size):
+        yield begin, min(begin + chunk_size, count)
+
+
+def ring_keeps(length: int, highest: int, layer: LayerPlan, sink: int) -> bool:
+    """Say whether a ring still holds what the query at position `length` sees before itself.
+
+    Args:
+        length: tokens that would be in the sequence.
+        highest: the largest length the ring was ever written to.
+        layer: the ring.
+        sink: S.
+    """
+    oldest = max(sink, length - layer.window + 1)
+    return oldest >= length or oldest + layer.capacity - sink >= highest
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

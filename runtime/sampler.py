@@ -1,0 +1,69 @@
+"""Chooses a token from logits.
+
+Source: the order and definitions of transformers' logits processors; min-p, arXiv 2407.01082.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.runtime.options import Sampling
+
+
+class Sampler:
+    """Draws tokens; equal seeds and logits give equal tokens."""
+
+    def __init__(self, options: Sampling) -> None:
+        self._options = options
+        self._generator = np.random.default_rng(options.seed)
+
+    def choose(self, logits: npt.NDArray[np.float32], history: Sequence[int]) -> int:
+        """Choose a token from logits [V], given the tokens of the sequence so far."""
+        options = self._options
+        if options.repetition_penalty != 1.0:
+            logits = penalize(logits, history, options.repetition_penalty)
+        if options.temperature == 0.0:
+            return int(np.argmax(logits))
+        probabilities = distribution(logits, options)
+        return int(self._generator.choice(len(probabilities), p=probabilities))
+
+
+def penalize(logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float) -> npt.NDArray[np.float32]:
+    """Divide positive logits of tokens in `history` by the penalty, and multiply negative ones."""
+    result = logits.copy()
+    seen = np.unique(np.asarray(history, np.int64))
+    result[seen] = np.where(result[seen] > 0, result[seen] / penalty, result[seen] * penalty)
+    return result
+
+
+def distribution(logits: npt.NDArray[np.float32], options: Sampling) -> npt.NDArray[np.float64]:
+    """Return the probabilities [V] that temperature, top_k, top_p and min_p leave."""
+    scaled = logits.astype(np.float64) / options.temperature
+    if 0 < options.top_k < len(scaled):
+        lowest = np.partition(scaled, -options.top_k)[-options.top_k]
+        scaled[scaled < lowest] = -np.inf
+    if options.top_p < 1.0:
+        scaled = _keep_top_p(scaled, options.top_p)
+    if options.min_p > 0.0:
+        probabilities = _softmax(scaled)
+        scaled[probabilities < options.min_p * probabilities.max()] = -np.inf
+    return _softmax(scaled)
+
+
+def _keep_top_p(scaled: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.float64]:
+    """Drop the least likely tokens whose probabilities together stay within 1 - top_p."""
+    order = np.argsort(scaled, kind="stable")
+    cumulative = np.cumsum(_softmax(scaled)[order])
+    drop = cumulative <= 1.0 - top_p
+    drop[-1] = False
+    scaled[order[drop]] = -np.inf
+    return scaled
+
+
+def _softmax(scaled: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    weights = np.exp(scaled - scaled.max())
+    result: npt.NDArray[np.float64] = weights / weights.sum()
+    return result

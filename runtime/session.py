@@ -1,0 +1,288 @@
+"""One sequence: prefill in chunks, decode, evict, rewind, generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.errors import CapacityError, ConfigError, NumericError
+from ortolan.manifest import Manifest
+from ortolan.runtime.caches import CacheBuffers
+from ortolan.runtime.evictor import evict
+from ortolan.runtime.lengths import Lengths
+from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
+from ortolan.runtime.sampler import Sampler
+from ortolan.runtime.stats import Stats
+from ortolan.runtime.stepper import Logits, Stepper
+
+
+class Session:
+    """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
+
+    Tokens that `generate` yields belong to the sequence: the last one is fed together with whatever comes
+    next, also where the caller stopped early.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        ort_session: Any,
+        plan: CachePlan,
+        snapkv: SnapKv | None,
+        evict_session: Callable[[], Any],
+    ) -> None:
+        self.plan = plan
+        self.stats = Stats()
+        self.finish_reason: str | None = None
+        self._manifest = manifest
+        self._snapkv = snapkv
+        self._evict_session = evict_session
+        self._caches = CacheBuffers(manifest, plan, snapkv.window if snapkv else 0)
+        self._stepper = Stepper(ort_session, manifest, self._caches)
+        self._lengths = Lengths(manifest)
+        self._history: list[int] = []  # every token fed so far
+        self._pending: list[int] = []  # yielded by generate, not fed yet
+        self._variant = 0
+
+    @property
+    def logical_length(self) -> int:
+        """Tokens read so far."""
+        return self._lengths.logical
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the key and value caches hold now."""
+        return self._caches.bytes
+
+    def physical_length(self, layer: int) -> int:
+        """Return the tokens that one layer's cache holds: after an eviction, fewer than were read."""
+        self._check_layer(layer)
+        if layer in self._lengths.physical:
+            return int(self._lengths.physical[layer].max())
+        return min(self._lengths.logical, self.cache_capacity(layer))
+
+    def cache_capacity(self, layer: int) -> int:
+        """Return the slots of one layer's cache now."""
+        self._check_layer(layer)
+        return self._caches.layers[layer].capacity
+
+    def kept_positions(self, layer: int) -> npt.NDArray[np.int32] | None:
+        """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one."""
+        self._check_layer(layer)
+        kept = self._lengths.kept.get(layer)
+        return None if kept is None else kept.copy()
+
+    def prefill(self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None = None) -> Logits:
+        """Read a prompt, or the next turn, in chunks; evict afterwards where SnapKV asks for it.
+
+        Args:
+            token_ids: [T], at least one.
+            progress: called with the number of tokens of each chunk that was read.
+
+        Returns:
+            Logits [V] float32 of the last token, those before any eviction.
+
+        Raises:
+            ConfigError: no tokens, or ids outside the vocabulary; nothing was read.
+            CapacityError: the sequence would pass `max_context`, or ring history is gone; nothing was read.
+            NumericError: the model produced NaN or infinity; rewind before going on.
+        """
+        tokens = self._checked(token_ids)
+        start = time.perf_counter()
+        logits = self._feed(tokens, progress)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.prefill_tokens += len(tokens)
+        self._evict_if_due()
+        return logits
+
+    def step(self, token_id: int) -> Logits:
+        """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
+        tokens = self._checked([token_id])
+        start = time.perf_counter()
+        logits = self._feed(tokens, None)
+        self.stats.decode_seconds += time.perf_counter() - start
+        self.stats.decode_tokens += 1
+        return logits
+
+    def generate(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Iterator[int]:
+        """Read a prompt and yield the tokens that follow it, without the end-of-sequence token.
+
+        When it ends, `finish_reason` is "eos", "length" (max_new_tokens) or "context" (max_context).
+
+        Raises:
+            ConfigError: max_new_tokens is below 1; besides, as `prefill`.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        sampler = Sampler(sampling or Sampling())
+        self.finish_reason = None
+        logits = self.prefill(token_ids, progress)
+        return self._continue(logits, max_new_tokens, sampler)
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from logical position `length` on; 0 starts anew.
+
+        Raises:
+            ConfigError: the length is negative, or more than was read.
+            CapacityError: the history before it is gone: evicted, or overwritten in a ring.
+        """
+        if not 0 <= length <= self.logical_length:
+            raise ConfigError(f"rewind({length}) must lie in 0 .. logical_length = {self.logical_length}")
+        if length == 0:
+            self._lengths.clear()
+            self._variant = 0
+        elif length < self.logical_length:
+            self._check_rewind(length)
+            self._lengths.rewind(length, self._snapkv.window if self._snapkv else 0)
+        del self._history[length:]
+        self._pending.clear()
+
+    def _continue(self, logits: Logits, max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+        for count in range(1, max_new_tokens + 1):
+            token = sampler.choose(logits, self._history)
+            if token in self._manifest.eos_token_ids:
+                self.finish_reason = "eos"
+                return
+            self._pending = [token]
+            yield token
+            if count == max_new_tokens:
+                self.finish_reason = "length"
+                return
+            if self.logical_length + 1 > self.plan.max_context:
+                self.finish_reason = "context"
+                return
+            self._pending.clear()
+            logits = self.step(token)
+
+    def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Check ids and room, and put the token that `generate` left before them."""
+        given = np.asarray(token_ids)
+        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
+            raise ConfigError(
+                f"token_ids has shape {list(given.shape)} and type {given.dtype}; expected at least one integer in one dimension"
+            )
+        vocabulary = self._manifest.vocab_size
+        if given.min() < 0 or given.max() >= vocabulary:
+            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
+        tokens = np.concatenate([np.array(self._pending, np.int64), given.astype(np.int64)])
+        after = self.logical_length + len(tokens)
+        if after > self.plan.max_context:
+            raise CapacityError(
+                f"{len(tokens)} more tokens make {after}, past max_context = {self.plan.max_context} "
+                f"({self.logical_length} are read); make the session with a larger max_context"
+            )
+        if self._missing_ring(self.logical_length) is not None:
+            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
+        return tokens
+
+    def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Logits:
+        after = self.logical_length + len(tokens)
+        variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
+        if variant != self._variant:
+            tokens = self._restart(tokens, variant)
+        self._pending.clear()
+        self._make_room(len(tokens))
+        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+            logits = self._run(tokens[begin:end])
+            if progress:
+                progress(end - begin)
+        return logits
+
+    def _run(self, chunk: npt.NDArray[np.int64]) -> Logits:
+        lengths = self._lengths
+        lengths.highest = max(lengths.highest, lengths.logical + len(chunk))
+        logits = self._stepper.run(chunk, lengths.logical, lengths.physical, self._variant).copy()
+        if not np.isfinite(logits.sum(dtype=np.float64)):
+            raise NumericError(
+                f"the logits after position {lengths.logical + len(chunk) - 1} hold NaN or infinity; "
+                "rewind, or export with a wider dtype"
+            )
+        lengths.advance(len(chunk))
+        self._history.extend(chunk.tolist())
+        return logits
+
+    def _restart(self, tokens: npt.NDArray[np.int64], variant: int) -> npt.NDArray[np.int64]:
+        """Read the whole sequence again with the frequencies of its new length, as transformers does."""
+        if self._lengths.evicted_at:
+            raise CapacityError(
+                f"past {self._manifest.rope_limits[self._variant]} tokens this model rotates all keys anew, "
+                "but some were evicted; start a session whose first prompt is that long"
+            )
+        everything = np.concatenate([np.array(self._history, np.int64), tokens])
+        self._lengths.clear()
+        self._history.clear()
+        self._variant = variant
+        return everything
+
+    def _make_room(self, count: int) -> None:
+        """Grow full-attention caches that an eviction had shrunk."""
+        for index, lengths in self._lengths.physical.items():
+            held = int(lengths.max())
+            if held + count > self.cache_capacity(index):
+                self._caches.resize(index, self._full_capacity(held + count), held)
+
+    def _full_capacity(self, needed: int) -> int:
+        """Return the slots for `needed` tokens, with room for a chunk, at most the context's."""
+        room = min(self.plan.chunk_size, 256)
+        return max(min(-(-(needed + room) // 64) * 64, self.plan.max_context), self._manifest.sink + 1)
+
+    def _evict_if_due(self) -> None:
+        options = self._snapkv
+        physical = self._lengths.physical
+        if options is None or not physical or max(int(p.max()) for p in physical.values()) <= options.budget:
+            return
+        start = time.perf_counter()
+        self._recapture(options)
+        keep = evict(self._evict_session(), self._caches, options, physical, self.logical_length)
+        self._lengths.record_eviction(keep)
+        for index in physical:
+            self._caches.resize(index, self._full_capacity(options.budget), options.budget)
+        self.stats.evictions += 1
+        self.stats.eviction_seconds += time.perf_counter() - start
+
+    def _recapture(self, options: SnapKv) -> None:
+        """Read the last tokens again where a rewind left stale rows in the capture buffers."""
+        lengths = self._lengths
+        begin = max(0, lengths.logical - options.window)
+        if begin >= lengths.captured_from:
+            return
+        tail = np.array(self._history[begin:], np.int64)
+        self.rewind(begin)
+        lengths.captured_from = begin
+        for first, end in split_chunks(len(tail), self.plan.chunk_size):
+            self._run(tail[first:end])
+
+    def _check_rewind(self, length: int) -> None:
+        if length < self._lengths.evicted_at:
+            raise CapacityError(
+                f"rewind({length}): tokens before {self._lengths.evicted_at} were evicted from the full-attention "
+                f"caches; rewind to {self._lengths.evicted_at} or later, or to 0"
+            )
+        layer = self._missing_ring(length)
+        if layer is not None:
+            raise CapacityError(
+                f"rewind({length}): the ring of layer {layer}, of {self.cache_capacity(layer)} slots, has overwritten "
+                f"what position {length} looks back on; rewind to 0 and read the sequence again"
+            )
+
+    def _missing_ring(self, length: int) -> int | None:
+        """Return a ring layer that no longer holds the window before `length`."""
+        for index, layer in enumerate(self.plan.layers):
+            if layer.kind == "ring" and not ring_keeps(length, self._lengths.highest, layer, self._manifest.sink):
+                return index
+        return None
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < len(self.plan.layers):
+            raise ConfigError(f"layer {layer} must lie in 0 .. {len(self.plan.layers) - 1}")
