@@ -15,10 +15,27 @@ _CPP_TYPES = {ELEMENT: "PortType::kElement", INT32: "PortType::kInt32", "tensor(
 
 def render_cpp() -> str:
     """Render custom_ops/csrc/ort/schemas.generated.h."""
-    lines = [f"// The operators' ports; {_NOTICE}.", "#pragma once", "", '#include "schema.h"', "", "namespace ortolan {", ""]
+    lines = [
+        f"// The operators' ports; {_NOTICE}.",
+        "#pragma once",
+        "",
+        "// clang-format off",
+        '#include "schema.h"',
+        "",
+        "namespace ortolan {",
+        "",
+    ]
     for operator in OPERATORS:
-        lines += [f"inline constexpr Port k{operator.name}Inputs[] = {{", *map(_cpp_port, operator.inputs), "};"]
-        lines += [f"inline constexpr Port k{operator.name}Outputs[] = {{", *map(_cpp_port, operator.outputs), "};"]
+        lines += [
+            f"inline constexpr Port k{operator.name}Inputs[] = {{",
+            *map(_cpp_port, operator.inputs),
+            "};",
+        ]
+        lines += [
+            f"inline constexpr Port k{operator.name}Outputs[] = {{",
+            *map(_cpp_port, operator.outputs),
+            "};",
+        ]
         lines += [
             f'inline constexpr Schema k{operator.name}Schema = {{"{operator.name}", k{operator.name}Inputs,',
             f"                                  k{operator.name}Outputs}};",
@@ -54,7 +71,10 @@ def _emitter(operator: Operator) -> str:
     arguments = [f"    {port.name}: str," for port in required]
     arguments += [f'    {port.name}: str = "",' for port in optional]
     arguments += ["    *,", "    outputs: tuple[str, ...],", "    name: str,"]
-    arguments += [f"    {a.name}: {type(a.default).__name__} = {_python_literal(a.default)}," for a in operator.attributes]
+    arguments += [
+        f"    {a.name}: {type(a.default).__name__} = {_python_literal(a.default)},"
+        for a in operator.attributes
+    ]
     documented = [f"        {p.name}: {p.shape} {p.type}. {p.doc}" for p in operator.inputs]
     documented += [f"        outputs: names of {', '.join(f'{p.name} {p.shape}' for p in operator.outputs)}."]
     documented += ["        name: name of the node."]
@@ -104,7 +124,14 @@ def render_docs() -> str:
         "",
     ]
     for operator in OPERATORS:
-        lines += [f"## {operator.name}", "", operator.doc, "", "| port | name | shape | type | meaning |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {operator.name}",
+            "",
+            operator.doc,
+            "",
+            "| port | name | shape | type | meaning |",
+            "|---|---|---|---|---|",
+        ]
         lines += [_doc_row("in", i, port) for i, port in enumerate(operator.inputs)]
         lines += [_doc_row("out", i, port) for i, port in enumerate(operator.outputs)]
         if operator.attributes:
@@ -142,10 +169,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a file differs")
     parser.add_argument("root", type=Path, help="root of the source tree")
     options = parser.parse_args()
-    stale = [p for p, text in generated_files(options.root).items() if not p.is_file() or p.read_text() != text]
+    stale = [
+        p for p, text in generated_files(options.root).items() if not p.is_file() or p.read_text() != text
+    ]
     if options.check:
         for path in stale:
-            print(f"{path} is out of date: run python -m ortolan.custom_ops.codegen {options.root}", file=sys.stderr)
+            print(
+                f"{path} is out of date: run python -m ortolan.custom_ops.codegen {options.root}",
+                file=sys.stderr,
+            )
         return 1 if stale else 0
     for path in stale:
         path.write_text(generated_files(options.root)[path])

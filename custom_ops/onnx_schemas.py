@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import onnx
+from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, OPERATORS, Attribute, Operator, Port
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
-from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, OPERATORS, Attribute, Operator, Port
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 
@@ -26,7 +26,9 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
         doc=operator.doc,
         inputs=[_parameter(port) for port in operator.inputs],
         outputs=[_parameter(port) for port in operator.outputs],
-        type_constraints=[(ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")],
+        type_constraints=[
+            (ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")
+        ],
         attributes=[_attribute(attribute) for attribute in operator.attributes],
     )
     schema.set_type_and_shape_inference_function(lambda context: _infer(operator, context))
@@ -35,7 +37,9 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
 
 def _parameter(port: Port) -> onnx.defs.OpSchema.FormalParameter:
     option = _Option.Optional if port.optional else _Option.Single
-    return onnx.defs.OpSchema.FormalParameter(port.name, port.type, f"{port.shape} {port.doc}", param_option=option)
+    return onnx.defs.OpSchema.FormalParameter(
+        port.name, port.type, f"{port.shape} {port.doc}", param_option=option
+    )
 
 
 def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -82,7 +83,7 @@ def swa_attention(
     softcap: float = 0.0,
 ) -> tuple[Floats, Floats]:
     """Attend from queries [T, Hq, D] to the cache; returns output [T, Hq, D] and lse [Hq, T]."""
-    tokens, heads, size = query.shape
+    tokens, heads, _ = query.shape
     group = heads // key_cache.shape[1]
     slots = _capacity(key_cache, block_table, capacity)
     output = np.zeros(query.shape)
@@ -137,13 +138,16 @@ def snapkv_score(
 ) -> Floats:
     """Score cached positions by the captured queries [B, Wq, Hq, D]; returns [B, Hkv, C].
 
-    The newest query is the one at position kv_len - 1, in row (kv_len - 1) mod Wq.
+    The newest query is the one at position kv_len - 1 of this cache, in row (kv_len - 1) mod Wq. Once a cache
+    was evicted, that row differs from the one SnapKvCapture wrote, so the caller rotates the rows first.
+
+    Source: SnapKV, arXiv 2404.14469, section 4.
     """
     sequences, rows, heads, _ = capture.shape
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads
     slots = _capacity(key_cache, block_table, 0)
-    reduce = {"mean": np.mean, "max": np.max, "sum": np.sum}[group_reduce]
+    reduce: Callable[[Floats], Floats] = {"mean": _mean, "max": _max, "sum": _sum}[group_reduce]
     score = np.zeros((sequences, kv_heads, slots))
     for sequence in range(sequences):
         for head in range(kv_heads):
@@ -160,8 +164,20 @@ def snapkv_score(
                     logits = _logits(query, keys[: position + 1], scale, softcap)
                     weights = np.exp(logits - logits.max())
                     means[g, : position + 1] += weights / weights.sum() / count
-            score[sequence, head, : length - count] = reduce(means, axis=0)[: length - count]
+            score[sequence, head, : length - count] = reduce(means)[: length - count]
     return score
+
+
+def _mean(values: Floats) -> Floats:
+    return np.asarray(values.mean(axis=0))
+
+
+def _max(values: Floats) -> Floats:
+    return np.asarray(values.max(axis=0))
+
+
+def _sum(values: Floats) -> Floats:
+    return np.asarray(values.sum(axis=0))
 
 
 def kv_compact(

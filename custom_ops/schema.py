@@ -51,7 +51,13 @@ class Operator:
 def _caches(alias_from: int) -> tuple[Port, Port]:
     """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
     return (
-        Port(name="key_cache_out", shape="[N, Hkv, P, D]", type=ELEMENT, doc="The updated key cache.", alias=alias_from),
+        Port(
+            name="key_cache_out",
+            shape="[N, Hkv, P, D]",
+            type=ELEMENT,
+            doc="The updated key cache.",
+            alias=alias_from,
+        ),
         Port(
             name="value_cache_out",
             shape="[N, Hkv, P, D]",
@@ -95,7 +101,9 @@ OPERATORS: tuple[Operator, ...] = (
         name="RingKvAppend",
         doc="Writes this step's keys and values into their slots of the cache, in place.",
         inputs=(
-            Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
+            Port(
+                name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."
+            ),
             Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),
             _KEY_CACHE,
             _VALUE_CACHE,
@@ -111,7 +119,12 @@ OPERATORS: tuple[Operator, ...] = (
         doc="Causal attention, with optional sliding window and sinks, of this step's queries over the cache "
         "that already holds this step's keys.",
         inputs=(
-            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE."),
+            Port(
+                name="query",
+                shape="[T, Hq, D]",
+                type=ELEMENT,
+                doc="Queries of this step, after norm and RoPE.",
+            ),
             _KEY_CACHE,
             _VALUE_CACHE,
             _QUERY_START,
@@ -126,7 +139,12 @@ OPERATORS: tuple[Operator, ...] = (
             ),
         ),
         outputs=(
-            Port(name="output", shape="[T, Hq, D]", type=ELEMENT, doc="Attention output; 0 where nothing is visible."),
+            Port(
+                name="output",
+                shape="[T, Hq, D]",
+                type=ELEMENT,
+                doc="Attention output; 0 where nothing is visible.",
+            ),
             Port(
                 name="lse",
                 shape="[Hq, T]",
@@ -136,7 +154,9 @@ OPERATORS: tuple[Operator, ...] = (
             ),
         ),
         attributes=(
-            Attribute(name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."),
+            Attribute(
+                name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."
+            ),
             _SINK,
             _CAPACITY,
             _SCALE,
@@ -147,14 +167,23 @@ OPERATORS: tuple[Operator, ...] = (
         name="SnapKvCapture",
         doc="Keeps the last Wq queries of each sequence: position p goes to row p mod Wq, in place.",
         inputs=(
-            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE."),
+            Port(
+                name="query",
+                shape="[T, Hq, D]",
+                type=ELEMENT,
+                doc="Queries of this step, after norm and RoPE.",
+            ),
             Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Queries captured so far."),
             _QUERY_START,
             Port(name="past_len", shape="[B]", type=INT32, doc="Tokens of each sequence before the step."),
         ),
         outputs=(
             Port(
-                name="capture_out", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="The updated capture buffer.", alias=1
+                name="capture_out",
+                shape="[B, Wq, Hq, D]",
+                type=ELEMENT,
+                doc="The updated capture buffer.",
+                alias=1,
             ),
         ),
     ),
@@ -173,11 +202,15 @@ OPERATORS: tuple[Operator, ...] = (
             ),
             _BLOCK_TABLE,
         ),
-        outputs=(Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),),
+        outputs=(
+            Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),
+        ),
         attributes=(
             _SCALE,
             _SOFTCAP,
-            Attribute(name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'),
+            Attribute(
+                name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'
+            ),
         ),
     ),
     Operator(

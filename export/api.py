@@ -12,8 +12,6 @@ from importlib import metadata
 from pathlib import Path
 
 import onnx
-
-from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.hf_config import HfConfig, read_hf_config
@@ -28,6 +26,8 @@ from ortolan.export.weights import (
 )
 from ortolan.graphs import GraphOptions, attach_external_data, build_evict_model, build_model, verify_model
 from ortolan.graphs.config import ModelConfig
+
+from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.manifest import DTYPES, EVICT_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
 
 TOKENIZER_FILES = (
@@ -67,7 +67,9 @@ class ExportOptions:
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
         if self.paged:
-            raise UnsupportedModelError("paged=True is not supported yet; caches are contiguous (paged=False)")
+            raise UnsupportedModelError(
+                "paged=True is not supported yet; caches are contiguous (paged=False)"
+            )
 
 
 def export(
@@ -136,9 +138,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise ConfigError(f"{target} exists and is no folder; choose another output folder")
     if any(target.iterdir()):
         if not overwrite:
-            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
+            raise ConfigError(
+                f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)"
+            )
         if not (target / MANIFEST_FILE).is_file():
-            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
+            raise ConfigError(
+                f"{target} holds something else than an exported model, so it is not overwritten"
+            )
 
 
 def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
@@ -153,11 +159,14 @@ def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptio
         )
     for rope in config.ropes:
         if rope.rotary_size < 2 or rope.rotary_size % 2:
-            raise UnsupportedModelError(f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even")
+            raise UnsupportedModelError(
+                f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even"
+            )
     limit = hf_config.get("max_position_embeddings")
     if isinstance(limit, int) and options.max_context > limit:
         warnings.warn(
-            f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}", stacklevel=3
+            f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}",
+            stacklevel=3,
         )
 
 
@@ -212,7 +221,9 @@ def _write_folder(
         written += count
         progress(written, total)
 
-    attach_external_data(model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance))
+    attach_external_data(
+        model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance)
+    )
     (folder / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
@@ -243,7 +254,9 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
             )
             for layer in config.layers
         ),
-        rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
+        rope_limits=tuple(v.limit for v in config.ropes[0].variants)
+        if config.ropes
+        else (options.max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
         attention_scale=config.attention_scale,

@@ -74,7 +74,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -110,5 +110,9 @@ def _entry(file: Path, name: str, raw: Mapping[str, Any], data: int, size: int) 
     if element_type in ELEMENT_TYPES:
         expected = int(np.prod(shape, dtype=np.int64)) * ELEMENT_TYPES[element_type].itemsize
         if end - begin != expected:
-            raise CheckpointError(f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}")
-    return TensorEntry(file=file, element_type=element_type, shape=shape, begin=data + begin, length=end - begin)
+            raise CheckpointError(
+                f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}"
+            )
+    return TensorEntry(
+        file=file, element_type=element_type, shape=shape, begin=data + begin, length=end - begin
+    )

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.graphs.config import Activation
+
+from ortolan.errors import CheckpointError, UnsupportedModelError
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -65,7 +66,9 @@ class HfConfig:
         """
         name = self.get(key, default)
         if name not in _ACTIVATIONS:
-            raise UnsupportedModelError(f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
+            raise UnsupportedModelError(
+                f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}"
+            )
         return _ACTIVATIONS[name]
 
     @property

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import Rope, RopeVariant
+
+from ortolan.errors import CheckpointError, UnsupportedModelError
 
 Frequencies: TypeAlias = npt.NDArray[np.float32]
 
@@ -43,7 +43,9 @@ class RopeSpec:
         value = self.parameters.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float):
-            raise CheckpointError(f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}")
+            raise CheckpointError(
+                f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}"
+            )
         return float(value)
 
 
@@ -57,11 +59,15 @@ def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | Non
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     rope_type = _ALIASES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise UnsupportedModelError(
+            f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+        )
     theta = parameters.get("rope_theta", default_theta)
     fraction = float(parameters.get("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)))
     max_position = config.integer("max_position_embeddings", 2048)
-    original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings") or config.get(
+        "original_max_position_embeddings"
+    )
     return RopeSpec(
         rope_type=rope_type,
         theta=float(theta),
@@ -159,7 +165,9 @@ def _llama3(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
     factor, low, high = spec.number("factor"), spec.number("low_freq_factor"), spec.number("high_freq_factor")
     turns = spec.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
-    mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(np.float32)
+    mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(
+        np.float32
+    )
     return mixed
 
 
@@ -177,7 +185,9 @@ def _yarn(spec: RopeSpec) -> tuple[Frequencies, float]:
     low, high = max(low, 0), min(high, spec.rotary_size - 1)
     ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
     frequencies = _base_frequencies(spec, spec.theta)
-    mixed: Frequencies = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(np.float32)
+    mixed: Frequencies = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(
+        np.float32
+    )
     return mixed, _yarn_attention_factor(spec, factor)
 
 
@@ -196,7 +206,9 @@ def _longrope(spec: RopeSpec, key: str, limit: int) -> RopeVariant:
     original = spec.number("original_max_position_embeddings")
     factors = spec.parameters.get(key)
     if not isinstance(factors, list) or len(factors) != spec.rotary_size // 2:
-        raise CheckpointError(f"config.json: longrope needs {spec.rotary_size // 2} numbers in {key!r}, got {factors!r}")
+        raise CheckpointError(
+            f"config.json: longrope needs {spec.rotary_size // 2} numbers in {key!r}, got {factors!r}"
+        )
     factor = spec.number("factor", spec.max_position / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     powers = np.power(np.float32(spec.theta), _exponents(spec))

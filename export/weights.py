@@ -9,15 +9,19 @@ from typing import Protocol
 
 import ml_dtypes
 import numpy as np
-
-from ortolan.errors import CheckpointError
 from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
 from ortolan.export.families.base import Source
 from ortolan.graphs import ExternalTensor
 from ortolan.graphs.config import ModelConfig, weight_shapes
 
+from ortolan.errors import CheckpointError
+
 WEIGHTS_FILE = "model.onnx.data"
-NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_TYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 _ALIGNMENT = 4096  # lets a loader map each tensor
 _SLAB_BYTES = 64 * 2**20
 # Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
@@ -74,7 +78,11 @@ class CheckpointWeights:
         if source.rows is None:
             fits = entry.shape == shape
         else:
-            fits = len(entry.shape) == len(shape) and entry.shape[1:] == shape[1:] and entry.shape[0] >= source.rows[1]
+            fits = (
+                len(entry.shape) == len(shape)
+                and entry.shape[1:] == shape[1:]
+                and entry.shape[0] >= source.rows[1]
+            )
         if not fits:
             raise CheckpointError(
                 f"{source.name} in {entry.file} has shape {list(entry.shape)}, which does not hold "

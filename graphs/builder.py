@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
+from ortolan.custom_ops import emitters
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
-from ortolan.custom_ops import emitters
 from ortolan.errors import ContractMismatchError
 
 OPSET = 23  # the first with RMSNormalization and RotaryEmbedding
@@ -68,12 +68,19 @@ class GraphBuilder:
             self._constants[name] = gs.Constant(name, np.ascontiguousarray(np.asarray(values, dtype)))
         return self._constants[name]
 
-    def node(self, name: str, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any] | None = None) -> Tensor:
+    def node(
+        self, name: str, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any] | None = None
+    ) -> Tensor:
         """Add a node of the standard domain and return its first output."""
         return self.nodes(name, op, inputs, 1, attrs)[0]
 
     def nodes(
-        self, name: str, op: str, inputs: Sequence[Tensor], num_outputs: int, attrs: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Tensor],
+        num_outputs: int,
+        attrs: Mapping[str, Any] | None = None,
     ) -> list[Tensor]:
         """Add a node of the standard domain and return all its outputs."""
         outputs = [gs.Variable(f"{name}/output_{i}" if i else f"{name}/output") for i in range(num_outputs)]

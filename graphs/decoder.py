@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-
-from ortolan import contract
-from ortolan.graphs.config import ModelConfig, Rope, weight_shapes
 from ortolan.graphs import mlp
 from ortolan.graphs.attention import Step, add_attention
 from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor
+from ortolan.graphs.config import ModelConfig, Rope, weight_shapes
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Parts
+
+from ortolan import contract
 
 DOC_STRING = (
     "A decoder over packed tokens: sequence b owns rows query_start[b] .. query_start[b+1] of token_ids and "
@@ -78,7 +78,9 @@ def _rotations(parts: Parts) -> dict[str, Rotation]:
     graph, ropes = parts.graph, parts.config.ropes
     if not ropes:
         return {}
-    positions = graph.node("rope/Cast", "Cast", [graph.input(contract.POSITIONS, INT64, ["T"])], {"to": FLOAT})
+    positions = graph.node(
+        "rope/Cast", "Cast", [graph.input(contract.POSITIONS, INT64, ["T"])], {"to": FLOAT}
+    )
     axis = graph.constant("axes/last", [1], np.int64)
     column = graph.node("rope/Unsqueeze", "Unsqueeze", [positions, axis])
     variant = None

@@ -9,11 +9,11 @@ import json
 
 import numpy as np
 import onnx
+from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
+from ortolan.graphs.options import ONNX_TYPES
 
 from ortolan import contract
 from ortolan.errors import ConfigError
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
-from ortolan.graphs.options import ONNX_TYPES
 from ortolan.manifest import Manifest
 
 SNAPKV_METADATA = "ortolan.snapkv"
@@ -58,7 +58,9 @@ def build_evict_model(
 
 def _check(manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str) -> None:
     if not any(layer.evictable for layer in manifest.layers):
-        raise ConfigError("this model has no full-attention layer that captures queries, so nothing can be evicted")
+        raise ConfigError(
+            "this model has no full-attention layer that captures queries, so nothing can be evicted"
+        )
     if kernel < 1 or kernel % 2 == 0:
         raise ConfigError(f"kernel is {kernel}; it must be an odd number of positions")
     for name, value, allowed in (
@@ -71,7 +73,9 @@ def _check(manifest: Manifest, kernel: int, pool: str, granularity: str, group_r
 
 
 class _EvictBuilder:
-    def __init__(self, manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str) -> None:
+    def __init__(
+        self, manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str
+    ) -> None:
         self.manifest, self.kernel, self.pool = manifest, kernel, pool
         self.granularity, self.group_reduce = granularity, group_reduce
         self.graph = GraphBuilder("evict", DOC_STRING)
@@ -125,7 +129,9 @@ class _EvictBuilder:
         axis = graph.constant("axes/heads", [1], np.int64)
         return graph.node(f"{path}/ReduceSum", "ReduceSum", [pooled, axis], {"keepdims": 1})
 
-    def _evict(self, i: int, score: Tensor, _capture: Tensor, key: Tensor, value: Tensor, kv_len: Tensor) -> None:
+    def _evict(
+        self, i: int, score: Tensor, _capture: Tensor, key: Tensor, value: Tensor, kv_len: Tensor
+    ) -> None:
         path, graph, layer = f"layers.{i}/evict", self.graph, self.manifest.layers[i]
         keep = self._select(path, score, kv_len)
         caches = graph.operator(
@@ -154,7 +160,9 @@ class _EvictBuilder:
         positions = graph.node(f"{path}/positions", "Range", [start, end, one])  # [C]
         ranked = self._rank(path, score, self._lengths(path, kv_len), positions)
         count = graph.node(f"{path}/count", "Min", [self.budget, slots])
-        best, chosen = graph.nodes(f"{path}/TopK", "TopK", [ranked, count], 2, {"axis": -1, "largest": 1, "sorted": 1})
+        best, chosen = graph.nodes(
+            f"{path}/TopK", "TopK", [ranked, count], 2, {"axis": -1, "largest": 1, "sorted": 1}
+        )
         zero = graph.constant("float/zero", 0, np.float32)
         held = graph.node(f"{path}/held", "GreaterOrEqual", [best, zero])
         padded = graph.node(f"{path}/padded", "Where", [held, chosen, end])
@@ -169,7 +177,9 @@ class _EvictBuilder:
         """Lengths as int64 [B, heads, 1]; heads that share a list hold equal lengths."""
         graph = self.graph
         wide = graph.node(f"{path}/kv_len/Cast", "Cast", [kv_len], {"to": INT64})
-        column = graph.node(f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)])
+        column = graph.node(
+            f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)]
+        )
         if self.granularity == "kv_head":
             return column
         axis = graph.constant("axes/heads", [1], np.int64)
@@ -185,4 +195,6 @@ class _EvictBuilder:
         top = graph.constant("float/forced", _FORCED, np.float32)
         lifted = graph.node(f"{path}/lifted", "Where", [forced, top, score])
         is_held = graph.node(f"{path}/is_held", "Less", [positions, lengths])
-        return graph.node(f"{path}/ranked", "Where", [is_held, lifted, graph.constant("float/empty", _EMPTY, np.float32)])
+        return graph.node(
+            f"{path}/ranked", "Where", [is_held, lifted, graph.constant("float/empty", _EMPTY, np.float32)]
+        )

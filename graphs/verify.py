@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx
+from ortolan.custom_ops import register_schemas
 
 from ortolan import contract
 from ortolan.contract import OPERATOR_DOMAIN
-from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
 
 
@@ -14,7 +14,7 @@ def verify_model(model: onnx.ModelProto) -> None:
     """Check names, operators and the order of cache reads of a decoder graph.
 
     The rules, in order:
-        1. onnx.checker accepts the structure, Ortolan's operators included.
+        1. onnx.checker accepts the structure, and every operator of Ortolan's domain exists.
         2. Node names are unique and not empty.
         3. The step's inputs and the logits are there, and every cache comes with its output.
         4. Windows, sinks and capacities obey the operator contract.
@@ -38,7 +38,9 @@ def _check_onnx(model: onnx.ModelProto) -> None:
     bare.CopyFrom(model)
     for tensor in bare.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            bare.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            )
     kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
@@ -47,13 +49,20 @@ def _check_onnx(model: onnx.ModelProto) -> None:
         onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ContractMismatchError(f"rule 1: onnx rejects the graph: {error}") from error
+    for node in model.graph.node:
+        if node.domain == OPERATOR_DOMAIN and not onnx.defs.has(node.op_type, OPERATOR_DOMAIN):
+            raise ContractMismatchError(
+                f"rule 1: node '{node.name}' is a {node.op_type}, which Ortolan does not have"
+            )
 
 
 def _check_names(graph: onnx.GraphProto) -> None:
     seen: set[str] = set()
     for node in graph.node:
         if not node.name or node.name in seen:
-            raise ContractMismatchError(f"rule 2: node name {node.name!r} of a {node.op_type} is empty or not unique")
+            raise ContractMismatchError(
+                f"rule 2: node name {node.name!r} of a {node.op_type} is empty or not unique"
+            )
         seen.add(node.name)
 
 

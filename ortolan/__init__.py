@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ortolan import custom_ops, export
+    from ortolan import custom_ops
+    from ortolan.export import export
     from ortolan.manifest import Manifest
     from ortolan.runtime import Model, Sampling, Session, SnapKv
 
@@ -47,7 +48,8 @@ def _build_evict_graph(manifest: Manifest, options: SnapKv) -> bytes:
         granularity=options.granularity,
         group_reduce=options.group_reduce,
     )
-    return model.SerializeToString()
+    graph: bytes = model.SerializeToString()
+    return graph
 
 
 def __getattr__(name: str) -> Any:

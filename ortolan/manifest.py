@@ -120,11 +120,15 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise ContractMismatchError(f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`")
+        raise ContractMismatchError(
+            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
+        )
     manifest = Manifest.from_json(path.read_text(encoding="utf-8"), str(path))
     for name, size in manifest.files.items():
         file = folder / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            raise ContractMismatchError(f"{file}: {actual} bytes, the manifest says {size}; export the model again")
+            raise ContractMismatchError(
+                f"{file}: {actual} bytes, the manifest says {size}; export the model again"
+            )
     return manifest

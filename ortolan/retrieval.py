@@ -9,6 +9,7 @@ sees all of it.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sysconfig
 from dataclasses import dataclass
@@ -132,13 +133,21 @@ def load_corpus(split: str = "eval", root: Path | None = None) -> Corpus:
     if split not in SPLITS:
         raise ConfigError(f"split is {split!r}; choose one of {', '.join(SPLITS)}")
     folder = root or Path(sysconfig.get_path("stdlib"))
-    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*.py")))
-    chosen = [path for path in paths if not _SKIPPED_FOLDERS & set(path.parts) and _split_of(path) == split]
+    chosen = [path for path in _source_paths(folder) if _split_of(path) == split]
     texts = (_read_ascii(folder / path) for path in chosen)
     files = tuple(text for text in texts if len(text) >= _MIN_FILE_BYTES)
     if not files:
         raise ConfigError(f"{folder} holds no ASCII Python file for split {split!r}; pass another root")
     return Corpus(files)
+
+
+def _source_paths(folder: Path) -> list[Path]:
+    """List the Python files below the folder, relative to it; tests and installed packages are skipped."""
+    paths: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        paths += (Path(parent, name).relative_to(folder) for name in names if name.endswith(".py"))
+    return sorted(paths)
 
 
 def _split_of(path: Path) -> str:

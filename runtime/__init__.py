@@ -4,5 +4,16 @@ from ortolan.runtime.model import Model, load
 from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.plan import CachePlan, LayerPlan, plan_caches
 from ortolan.runtime.session import Session
+from ortolan.runtime.text import stream_text
 
-__all__ = ["CachePlan", "LayerPlan", "Model", "Sampling", "Session", "SnapKv", "load", "plan_caches"]
+__all__ = [
+    "CachePlan",
+    "LayerPlan",
+    "Model",
+    "Sampling",
+    "Session",
+    "SnapKv",
+    "load",
+    "plan_caches",
+    "stream_text",
+]

@@ -8,15 +8,19 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from ortolan.runtime.plan import CachePlan
 
 from ortolan import contract
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
-from ortolan.runtime.plan import CachePlan
 
 Array: TypeAlias = npt.NDArray[Any]
 
-NUMPY_TYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NUMPY_TYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 @dataclass(slots=True)
@@ -39,9 +43,7 @@ class CacheBuffers:
         self._dtype = NUMPY_TYPES[manifest.dtype]
         self._manifest = manifest
         self.generation = 0
-        self.layers = [
-            self._allocate(index, layer.capacity) for index, layer in enumerate(plan.layers)
-        ]
+        self.layers = [self._allocate(index, layer.capacity) for index, layer in enumerate(plan.layers)]
         self.captures = {
             index: self._empty((1, capture_rows, manifest.num_heads, layer.head_size))
             for index, layer in enumerate(manifest.layers)

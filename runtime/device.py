@@ -6,6 +6,7 @@ import re
 
 from ortolan.custom_ops import library_info
 from ortolan.custom_ops.library import onnxruntime_problem
+
 from ortolan.errors import ConfigError, OpLibraryError
 
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -38,5 +39,7 @@ def cuda_problem() -> str | None:
     import onnxruntime
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():
-        return onnxruntime_problem() or "onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+        return (
+            onnxruntime_problem() or "onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+        )
     return None

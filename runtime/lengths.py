@@ -28,7 +28,7 @@ class Lengths:
         self.logical = 0
         self.highest = 0
         self.evicted_at = 0  # logical length at the last eviction; nothing before it can be rewound to
-        self.captured_from = 0  # queries at or after it are in the capture buffers
+        self.captured_from = 0  # queries from here to the logical length, at most a window's, are captured
         self.physical = {i: np.zeros(heads, np.int32) for i, heads in self._kv_heads.items()}
         self.kept: dict[int, Positions] = {}
 
@@ -39,14 +39,18 @@ class Lengths:
         for lengths in self.physical.values():
             lengths += count
 
-    def rewind(self, length: int, window_rows: int) -> None:
+    def rewind(self, length: int, capture_rows: int) -> None:
         """Go back to a logical length at or after the last eviction."""
         removed = self.logical - length
-        # Rows of the capture buffers hold the last queries; older ones were overwritten by what is removed.
-        self.captured_from = max(self.captured_from, self.logical - window_rows)
-        self.logical = length
-        for lengths in self.physical.values():
-            lengths -= removed
+        self.advance(-removed)
+        self.discard(removed, capture_rows)
+
+    def discard(self, count: int, capture_rows: int) -> None:
+        """Record that `count` tokens were written past the logical length, and do not count."""
+        written = self.logical + count
+        self.highest = max(self.highest, written)
+        # They took the rows of the queries `capture_rows` before them.
+        self.captured_from = max(self.captured_from, min(self.logical, written - capture_rows))
 
     def record_eviction(self, keep: dict[int, npt.NDArray[Any]]) -> None:
         """Record which physical positions each layer kept, [Hkv or 1, K]."""

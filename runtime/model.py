@@ -7,16 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
-from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.device import resolve_device
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
+
+from ortolan import contract
+from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
+from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 
 SNAPKV_METADATA = "ortolan.snapkv"
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
@@ -26,7 +27,12 @@ class Model:
     """An exported model, ready to make sessions; made by `load`."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, provider: str, num_threads: int, evict_builder: EvictBuilder | None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        provider: str,
+        num_threads: int,
+        evict_builder: EvictBuilder | None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -73,31 +79,31 @@ class Model:
                 "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
                 "snapkv_window=0"
             )
-        return Session(self.manifest, self._session, plan, snapkv, lambda: self._evict_session(snapkv))
+        evict_session = None if snapkv is None else self._evict_session(snapkv)
+        return Session(self.manifest, self._session, plan, snapkv, evict_session)
 
-    def _evict_session(self, options: SnapKv | None) -> Any:
+    def _evict_session(self, options: SnapKv) -> Any:
         """Open the eviction graph for these options, once for each structure."""
-        assert options is not None, "an eviction without options"
         key = json.dumps(options.structure, sort_keys=True)
         if key not in self._evict_sessions:
-            self._evict_sessions[key] = self._open(self._evict_graph(options))
+            self._evict_sessions[key] = self._open_evict_graph(options)
         return self._evict_sessions[key]
 
-    def _evict_graph(self, options: SnapKv) -> str | bytes:
-        """Return the folder's graph where it has these options, else build one."""
-        import onnx
-
+    def _open_evict_graph(self, options: SnapKv) -> Any:
+        """Open the folder's graph where it has these options, else build one."""
         path = self.folder / EVICT_FILE
-        model = onnx.load(str(path), load_external_data=False)
-        recorded = {p.key: p.value for p in model.metadata_props}.get(SNAPKV_METADATA, "{}")
-        if json.loads(recorded) == options.structure:
-            return str(path)
+        recorded = "none"
+        if path.is_file():
+            session = self._open(str(path))
+            recorded = session.get_modelmeta().custom_metadata_map.get(SNAPKV_METADATA, "{}")
+            if json.loads(recorded) == options.structure:
+                return session
         if self._evict_builder is None:
             raise ConfigError(
                 f"{path} was built for {recorded}, not {json.dumps(options.structure)}; "
                 "open the model with ortolan.load, which can build others"
             )
-        return self._evict_builder(self.manifest, options)
+        return self._open(self._evict_builder(self.manifest, options))
 
     def _open(self, model: str | bytes) -> Any:
         import onnxruntime
@@ -109,7 +115,9 @@ class Model:
         try:
             return onnxruntime.InferenceSession(model, options, providers=[self._provider])
         except Exception as error:  # the binding raises its own exception types, one per status code
-            raise ContractMismatchError(f"ONNX Runtime cannot open the graph of {self.folder}: {error}") from error
+            raise ContractMismatchError(
+                f"ONNX Runtime cannot open the graph of {self.folder}: {error}"
+            ) from error
 
 
 def load(
@@ -162,3 +170,12 @@ def _check_graph(ort_session: Any, manifest: Manifest) -> None:
             f"{MODEL_FILE} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
             "export the model again"
         )
+    shapes = {i.name: i.shape for i in ort_session.get_inputs()}
+    for index, layer in enumerate(manifest.layers):
+        for name in (contract.key_cache(index), contract.value_cache(index)):
+            _, heads, _, size = shapes[name]
+            if [heads, size] != [layer.num_kv_heads, layer.head_size]:
+                raise ContractMismatchError(
+                    f"{MODEL_FILE}: {name} has the shape {shapes[name]}, the manifest says "
+                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}; export the model again"
+                )

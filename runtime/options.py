@@ -42,13 +42,19 @@ class SnapKv:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"SnapKv {name} is {value!r}; it must be a whole number, at least {least}")
         if self.kernel % 2 == 0:
-            raise ConfigError(f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length")
+            raise ConfigError(
+                f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length"
+            )
         if self.budget < self.window + self.sink:
             raise ConfigError(
                 f"SnapKv budget {self.budget} does not hold window {self.window} and sink {self.sink}, "
                 "which are always kept"
             )
-        for name, allowed in (("pool", POOLS), ("granularity", GRANULARITIES), ("group_reduce", GROUP_REDUCES)):
+        for name, allowed in (
+            ("pool", POOLS),
+            ("granularity", GRANULARITIES),
+            ("group_reduce", GROUP_REDUCES),
+        ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"SnapKv {name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
 
@@ -92,8 +98,13 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("seed", self.seed is None or self.seed >= 0, "None or at least 0"),
         )
         for name, holds, rule in rules:
             value = getattr(self, name)
-            if not holds or not math.isfinite(value):
+            if not holds or (value is not None and not math.isfinite(value)):
                 raise ConfigError(f"Sampling {name} is {value!r}; it must be {rule}")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ConfigError(f"Sampling {name} is {value!r}; it must be a whole number")

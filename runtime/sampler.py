@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
 from ortolan.runtime.options import Sampling
 
 
@@ -31,7 +30,9 @@ class Sampler:
         return int(self._generator.choice(len(probabilities), p=probabilities))
 
 
-def penalize(logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float) -> npt.NDArray[np.float32]:
+def penalize(
+    logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float
+) -> npt.NDArray[np.float32]:
     """Divide positive logits of tokens in `history` by the penalty, and multiply negative ones."""
     result = logits.copy()
     seen = np.unique(np.asarray(history, np.int64))
@@ -41,7 +42,8 @@ def penalize(logits: npt.NDArray[np.float32], history: Sequence[int], penalty: f
 
 def distribution(logits: npt.NDArray[np.float32], options: Sampling) -> npt.NDArray[np.float64]:
     """Return the probabilities [V] that temperature, top_k, top_p and min_p leave."""
-    scaled = logits.astype(np.float64) / options.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf
+        scaled = (logits.astype(np.float64) - float(logits.max())) / options.temperature
     if 0 < options.top_k < len(scaled):
         lowest = np.partition(scaled, -options.top_k)[-options.top_k]
         scaled[scaled < lowest] = -np.inf

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from ortolan.errors import CapacityError, ConfigError, NumericError
-from ortolan.manifest import Manifest
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.lengths import Lengths
@@ -19,6 +16,9 @@ from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
 from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.stepper import Logits, Stepper
+
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.manifest import Manifest
 
 
 class Session:
@@ -34,7 +34,7 @@ class Session:
         ort_session: Any,
         plan: CachePlan,
         snapkv: SnapKv | None,
-        evict_session: Callable[[], Any],
+        evict_session: Any,
     ) -> None:
         self.plan = plan
         self.stats = Stats()
@@ -42,12 +42,14 @@ class Session:
         self._manifest = manifest
         self._snapkv = snapkv
         self._evict_session = evict_session
-        self._caches = CacheBuffers(manifest, plan, snapkv.window if snapkv else 0)
+        self._capture_rows = snapkv.window if snapkv else 0
+        self._caches = CacheBuffers(manifest, plan, self._capture_rows)
         self._stepper = Stepper(ort_session, manifest, self._caches)
         self._lengths = Lengths(manifest)
         self._history: list[int] = []  # every token fed so far
         self._pending: list[int] = []  # yielded by generate, not fed yet
         self._variant = 0
+        self._captured_at_eviction: dict[int, npt.NDArray[Any]] = {}
 
     @property
     def logical_length(self) -> int:
@@ -77,7 +79,9 @@ class Session:
         kept = self._lengths.kept.get(layer)
         return None if kept is None else kept.copy()
 
-    def prefill(self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None = None) -> Logits:
+    def prefill(
+        self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None = None
+    ) -> Logits:
         """Read a prompt, or the next turn, in chunks; evict afterwards where SnapKV asks for it.
 
         Args:
@@ -90,9 +94,11 @@ class Session:
         Raises:
             ConfigError: no tokens, or ids outside the vocabulary; nothing was read.
             CapacityError: the sequence would pass `max_context`, or ring history is gone; nothing was read.
-            NumericError: the model produced NaN or infinity; rewind before going on.
+            NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
+                before the chunk that failed; `logical_length` says where.
         """
         tokens = self._checked(token_ids)
+        self._prepare_capture(len(tokens))
         start = time.perf_counter()
         logits = self._feed(tokens, progress)
         self.stats.prefill_seconds += time.perf_counter() - start
@@ -102,12 +108,7 @@ class Session:
 
     def step(self, token_id: int) -> Logits:
         """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
-        tokens = self._checked([token_id])
-        start = time.perf_counter()
-        logits = self._feed(tokens, None)
-        self.stats.decode_seconds += time.perf_counter() - start
-        self.stats.decode_tokens += 1
-        return logits
+        return self._decode(self._checked([token_id]))
 
     def generate(
         self,
@@ -118,10 +119,13 @@ class Session:
     ) -> Iterator[int]:
         """Read a prompt and yield the tokens that follow it, without the end-of-sequence token.
 
-        When it ends, `finish_reason` is "eos", "length" (max_new_tokens) or "context" (max_context).
+        The prompt is read by this call, not by the first `next`. When the iterator ends, `finish_reason` is
+        "eos", "length" (max_new_tokens) or "context" (max_context); until then, and where it is left early,
+        it is None.
 
         Raises:
-            ConfigError: max_new_tokens is below 1; besides, as `prefill`.
+            ConfigError: max_new_tokens is below 1, or the session was used otherwise before the iterator
+                ended; besides, as `prefill`.
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
@@ -132,6 +136,8 @@ class Session:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.
+
+        A token that `generate` yielded last, and that is not fed yet, is forgotten too.
 
         Raises:
             ConfigError: the length is negative, or more than was read.
@@ -144,7 +150,7 @@ class Session:
             self._variant = 0
         elif length < self.logical_length:
             self._check_rewind(length)
-            self._lengths.rewind(length, self._snapkv.window if self._snapkv else 0)
+            self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
 
@@ -154,28 +160,46 @@ class Session:
             if token in self._manifest.eos_token_ids:
                 self.finish_reason = "eos"
                 return
-            self._pending = [token]
+            pending = self._pending = [token]
             yield token
+            if self._pending is not pending or not pending:
+                raise ConfigError("the session was used otherwise since the last token; start a new generate")
             if count == max_new_tokens:
                 self.finish_reason = "length"
                 return
             if self.logical_length + 1 > self.plan.max_context:
                 self.finish_reason = "context"
                 return
-            self._pending.clear()
-            logits = self.step(token)
+            logits = self._decode(self._with_pending(np.empty(0, np.int64)))
+
+    def _decode(self, tokens: npt.NDArray[np.int64]) -> Logits:
+        start = time.perf_counter()
+        logits = self._feed(tokens, None)
+        self.stats.decode_seconds += time.perf_counter() - start
+        self.stats.decode_tokens += len(tokens)
+        return logits
 
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Check ids and room, and put the token that `generate` left before them."""
-        given = np.asarray(token_ids)
+        """Check ids, and return those to feed."""
+        try:
+            given = np.asarray(token_ids)
+        except ValueError as error:
+            raise ConfigError(f"token_ids are no list of integers: {error}") from error
         if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
             raise ConfigError(
-                f"token_ids has shape {list(given.shape)} and type {given.dtype}; expected at least one integer in one dimension"
+                f"token_ids has shape {list(given.shape)} and type {given.dtype}; "
+                "expected at least one integer in one dimension"
             )
         vocabulary = self._manifest.vocab_size
         if given.min() < 0 or given.max() >= vocabulary:
-            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
-        tokens = np.concatenate([np.array(self._pending, np.int64), given.astype(np.int64)])
+            raise ConfigError(
+                f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}"
+            )
+        return self._with_pending(given.astype(np.int64))
+
+    def _with_pending(self, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Put the token that `generate` left before the given ones, and check that there is room."""
+        tokens = np.concatenate([np.array(self._pending, np.int64), given])
         after = self.logical_length + len(tokens)
         if after > self.plan.max_context:
             raise CapacityError(
@@ -183,7 +207,9 @@ class Session:
                 f"({self.logical_length} are read); make the session with a larger max_context"
             )
         if self._missing_ring(self.logical_length) is not None:
-            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
+            raise CapacityError(
+                "a failed step overwrote ring history; call rewind(0) and read the sequence again"
+            )
         return tokens
 
     def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Logits:
@@ -191,17 +217,17 @@ class Session:
         variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
         if variant != self._variant:
             tokens = self._restart(tokens, variant)
-        self._pending.clear()
         self._make_room(len(tokens))
         for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
             logits = self._run(tokens[begin:end])
+            self._pending.clear()
             if progress:
                 progress(end - begin)
         return logits
 
     def _run(self, chunk: npt.NDArray[np.int64]) -> Logits:
         lengths = self._lengths
-        lengths.highest = max(lengths.highest, lengths.logical + len(chunk))
+        lengths.discard(len(chunk), self._capture_rows)  # written even where the run fails
         logits = self._stepper.run(chunk, lengths.logical, lengths.physical, self._variant).copy()
         if not np.isfinite(logits.sum(dtype=np.float64)):
             raise NumericError(
@@ -237,49 +263,72 @@ class Session:
         room = min(self.plan.chunk_size, 256)
         return max(min(-(-(needed + room) // 64) * 64, self.plan.max_context), self._manifest.sink + 1)
 
+    def _is_due(self, count: int) -> bool:
+        """Say whether `count` more tokens make a full-attention cache pass the budget."""
+        held = max((int(lengths.max()) for lengths in self._lengths.physical.values()), default=0)
+        return self._snapkv is not None and held + count > self._snapkv.budget
+
     def _evict_if_due(self) -> None:
-        options = self._snapkv
-        physical = self._lengths.physical
-        if options is None or not physical or max(int(p.max()) for p in physical.values()) <= options.budget:
+        if self._snapkv is None or not self._is_due(0):
             return
         start = time.perf_counter()
-        self._recapture(options)
-        keep = evict(self._evict_session(), self._caches, options, physical, self.logical_length)
+        physical, caches = self._lengths.physical, self._caches
+        try:
+            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length)
+        except OrtolanError as error:
+            self.rewind(0)
+            raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
         self._lengths.record_eviction(keep)
+        self._captured_at_eviction = {index: capture.copy() for index, capture in caches.captures.items()}
         for index in physical:
-            self._caches.resize(index, self._full_capacity(options.budget), options.budget)
+            caches.resize(index, self._full_capacity(self._snapkv.budget), self._snapkv.budget)
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
 
-    def _recapture(self, options: SnapKv) -> None:
-        """Read the last tokens again where a rewind left stale rows in the capture buffers."""
+    def _prepare_capture(self, count: int) -> None:
+        """Restore the captured queries that a rewind left stale, if the next `count` tokens lead to an eviction.
+
+        Queries before the last eviction come from a copy made then: their keys are gone. Later ones are
+        captured by feeding their tokens again.
+
+        Raises:
+            CapacityError: a ring no longer holds what these tokens look back on; nothing was read.
+        """
         lengths = self._lengths
-        begin = max(0, lengths.logical - options.window)
-        if begin >= lengths.captured_from:
+        begin = max(0, lengths.logical + count - self._capture_rows)  # the oldest query needed
+        if not self._is_due(count) or begin >= lengths.captured_from:
             return
-        tail = np.array(self._history[begin:], np.int64)
-        self.rewind(begin)
+        first = max(begin, lengths.evicted_at)
+        tail = np.array(self._history[first:], np.int64)
+        self._check_rewind(first)
+        if begin < lengths.evicted_at:
+            for index, captured in self._captured_at_eviction.items():
+                self._caches.captures[index][:] = captured
+        lengths.rewind(first, self._capture_rows)
         lengths.captured_from = begin
-        for first, end in split_chunks(len(tail), self.plan.chunk_size):
-            self._run(tail[first:end])
+        del self._history[first:]
+        for start, end in split_chunks(len(tail), self.plan.chunk_size):
+            self._run(tail[start:end])
 
     def _check_rewind(self, length: int) -> None:
         if length < self._lengths.evicted_at:
             raise CapacityError(
-                f"rewind({length}): tokens before {self._lengths.evicted_at} were evicted from the full-attention "
-                f"caches; rewind to {self._lengths.evicted_at} or later, or to 0"
+                f"rewind({length}): tokens before {self._lengths.evicted_at} were evicted from the "
+                f"full-attention caches; rewind to {self._lengths.evicted_at} or later, or to 0"
             )
         layer = self._missing_ring(length)
         if layer is not None:
             raise CapacityError(
-                f"rewind({length}): the ring of layer {layer}, of {self.cache_capacity(layer)} slots, has overwritten "
-                f"what position {length} looks back on; rewind to 0 and read the sequence again"
+                f"rewind({length}): the ring of layer {layer}, of {self.cache_capacity(layer)} slots, has "
+                f"overwritten what position {length} looks back on; rewind to 0 and read the sequence again"
             )
 
     def _missing_ring(self, length: int) -> int | None:
         """Return a ring layer that no longer holds the window before `length`."""
         for index, layer in enumerate(self.plan.layers):
-            if layer.kind == "ring" and not ring_keeps(length, self._lengths.highest, layer, self._manifest.sink):
+            if layer.kind == "ring" and not ring_keeps(
+                length, self._lengths.highest, layer, self._manifest.sink
+            ):
                 return index
         return None
 

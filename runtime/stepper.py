@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+from ortolan.runtime.caches import CacheBuffers
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
-from ortolan.runtime.caches import CacheBuffers
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 BFLOAT16 = 16
@@ -54,7 +54,11 @@ class Stepper:
         self._inputs = {i.name for i in ort_session.get_inputs()}
 
     def run(
-        self, tokens: npt.NDArray[np.int64], logical: int, physical: dict[int, npt.NDArray[np.int32]], variant: int
+        self,
+        tokens: npt.NDArray[np.int64],
+        logical: int,
+        physical: dict[int, npt.NDArray[np.int32]],
+        variant: int,
     ) -> Logits:
         """Feed tokens [T] at positions logical .. logical + T; returns logits [V], valid until the next run.
 
@@ -72,7 +76,8 @@ class Stepper:
             self._session.run_with_iobinding(bound.binding)
         except Exception as error:  # the binding raises its own exception types, one per status code
             raise OrtolanError(f"the decoder graph failed: {error}") from error
-        return self._logits[0]
+        row: Logits = self._logits[0]
+        return row
 
     def _binding(self, count: int) -> _Bound:
         """Return the binding for `count` tokens; besides decode's, only the last one is kept."""
@@ -86,8 +91,14 @@ class Stepper:
 
     def _bind(self, count: int) -> _Bound:
         binding = self._session.io_binding()
-        bound = _Bound(binding, *(np.zeros(count, np.int64) for _ in range(3)), np.array([0, count], np.int32))
-        inputs = {
+        bound = _Bound(
+            binding=binding,
+            token_ids=np.zeros(count, np.int64),
+            positions=np.zeros(count, np.int64),
+            rope_variant=np.zeros(count, np.int64),
+            query_start=np.array([0, count], np.int32),
+        )
+        inputs: dict[str, npt.NDArray[Any]] = {
             contract.TOKEN_IDS: bound.token_ids,
             contract.POSITIONS: bound.positions,
             contract.ROPE_VARIANT: bound.rope_variant,

@@ -42,13 +42,23 @@ _LONGROPE = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE},
-    "llama_biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama_biased": {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "llama_linear": {
         "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
     "mistral": {"model_type": "mistral", "sliding_window": 20},
-    "qwen2": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "qwen2": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 2,
+    },
     "qwen3": {
         "model_type": "qwen3",
         "use_sliding_window": True,
@@ -68,7 +78,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
-    "phi3": {"model_type": "phi3", "sliding_window": 20, "head_dim": None, "hidden_size": 64, "rope_parameters": _LONGROPE},
+    "phi3": {
+        "model_type": "phi3",
+        "sliding_window": 20,
+        "head_dim": None,
+        "hidden_size": 64,
+        "rope_parameters": _LONGROPE,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"model_type": "olmo2", "head_dim": None, "hidden_size": 64},
     "olmo3": {"model_type": "olmo3", "head_dim": None, "hidden_size": 64, "sliding_window": 12},

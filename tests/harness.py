@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnxruntime as ort
-
 import ortolan.custom_ops
-from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS, Operator
+
+from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 
 ONNX_TYPES = {
     np.dtype(np.float32): onnx.TensorProto.FLOAT,
@@ -26,7 +26,9 @@ def find_operator(name: str) -> Operator:
     return next(operator for operator in OPERATORS if operator.name == name)
 
 
-def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> onnx.ModelProto:
+def build_model(
+    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
+) -> onnx.ModelProto:
     """Build a model of one node, whose inputs are named as in the schema and have free shapes."""
     operator = find_operator(name)
     element = next(iter(feeds.values())).dtype
@@ -50,7 +52,9 @@ def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def open_session(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> ort.InferenceSession:
+def open_session(
+    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
+) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 2
@@ -118,6 +122,8 @@ def random_batch(
     )
 
 
-def empty_caches(pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32) -> list[np.ndarray]:
+def empty_caches(
+    pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32
+) -> list[np.ndarray]:
     """Return a key and a value cache whose empty slots hold NaN."""
     return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype) for _ in range(2)]

@@ -6,6 +6,10 @@ import numpy as np
 
 # End to end, float32: largest difference of logits relative to their standard deviation.
 LOGITS_RELATIVE = 2e-4
+# A run with evicted caches against one whose caches were built of the kept rows: only GEMM rounding differs.
+SAME_LOGITS = 1e-5
+# Frequencies of RoPE, relative: float32 powers of two libraries.
+FREQUENCIES_RELATIVE = 1e-6
 
 # A kernel may be as wrong as plain arithmetic of its own precision is: its error against the float64 reference
 # is at most ERROR_FACTOR times that of plain float32 NumPy, rounded to the stored type, plus ROUNDING_UNITS

@@ -142,8 +142,10 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, sliding)
         self.mlp = Mlp(config)
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            setattr(self, f"{name}_layernorm", RmsNorm(config.hidden_size, config.rms_norm_eps))
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the new residual stream, and this layer's queries and keys."""

@@ -1,4 +1,4 @@
-"""Train the retriever that ships with Ortolan, on one GPU and from nothing, in about ten minutes.
+"""Train the retriever that ships with Ortolan, on one GPU and from nothing, in about four minutes.
 
     PYTHONPATH=../.. python train.py --out /tmp/retriever
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ortolan.export.families.base import Family, Source, Sources, llama_sources, one_rope, read_common, same_layers
+from ortolan.export.families.base import (
+    Family,
+    Source,
+    Sources,
+    llama_sources,
+    one_rope,
+    read_common,
+    same_layers,
+)
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import ModelConfig
 

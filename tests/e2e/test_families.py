@@ -15,7 +15,13 @@ MAX_CONTEXT = 512
 DECODED_TOKENS = 20
 FULL_ATTENTION_SPAN = 12  # stands for W where a family has no window
 
-CHUNKS = {"one": lambda w: 1, "seven": lambda w: 7, "window": lambda w: w, "2W+3": lambda w: 2 * w + 3, "whole": None}
+CHUNKS = {
+    "one": lambda w: 1,
+    "seven": lambda w: 7,
+    "window": lambda w: w,
+    "2W+3": lambda w: 2 * w + 3,
+    "whole": None,
+}
 LENGTHS = {
     "W-1": lambda w: w - 1,
     "W": lambda w: w,

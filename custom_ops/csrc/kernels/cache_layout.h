@@ -13,13 +13,13 @@ namespace ortolan {
 
 // A pool of pages [N, Hkv, P, D] and the rule that maps (sequence, kv head, position) to a row of it.
 struct CacheLayout {
-  int64_t num_pages = 0;           // N
-  int64_t num_kv_heads = 0;        // Hkv
-  int64_t page_slots = 0;          // P
-  int64_t head_size = 0;           // D
-  int64_t pages_per_sequence = 1;  // M
-  int64_t capacity = 0;            // C, slots a sequence has
-  int64_t sink = 0;                // S
+  int64_t num_pages = 0;                 // N
+  int64_t num_kv_heads = 0;              // Hkv
+  int64_t page_slots = 0;                // P
+  int64_t head_size = 0;                 // D
+  int64_t pages_per_sequence = 1;        // M
+  int64_t capacity = 0;                  // C, slots a sequence has
+  int64_t sink = 0;                      // S
   const int32_t* block_table = nullptr;  // [B, M]; null: sequence b owns page b
 
   ORTOLAN_HOST_DEVICE int64_t slot(int64_t position) const {

@@ -16,8 +16,8 @@ enum class GroupReduce { kMean, kMax, kSum };
 // Tokens already held per sequence, [B] or [B, Hkv].
 struct Lengths {
   const int32_t* values = nullptr;
-  int64_t stride = 1;        // elements between sequences: 1, or Hkv
-  int64_t head_stride = 0;   // 0, or 1 where each kv head has its own length
+  int64_t stride = 1;       // elements between sequences: 1, or Hkv
+  int64_t head_stride = 0;  // 0, or 1 where each kv head has its own length
 
   ORTOLAN_HOST_DEVICE int64_t at(int64_t sequence, int64_t head) const {
     return values[sequence * stride + head * head_stride];

@@ -9,7 +9,7 @@ namespace {
 
 namespace abi = ortolan::abi;
 
-#define ORTOLAN_CHECK_SLOT(name)                                                      \
+#define ORTOLAN_CHECK_SLOT(name) \
   static_assert(offsetof(OrtApi, name) == abi::name::index * sizeof(void*), #name)
 
 ORTOLAN_CHECK_SLOT(CreateStatus);

@@ -7,16 +7,6 @@ namespace {
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-void check_block_table(const Context& context, const CacheLayout& cache, size_t index, int64_t num_sequences) {
-  for (int64_t i = 0; i < num_sequences * cache.pages_per_sequence; ++i) {
-    const int64_t page = cache.block_table[i];
-    // Entries that a sequence does not use yet may be negative; they are never followed.
-    if (page >= cache.num_pages)
-      context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' names page " +
-                          number(page) + "; the pool has N = " + number(cache.num_pages));
-  }
-}
-
 }  // namespace
 
 Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
@@ -45,8 +35,8 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
   return per_head ? Lengths{values, heads, 1} : Lengths{values, 1, 0};
 }
 
-CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index, size_t block_table_index,
-                       int64_t num_sequences) {
+CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
+                       size_t block_table_index, int64_t num_sequences) {
   const NodeInfo& node = context.node();
   CacheLayout cache;
   cache.num_pages = pool.dim(0);
@@ -58,7 +48,8 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_i
     cache.block_table = table.as<int32_t>();
     cache.pages_per_sequence = table.dim(1);
   } else if (cache.num_pages < num_sequences) {
-    context.bad_shape(pool_index, pool, "with N >= B = " + number(num_sequences) + " where there is no block_table");
+    context.bad_shape(pool_index, pool,
+                      "with N >= B = " + number(num_sequences) + " where there is no block_table");
   }
   const int64_t slots = cache.pages_per_sequence * cache.page_slots;
   cache.capacity = node.capacity ? node.capacity : slots;
@@ -68,8 +59,28 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_i
   if (cache.sink >= cache.capacity)
     node.fail("capacity C = " + number(cache.capacity) + " must be more than sink S = " + number(cache.sink));
   if (cache.num_kv_heads < 1) context.bad_shape(pool_index, pool, "with Hkv >= 1");
-  if (table.present) check_block_table(context, cache, block_table_index, num_sequences);
   return cache;
+}
+
+void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
+                 int64_t length) {
+  if (!cache.block_table) return;
+  // Entries past what a sequence uses may hold anything; they are never followed.
+  const int64_t slots = std::min(length, cache.capacity);
+  for (int64_t i = 0; i * cache.page_slots < slots; ++i) {
+    const int64_t page = cache.block_table[sequence * cache.pages_per_sequence + i];
+    if (page < 0 || page >= cache.num_pages)
+      context.node().fail(std::string("input '") + context.node().schema->inputs[index].name +
+                          "' names page " + number(page) + " for sequence " + number(sequence) +
+                          "; pages are 0 .. N - 1 = " + number(cache.num_pages - 1));
+  }
+}
+
+void check_pages(const Context& context, const CacheLayout& cache, size_t index, const Lengths& past,
+                 const Packing& packing) {
+  for (int64_t b = 0; b < packing.num_sequences; ++b)
+    for (int64_t h = 0; h < cache.num_kv_heads; ++h)
+      check_pages(context, cache, index, b, past.at(b, h) + packing.count(b));
 }
 
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
@@ -87,8 +98,8 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
   const CacheLayout& cache = p.cache;
   const NodeInfo& node = context.node();
   if (p.window > 0 && cache.capacity < cache.sink + p.window)
-    node.fail("capacity C = " + number(cache.capacity) + " must be at least sink S + window W = " +
-              number(cache.sink) + " + " + number(p.window));
+    node.fail("capacity C = " + number(cache.capacity) +
+              " must be at least sink S + window W = " + number(cache.sink) + " + " + number(p.window));
   for (int64_t b = 0; b < p.packing.num_sequences; ++b)
     for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
       const int64_t tokens = p.packing.count(b), length = p.past_len.at(b, h) + tokens;
@@ -97,9 +108,10 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
         node.fail("sequence " + number(b) + " has " + number(length) + " tokens, more than capacity C = " +
                   number(cache.capacity) + ", and attention without a window needs them all");
       if (cache.capacity < cache.sink + p.window - 1 + tokens)
-        node.fail("sequence " + number(b) + " appended T_b = " + number(tokens) + " tokens to a ring of C = " +
-                  number(cache.capacity) + "; C must be at least S + W - 1 + T_b = " +
-                  number(cache.sink + p.window - 1 + tokens) + ", use smaller chunks");
+        node.fail("sequence " + number(b) + " appended T_b = " + number(tokens) +
+                  " tokens to a ring of C = " + number(cache.capacity) +
+                  "; C must be at least S + W - 1 + T_b = " + number(cache.sink + p.window - 1 + tokens) +
+                  ", use smaller chunks");
     }
 }
 
@@ -118,6 +130,7 @@ void check_keep(const Context& context, const KvCompactParams& p) {
       ended = ended || pad;
       if (!pad) previous = keep[k];
     }
+    check_pages(context, p.cache, 3, list / p.keep_heads, previous + 1);
   }
 }
 

@@ -12,8 +12,15 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
 Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences, int64_t heads);
 
 // Describes a cache pool and its optional block table; checks pages, sinks and capacity.
-CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index, size_t block_table_index,
-                       int64_t num_sequences);
+CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
+                       size_t block_table_index, int64_t num_sequences);
+
+// The pages that hold the first `length` slots of a sequence must be in the pool.
+void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
+                 int64_t length);
+// The same for every sequence of a step, its new tokens included.
+void check_pages(const Context& context, const CacheLayout& cache, size_t index, const Lengths& past,
+                 const Packing& packing);
 
 // Checks what attention asks of a head size and of the query heads' groups.
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,

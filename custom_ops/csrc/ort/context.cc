@@ -35,7 +35,8 @@ Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node),
 Tensor Context::input(size_t index) const {
   const Port& port = node_.schema->inputs[index];
   const OrtValue* value = nullptr;
-  if (index < num_inputs_) check(node_.api, abi::KernelContext_GetInput::of(node_.api)(context_, index, &value));
+  if (index < num_inputs_)
+    check(node_.api, abi::KernelContext_GetInput::of(node_.api)(context_, index, &value));
   if (!value) {
     if (!port.optional) node_.fail(std::string("input '") + port.name + "' is missing");
     return {};
@@ -85,7 +86,8 @@ Tensor Context::output(size_t index, const std::vector<int64_t>& shape) const {
 
 Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   Tensor tensor = output(index, source.shape);
-  if (!tensor.present) node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
+  if (!tensor.present)
+    node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
   if (tensor.data != source.data)
     std::memcpy(tensor.data, source.data, source.size() * element_bytes(node_.element));
   return tensor;

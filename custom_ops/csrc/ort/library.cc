@@ -95,17 +95,22 @@ void check_attributes(const NodeInfo& node) {
     node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
   if (node.sink < 0) node.fail("attribute sink S = " + std::to_string(node.sink) + " must be at least 0");
   if (node.capacity < 0)
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) + " must be at least 1, or 0 for M * P");
+    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
+              " must be at least 1, or 0 for M * P");
   if (node.capacity > 0 && node.capacity < node.sink + std::max<int64_t>(node.window, 1))
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) + " must be at least sink S + window W = " +
-              std::to_string(node.sink) + " + " + std::to_string(std::max<int64_t>(node.window, 1)));
+    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
+              " must be at least sink S + window W = " + std::to_string(node.sink) + " + " +
+              std::to_string(std::max<int64_t>(node.window, 1)));
   if (!std::isfinite(node.scale) || node.scale < 0)
-    node.fail("attribute scale is " + std::to_string(node.scale) + "; allowed: 0 (for 1/sqrt(D)) or a positive number");
+    node.fail("attribute scale is " + std::to_string(node.scale) +
+              "; allowed: 0 (for 1/sqrt(D)) or a positive number");
   if (!std::isfinite(node.softcap) || node.softcap < 0)
-    node.fail("attribute softcap is " + std::to_string(node.softcap) + "; allowed: 0 (none) or a positive number");
+    node.fail("attribute softcap is " + std::to_string(node.softcap) +
+              "; allowed: 0 (none) or a positive number");
 }
 
-OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKernelInfo* info, void** result) {
+OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+                         void** result) {
   return guarded(api, [&] {
     auto kernel = std::make_unique<Kernel>();
     NodeInfo& node = kernel->node;
@@ -134,7 +139,9 @@ OrtStatus* compute_kernel(void* pointer, OrtKernelContext* ort_context) {
 }
 
 int element_data_type(ElementType element) {
-  return element == ElementType::kFloat32 ? abi::kFloat : element == ElementType::kFloat16 ? abi::kFloat16 : abi::kBFloat16;
+  return element == ElementType::kFloat32   ? abi::kFloat
+         : element == ElementType::kFloat16 ? abi::kFloat16
+                                            : abi::kBFloat16;
 }
 
 int port_type(const Operator& op, const Port& port) {

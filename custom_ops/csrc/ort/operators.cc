@@ -28,6 +28,7 @@ void compute_ring_kv_append(const Context& context, cpu::ParallelFor& parallel) 
   params.packing = read_packing(context, 4, key.dim(0));
   params.past_len = read_lengths(context, 5, params.packing.num_sequences, key.dim(1));
   params.cache = read_cache(context, key_cache, 2, 6, params.packing.num_sequences);
+  check_pages(context, params.cache, 6, params.past_len, params.packing);
   params.key = key.data;
   params.value = value.data;
   params.key_cache = context.aliased_output(0, key_cache).data;
@@ -45,6 +46,7 @@ void compute_swa_attention(const Context& context, cpu::ParallelFor& parallel) {
   params.packing = read_packing(context, 3, query.dim(0));
   params.past_len = read_lengths(context, 4, params.packing.num_sequences, key_cache.dim(1));
   params.cache = read_cache(context, key_cache, 1, 5, params.packing.num_sequences);
+  check_pages(context, params.cache, 5, params.past_len, params.packing);
   params.num_heads = query.dim(1);
   check_heads(context, 0, query, query.dim(1), params.cache, query.dim(2));
   params.window = node.window;
@@ -93,12 +95,16 @@ void compute_snapkv_score(const Context& context, cpu::ParallelFor& parallel) {
       if (params.kv_len.at(b, h) > params.cache.capacity)
         node.fail("input 'kv_len' holds " + std::to_string(params.kv_len.at(b, h)) +
                   ", more than the cache's capacity C = " + std::to_string(params.cache.capacity));
+  for (int64_t b = 0; b < params.num_sequences; ++b)
+    for (int64_t h = 0; h < key_cache.dim(1); ++h)
+      check_pages(context, params.cache, 3, b, params.kv_len.at(b, h));
   params.scale = resolved_scale(node, capture.dim(3));
   params.softcap = node.softcap;
   params.group_reduce = node.group_reduce;
   params.capture = capture.data;
   params.key_cache = key_cache.data;
-  params.score = context.output(0, {params.num_sequences, key_cache.dim(1), params.cache.capacity}).as<float>();
+  params.score =
+      context.output(0, {params.num_sequences, key_cache.dim(1), params.cache.capacity}).as<float>();
   cpu::snapkv_score(params, parallel);
 }
 

@@ -1,6 +1,7 @@
 // The operators' ports; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
+// clang-format off
 #include "schema.h"
 
 namespace ortolan {

@@ -54,9 +54,7 @@ class AttentionTask {
   // Spans that hold a key visible to some row of the block.
   int64_t num_spans() const { return position(rows_.count() - 1) / kSpanKeys + 1; }
 
-  bool touches_span(int64_t span) const {
-    return touched(span * kSpanKeys, (span + 1) * kSpanKeys);
-  }
+  bool touches_span(int64_t span) const { return touched(span * kSpanKeys, (span + 1) * kSpanKeys); }
 
   // Attends to the keys of one span; the result is in span_state / span_values.
   void attend_span(int64_t span) {
@@ -145,7 +143,8 @@ class AttentionTask {
 
   // Reads only what the ring still holds: between sinks and window a tile may name overwritten positions.
   const float* rows_of(const void* pool, int64_t first, KeyRange held, float* buffer) const {
-    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, held, buffer);
+    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, held,
+                     buffer);
   }
 
   float* columns() { return &scratch_[kTileKeys * size_]; }  // [D, 64]

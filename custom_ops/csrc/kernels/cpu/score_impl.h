@@ -29,8 +29,8 @@ class ScoreHead {
     for (int64_t r = 0; r < num_rows(); ++r) {
       const int64_t capture_row = sequence * p.window_rows + position(r) % p.window_rows;
       const int64_t query_head = head * group_ + r % group_;
-      load_row(static_cast<const Element*>(p.capture) + (capture_row * p.num_heads + query_head) * size_, size_,
-               &queries_[r * size_]);
+      load_row(static_cast<const Element*>(p.capture) + (capture_row * p.num_heads + query_head) * size_,
+               size_, &queries_[r * size_]);
     }
   }
 
@@ -93,8 +93,8 @@ class ScoreHead {
     std::vector<float> rows(kTileKeys * size_), columns(kTileKeys * size_);
     const int64_t end = std::min((span + 1) * kSpanKeys, limit);
     for (int64_t first = span * kSpanKeys; first < end; first += kTileKeys) {
-      const float* keys = tile_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_, first,
-                                    {0, length_}, rows.data());
+      const float* keys = tile_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_,
+                                    first, {0, length_}, rows.data());
       transpose_tile(keys, size_, columns.data());
       float logits[kRowBlock * kTileKeys];
       int64_t row = 0;

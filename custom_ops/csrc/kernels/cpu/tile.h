@@ -109,8 +109,7 @@ void dot_tile(const float* queries, int64_t query_stride, const float* columns, 
           sum[r][v] = sum[r][v] + broadcast(queries[r * query_stride + d]) * key;
       }
     for (int64_t r = 0; r < kRows; ++r)
-      for (int64_t v = 0; v < kPassVecs; ++v)
-        store(scores + r * kTileKeys + (first + v) * kLanes, sum[r][v]);
+      for (int64_t v = 0; v < kPassVecs; ++v) store(scores + r * kTileKeys + (first + v) * kLanes, sum[r][v]);
   }
 }
 
@@ -136,7 +135,8 @@ void add_weighted(const float* weights, const float* rows, int64_t size, KeyRang
   int64_t d = 0;
   for (; d + kPassVecs * kLanes <= size; d += kPassVecs * kLanes)
     add_weighted_vecs<kRows, kPassVecs>(weights, rows + d, size, keys, sums + d);
-  for (; d + kLanes <= size; d += kLanes) add_weighted_vecs<kRows, 1>(weights, rows + d, size, keys, sums + d);
+  for (; d + kLanes <= size; d += kLanes)
+    add_weighted_vecs<kRows, 1>(weights, rows + d, size, keys, sums + d);
   for (; d < size; ++d)
     for (int64_t r = 0; r < kRows; ++r) {
       float sum = sums[r * size + d];

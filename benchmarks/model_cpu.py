@@ -1,0 +1,286 @@
+"""Times prefill and decode of whole models on the CPU beside onnxruntime-genai, in one run.
+
+    python benchmarks/model_cpu.py qwen3-0.6b --peer-python PEER/bin/python --json model_cpu.json
+
+PEER is a virtual environment with onnxruntime-genai, onnx_ir, torch and transformers, which its model builder
+needs. Both engines export one checkpoint to float32, read equal prompts and feed equal tokens, with as many
+threads; their turns alternate, so that a slow minute of the machine hits both. `qwen3-0.6b` is that model's shape
+with random weights; `retriever` is the model that comes with Ortolan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime
+from ortolan.export.hf_config import read_hf_config
+from ortolan.export.registry import find_family
+from ortolan.graphs.config import weight_shapes
+from safetensors.numpy import save_file
+
+import ortolan
+from ortolan.cli.demo import shipped_model
+
+WORKER = Path(__file__).with_name("genai_worker.py")
+CHUNK_SIZE = 2048
+QWEN3_06B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One prompt and the tokens after it: seconds, and the logits' first values as a check."""
+
+    prefill_seconds: float
+    token_seconds: float  # median of the decode steps
+    best_token: int  # most likely after the prompt
+    best_logit: float
+
+
+class Engine(Protocol):
+    """Runs one prompt from an empty cache."""
+
+    def run(self, prompt: list[int], fed: list[int]) -> Timing:
+        """Read a prompt, then feed tokens one by one."""
+
+
+class OrtolanEngine:
+    """Ortolan, in this process."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._model = ortolan.load(folder, device="cpu", num_threads=threads)
+
+    def run(self, prompt: list[int], fed: list[int]) -> Timing:
+        """Read a prompt, then feed tokens one by one."""
+        session = self._model.session(len(prompt) + len(fed))
+        start = time.perf_counter()
+        logits = session.prefill(prompt)
+        prefill = time.perf_counter() - start
+        best = int(np.argmax(logits))
+        steps = []
+        for token in fed:
+            start = time.perf_counter()
+            int(np.argmax(session.step(token)))
+            steps.append(time.perf_counter() - start)
+        return Timing(
+            prefill_seconds=prefill,
+            token_seconds=statistics.median(steps),
+            best_token=best,
+            best_logit=float(logits[best]),
+        )
+
+
+class PeerEngine:
+    """onnxruntime-genai, in a process of its own that answers a line of JSON with a line of JSON."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [python, str(WORKER), str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.versions: dict[str, str] = self._answer()
+
+    def run(self, prompt: list[int], fed: list[int]) -> Timing:
+        """Read a prompt, then feed tokens one by one."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompt": prompt, "fed": fed}) + "\n")
+        self._process.stdin.flush()
+        return Timing(**self._answer())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the peer ended with code {self._process.wait()}; its messages are above")
+        return json.loads(line)
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON where asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=("qwen3-0.6b", "retriever"))
+    parser.add_argument("--peer-python", required=True, help="interpreter that has onnxruntime-genai")
+    parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths, tokens"
+    )
+    parser.add_argument("--decode", type=int, default=32, help="tokens fed after each prompt")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="intra-op threads of both")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args()
+    with _work_dir(options.work_dir) as work:
+        checkpoint = make_checkpoint(options.shape, work)
+        longest = max(options.prompts) + options.decode
+        ours = OrtolanEngine(export_ours(checkpoint, work / "ortolan"), options.threads)
+        peer = PeerEngine(
+            options.peer_python,
+            export_peer(options.peer_python, checkpoint, work / "genai", options.threads, longest),
+        )
+        machine = {
+            "cpu": cpu_name(),
+            "threads": options.threads,
+            "model": options.shape,
+            "onnxruntime": onnxruntime.__version__,
+            "peer": peer.versions,
+        }
+        print(json.dumps(machine))
+        rows = [measure(ours, peer, length, options) for length in options.prompts]
+        peer.close()
+    if options.json:
+        options.json.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
+
+
+@contextmanager
+def _work_dir(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def make_checkpoint(shape: str, work: Path) -> Path:
+    """Return a checkpoint folder: the shipped one, or random weights written once."""
+    if shape == "retriever":
+        return shipped_model()
+    folder = work / "checkpoint"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
+        (folder / name).write_bytes((shipped_model() / name).read_bytes())
+    hf_config = read_hf_config(folder)
+    family = find_family(hf_config)
+    config = family.read(hf_config, 4096)
+    sources, generator = family.sources(config), np.random.default_rng(0)
+    tensors = {}
+    for name, shape_of in weight_shapes(config).items():
+        normal = generator.standard_normal(shape_of, dtype=np.float32)
+        tensors[sources[name].name] = normal * np.float32(0.02) if len(shape_of) > 1 else 1 + normal * 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def export_ours(checkpoint: Path, folder: Path) -> Path:
+    """Export by Ortolan."""
+    if not folder.exists():
+        ortolan.export(checkpoint, folder, max_context=8192, chunk_size=CHUNK_SIZE)
+    return folder
+
+
+def export_peer(python: str, checkpoint: Path, folder: Path, threads: int, longest: int) -> Path:
+    """Export by the peer's own builder, which is told to compute logits of the last token only, as Ortolan does."""
+    settings = folder / "genai_config.json"
+    if not settings.is_file():
+        command = [python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+        command += [
+            "-p",
+            "fp32",
+            "-e",
+            "cpu",
+            "-c",
+            folder / "cache",
+            "--extra_options",
+            "prune_lm_head=true",
+        ]
+        built = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if built.returncode:
+            raise SystemExit(f"the peer's builder refuses the model: {built.stdout[-2000:]}")
+    config = json.loads(settings.read_text())
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+    config["search"]["max_length"] = longest + 1
+    settings.write_text(json.dumps(config, indent=4))
+    return folder
+
+
+def measure(
+    ours: OrtolanEngine, peer: PeerEngine, length: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Alternate the two engines and print one line."""
+    generator = np.random.default_rng(length)
+    vocabulary = ours._model.manifest.vocab_size
+    prompt = generator.integers(3, vocabulary, length).tolist()
+    fed = generator.integers(3, vocabulary, options.decode).tolist()
+    engines: dict[str, Engine] = {"ortolan": ours, "genai": peer}
+    timings: dict[str, list[Timing]] = {name: [] for name in engines}
+    for turn in range(options.repeats + 1):  # the first one warms up
+        for name, engine in engines.items():
+            timing = engine.run(prompt, fed)
+            if turn:
+                timings[name].append(timing)
+    row: dict[str, Any] = {"prompt_tokens": length, "decoded_tokens": options.decode}
+    for name, taken in timings.items():
+        prefill = statistics.median(t.prefill_seconds for t in taken)
+        row[name] = asdict(taken[0]) | {
+            "prefill_seconds": prefill,
+            "token_seconds": statistics.median(t.token_seconds for t in taken),
+        }
+    a, b = row["ortolan"], row["genai"]
+    row["prefill_speed_ratio"] = b["prefill_seconds"] / a["prefill_seconds"]
+    row["decode_speed_ratio"] = b["token_seconds"] / a["token_seconds"]
+    row["same_best_token"] = a["best_token"] == b["best_token"]
+    print(
+        f"{length:>6} tokens: prefill {a['prefill_seconds']:.3f} s, peer {b['prefill_seconds']:.3f} s, "
+        f"ratio {row['prefill_speed_ratio']:.2f}; decode {1e3 * a['token_seconds']:.2f} ms, "
+        f"peer {1e3 * b['token_seconds']:.2f} ms, ratio {row['decode_speed_ratio']:.2f}; "
+        f"best token {a['best_token']} ({a['best_logit']:.4f}), peer {b['best_token']} ({b['best_logit']:.4f})",
+        flush=True,
+    )
+    return row
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+if __name__ == "__main__":
+    main()

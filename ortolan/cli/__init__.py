@@ -1,0 +1,52 @@
+"""The `ortolan` command: one file for each of its commands."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ortolan.cli import demo, export, generate, inspect
+from ortolan.errors import OrtolanError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all of Ortolan's; commands' parsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and the command that explains it, and exit."""
+        self.exit(EXIT_USAGE, f"ortolan: error: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of all commands."""
+    import ortolan
+
+    parser = _Parser(prog="ortolan", description="Long-context LLM inference on ONNX Runtime.")
+    parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for command in (export, generate, inspect, demo):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except OrtolanError as error:
+        print(f"ortolan: error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("ortolan: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

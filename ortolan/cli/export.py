@@ -1,0 +1,82 @@
+"""`ortolan export`: a Hugging Face checkpoint folder becomes a model folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+EPILOG = """examples:
+  ortolan export ./Llama-3.2-1B ./llama --dtype float32 --max-context 32768
+  ortolan export ./folder-with-config-json ./random --weights random
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "export",
+        help="export a checkpoint",
+        description="Export a Hugging Face checkpoint folder (config.json, *.safetensors) to a model folder.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("hf_dir", type=Path, help="folder of the checkpoint")
+    parser.add_argument("out_dir", type=Path, help="model folder to make")
+    parser.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
+    parser.add_argument(
+        "--max-context", type=int, default=32768, help="longest sequence, tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sink", type=int, default=0, help="first positions always kept (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--snapkv-window",
+        type=int,
+        default=64,
+        help="queries captured for SnapKV; 0: none (default: %(default)s)",
+    )
+    parser.add_argument("--paged", action="store_true", help="paged caches (not supported yet)")
+    parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
+    parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export, with a progress bar on a terminal."""
+    from tqdm import tqdm
+
+    import ortolan
+
+    with (
+        tqdm(unit="B", unit_scale=True, desc="weights", disable=not sys.stderr.isatty()) as bar,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        ortolan.export(
+            options.hf_dir,
+            options.out_dir,
+            dtype=options.dtype,
+            max_context=options.max_context,
+            chunk_size=options.chunk_size,
+            sink=options.sink,
+            snapkv_window=options.snapkv_window,
+            paged=options.paged,
+            weights=options.weights,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    for warning in caught:
+        print(f"ortolan: warning: {warning.message}", file=sys.stderr)
+    print(options.out_dir)
+    return 0

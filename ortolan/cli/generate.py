@@ -1,0 +1,152 @@
+"""`ortolan generate`: continues a prompt, and streams the text to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ortolan.cli.progress import token_bar
+from ortolan.errors import ConfigError, OrtolanError
+
+EPILOG = """examples:
+  ortolan generate ./llama --prompt "Once upon a time" --max-new-tokens 100
+  ortolan generate ./llama --prompt-file report.txt --snapkv-budget 2048 --stats-json stats.json
+  git diff | ortolan generate ./llama --chat --temperature 0.7 --top-p 0.9 --seed 1
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continue a prompt (--prompt, --prompt-file, or standard input) and stream the text.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text of the prompt")
+    prompt.add_argument("--prompt-file", type=Path, help="file with the prompt")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
+    parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
+    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
+    parser.add_argument(
+        "--stats-json", metavar="FILE", help="write counters and timings; - for standard error"
+    )
+    _add_sampling(parser)
+    _add_snapkv(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely token")
+    group.add_argument("--top-k", type=int, default=0, help="0 (default): all")
+    group.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
+    group.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: %(default)s)")
+    group.add_argument("--seed", type=int, help="of the random numbers")
+
+
+def _add_snapkv(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("SnapKV", "Evicts from full-attention caches once the prompt is read.")
+    group.add_argument("--snapkv-budget", type=int, help="tokens kept per layer; turns SnapKV on")
+    group.add_argument("--snapkv-window", type=int, help="last queries that score")
+    group.add_argument("--snapkv-kernel", type=int, help="odd width of the pooling")
+    group.add_argument("--snapkv-pool", help="avg or max")
+    group.add_argument("--snapkv-sink", type=int, help="first tokens always kept")
+    group.add_argument("--snapkv-granularity", help="kv_head, layer or model")
+    group.add_argument("--snapkv-group-reduce", help="mean, max or sum")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate; nothing but the text goes to standard output."""
+    import ortolan
+    from ortolan.runtime import stream_text
+
+    sampling = ortolan.Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+    )
+    snapkv = _snapkv(options)
+    prompt = _read_prompt(options)
+    model = ortolan.load(options.model_dir, device=options.device)
+    session = model.session(options.max_context, options.chunk_size, snapkv)
+    if options.chat:
+        token_ids = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    else:
+        token_ids = model.tokenizer.encode(prompt)
+    with token_bar(len(token_ids)) as bar:
+        tokens = session.generate(token_ids, options.max_new_tokens, sampling, progress=bar.update)
+    for piece in stream_text(model.tokenizer, tokens, options.stop):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if options.stats_json:
+        _write_stats(options.stats_json, session)
+    return 0
+
+
+def _snapkv(options: argparse.Namespace) -> Any:
+    """Build the SnapKV options that were given; those not given keep their defaults."""
+    import ortolan
+
+    names = ("budget", "window", "kernel", "pool", "sink", "granularity", "group_reduce")
+    given = {name: getattr(options, f"snapkv_{name}") for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if "budget" not in given:
+        raise ConfigError("SnapKV options were given without --snapkv-budget, which turns SnapKV on")
+    return ortolan.SnapKv(**given)
+
+
+def _read_prompt(options: argparse.Namespace) -> str:
+    if options.prompt is not None:
+        text = options.prompt
+    else:
+        try:
+            text = (
+                options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else sys.stdin.read()
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the prompt cannot be read: {error}") from error
+    if not text:
+        raise ConfigError("the prompt is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # undecodable bytes of an argument arrive as lone surrogates
+        raise ConfigError(
+            f"the prompt is not UTF-8 text: {error.reason} at character {error.start}"
+        ) from error
+    return str(text)
+
+
+def _write_stats(target: str, session: Any) -> None:
+    stats = session.stats.as_dict() | {
+        "finish_reason": session.finish_reason,
+        "logical_length": session.logical_length,
+        "cache_bytes": session.cache_bytes,
+        "full_length_cache_bytes": session.plan.full_length_bytes,
+    }
+    text = json.dumps(stats, indent=2) + "\n"
+    if target == "-":
+        sys.stderr.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OrtolanError(f"the statistics cannot be written: {error}") from error

@@ -1,0 +1,137 @@
+"""`ortolan inspect`: operators by layer, caches against full length, and a check of the graph."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from ortolan.cli.table import format_bytes, format_table
+from ortolan.errors import OrtolanError
+from ortolan.manifest import MANIFEST_FILE, MODEL_FILE, Manifest
+
+EPILOG = """examples:
+  ortolan inspect ./llama
+  ortolan inspect ./llama --context 8192 32768
+  ortolan inspect ./llama --netron
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show a model's operators and caches",
+        description="Show an exported model's operators by layer and its cache plan, and check its graph.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument(
+        "--context", type=int, nargs="+", help="context lengths to plan for (default: the export's)"
+    )
+    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--netron", action="store_true", help="open the graph in Netron")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the description; the weights' file is not needed."""
+    from ortolan.graphs import summarize_model, verify_model
+    from ortolan.graphs.summary import load_structure
+    from ortolan.runtime import plan_caches
+
+    manifest = _read_manifest(options.model_dir)
+    path = options.model_dir / MODEL_FILE
+    verify_model(load_structure(path))
+    summary = summarize_model(path)
+    plans = [plan_caches(manifest, c, options.chunk_size) for c in options.context or [manifest.max_context]]
+    if options.json:
+        print(json.dumps(_as_json(manifest, summary, plans), indent=2))
+    else:
+        _print(manifest, summary, plans)
+    if options.netron:
+        _open_netron(path)
+    return 0
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    """Read the manifest alone: unlike a run, an inspection does not need every file."""
+    from ortolan.errors import ContractMismatchError
+
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise ContractMismatchError(
+            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
+        )
+    return Manifest.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, Any]:
+    return {
+        "architecture": manifest.architecture,
+        "dtype": manifest.dtype,
+        "graph": "ok",
+        "nodes": summary.num_nodes,
+        "operators": dict(summary.operators),
+        "layers": [list(layer) for layer in summary.layers],
+        "plans": [
+            {
+                "max_context": plan.max_context,
+                "chunk_size": plan.chunk_size,
+                "bytes": plan.bytes,
+                "full_length_bytes": plan.full_length_bytes,
+                "layers": [
+                    {"kind": x.kind, "window": x.window, "capacity": x.capacity, "bytes": x.bytes}
+                    for x in plan.layers
+                ],
+            }
+            for plan in plans
+        ],
+    }
+
+
+def _print(manifest: Manifest, summary: Any, plans: list[Any]) -> None:
+    print(
+        f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes"
+    )
+    print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
+    print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
+    print()
+    print(
+        format_table(
+            ["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]
+        )
+    )
+    for plan in plans:
+        print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
+        print(plan_table(plan))
+
+
+def plan_table(plan: Any) -> str:
+    """Format a cache plan: a row for each layer, and a total."""
+    rows = [
+        [
+            str(index),
+            layer.kind,
+            str(layer.window) if layer.window > 0 else "-",
+            str(layer.capacity),
+            format_bytes(layer.bytes),
+            format_bytes(layer.full_length_bytes),
+        ]
+        for index, layer in enumerate(plan.layers)
+    ]
+    rows.append(["all", "", "", "", format_bytes(plan.bytes), format_bytes(plan.full_length_bytes)])
+    return format_table(["layer", "kind", "window", "capacity", "cache", "full length"], rows)
+
+
+def _open_netron(path: Path) -> None:
+    if importlib.util.find_spec("netron") is None:
+        raise OrtolanError("netron is not installed; run `pip install netron`")
+    import netron
+
+    netron.start(str(path))
+    netron.wait()

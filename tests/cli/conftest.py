@@ -1,0 +1,33 @@
+"""The shipped model, exported once by the command line itself, and a text for it to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ortolan.cli import main
+from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import Sample, Task, load_corpus, make_sample
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "model"
+    assert (
+        main(["export", str(shipped_model()), str(folder), "--max-context", "4096", "--chunk-size", "256"])
+        == 0
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sample() -> Sample:
+    return make_sample(load_corpus("eval"), Task(length=2048, depth=0.4, seed=11))
+
+
+@pytest.fixture(scope="session")
+def prompt_file(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompt") / "prompt.txt"
+    path.write_text(sample.prompt, encoding="utf-8")
+    return path

@@ -1,0 +1,93 @@
+"""The command as a process: help, exit codes, a closed pipe, Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortolan.cli import generate as generate_command
+from ortolan.cli import main
+
+COMMANDS = ("export", "generate", "inspect", "demo")
+
+
+def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ortolan", *arguments],
+        cwd=folder,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"  ortolan {command}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert listed == set(COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["generate"], ["inspect", "x", "--context", "many"]])
+def test_usage_errors_are_one_line(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("ortolan: error: ")
+    assert output.err.count("\n") == 1
+    assert "--help" in output.err
+
+
+def test_process_exit_code_and_streams(tmp_path):
+    process = start("inspect", str(tmp_path / "absent"), folder=tmp_path)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (2, "")
+    assert errors.startswith("ortolan: error: ")
+    assert "Traceback" not in errors
+
+
+def test_closed_pipe_is_quiet(model_dir, tmp_path):
+    process = start("inspect", str(model_dir), folder=tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert errors == ""
+    assert process.returncode == 1
+
+
+def test_interrupt_ends_with_130(model_dir, tmp_path):
+    process = start(
+        "generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "4000", folder=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "ortolan: interrupted\n"
+
+
+def test_unexpected_errors_are_not_swallowed(monkeypatch):
+    def broken(options: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(generate_command, "run", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "x"])

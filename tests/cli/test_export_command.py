@@ -1,0 +1,58 @@
+import json
+
+import pytest
+
+from ortolan.cli import main
+from ortolan.cli.demo import shipped_model
+
+
+def test_options_reach_the_manifest(tmp_path, capsys):
+    target = tmp_path / "model"
+    options = ["--max-context", "1024", "--chunk-size", "128", "--sink", "4", "--snapkv-window", "32"]
+    assert main(["export", str(shipped_model()), str(target), "--weights", "random", *options]) == 0
+    manifest = json.loads((target / "ortolan.json").read_text())
+    wanted = {"max_context": 1024, "chunk_size": 128, "sink": 4, "snapkv_window": 32, "dtype": "float32"}
+    assert {key: manifest[key] for key in wanted} == wanted
+    assert capsys.readouterr().out == f"{target}\n"
+
+
+def test_overwrite_is_needed_and_works(model_dir, tmp_path, capsys):
+    target = tmp_path / "model"
+    arguments = ["export", str(shipped_model()), str(target), "--weights", "random"]
+    assert main([*arguments, "--max-context", "512"]) == 0
+    assert main([*arguments, "--max-context", "768"]) == 2
+    assert json.loads((target / "ortolan.json").read_text())["max_context"] == 512
+    assert main([*arguments, "--max-context", "768", "--overwrite"]) == 0
+    assert json.loads((target / "ortolan.json").read_text())["max_context"] == 768
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--dtype", "int3"], "int3"),
+        (["--weights", "none"], "none"),
+        (["--max-context", "0"], "max_context"),
+        (["--sink", "-1"], "sink"),
+        (["--paged"], "paged"),
+        (["--chunk-size", "x"], "--chunk-size"),
+    ],
+)
+def test_bad_option_is_one_line_and_writes_nothing(arguments, named, tmp_path, capsys):
+    command = ["export", str(shipped_model()), str(tmp_path / "model"), *arguments]
+    try:
+        code = main(command)
+    except SystemExit as stopped:  # argparse's own
+        code = stopped.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert output.err.startswith("ortolan: error: ")
+    assert output.err.count("\n") == 1
+    assert named in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_without_a_checkpoint(tmp_path, capsys):
+    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 2
+    assert "config.json" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,121 @@
+import io
+import json
+import sys
+
+import pytest
+
+import ortolan
+from ortolan.cli import main
+from ortolan.cli.demo import shipped_model
+
+TOKENS = ["--max-new-tokens", "8", "--stop", "\n"]
+
+
+def test_answer_is_all_that_goes_to_standard_output(model_dir, prompt_file, sample, capsys):
+    assert main(["generate", str(model_dir), "--prompt-file", str(prompt_file), *TOKENS]) == 0
+    output = capsys.readouterr()
+    assert output.out == sample.answer + "\n"
+    assert output.err == ""
+
+
+def test_three_ways_to_give_a_prompt_agree(model_dir, prompt_file, sample, capsys, monkeypatch):
+    main(["generate", str(model_dir), "--prompt-file", str(prompt_file), "--max-new-tokens", "6"])
+    from_file = capsys.readouterr().out
+    main(["generate", str(model_dir), "--prompt", sample.prompt, "--max-new-tokens", "6"])
+    from_argument = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(sample.prompt))
+    main(["generate", str(model_dir), "--max-new-tokens", "6"])
+    from_input = capsys.readouterr().out
+    assert len(from_file) > 1
+    assert from_file == from_argument == from_input
+
+
+def test_command_says_what_the_api_says(model_dir, sample, capsys):
+    model = ortolan.load(model_dir, device="cpu")
+    session = model.session(snapkv=ortolan.SnapKv(budget=256, granularity="layer"))
+    expected = model.tokenizer.decode(list(session.generate(model.tokenizer.encode(sample.prompt), 20)))
+    options = ["--snapkv-budget", "256", "--snapkv-granularity", "layer", "--max-new-tokens", "20"]
+    main(["generate", str(model_dir), "--prompt", sample.prompt, *options])
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_seed_fixes_the_text(model_dir, capsys):
+    def text(seed: str) -> str:
+        options = ["--temperature", "1.5", "--seed", seed, "--max-new-tokens", "40"]
+        assert main(["generate", str(model_dir), "--prompt", "def ", *options]) == 0
+        return capsys.readouterr().out
+
+    assert text("1") == text("1")
+    assert text("1") != text("2")
+
+
+@pytest.mark.parametrize("target", ["file", "-"])
+def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample, tmp_path, capsys):
+    path = tmp_path / "stats.json"
+    options = ["--snapkv-budget", "256", "--stats-json", str(path) if target == "file" else "-"]
+    assert main(["generate", str(model_dir), "--prompt-file", str(prompt_file), *TOKENS, *options]) == 0
+    output = capsys.readouterr()
+    stats = json.loads(path.read_text() if target == "file" else output.err)
+    assert output.out == sample.answer + "\n"
+    assert stats["prefill_tokens"] == len(sample.prompt)
+    assert stats["evictions"] == 1
+    assert 0 < stats["cache_bytes"] < stats["full_length_cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--seed", "-1"], "seed"),
+        (["--max-new-tokens", "0"], "max_new_tokens"),
+        (["--max-context", "999999"], "max_context"),
+        (["--snapkv-budget", "10"], "budget"),
+        (["--snapkv-window", "32"], "--snapkv-budget"),
+        (["--snapkv-budget", "512", "--snapkv-kernel", "4"], "kernel"),
+        (["--snapkv-budget", "512", "--snapkv-pool", "sum"], "pool"),
+        (["--device", "tpu"], "tpu"),
+        (["--stop", ""], "stop"),
+        (["--chat"], "chat template"),
+        (["--prompt-file", "x"], "--prompt"),
+    ],
+)
+def test_bad_option_is_one_line(arguments, named, model_dir, capsys):
+    try:
+        code = main(["generate", str(model_dir), "--prompt", "def f():", *arguments])
+    except SystemExit as stopped:  # argparse's own
+        code = stopped.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert output.err.startswith("ortolan: error: ")
+    assert output.err.count("\n") == 1
+    assert named in output.err
+
+
+@pytest.mark.parametrize("prompt", ["", "\udcff"])
+def test_prompt_that_is_no_text(prompt, model_dir, capsys):
+    assert main(["generate", str(model_dir), "--prompt", prompt]) == 2
+    assert "prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_prompt_file_that_cannot_be_read(content, model_dir, tmp_path, capsys):
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["generate", str(model_dir), "--prompt-file", str(path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_checkpoint_folder_gets_a_hint_to_export(capsys):
+    assert main(["generate", str(shipped_model()), "--prompt", "x"]) == 2
+    assert "ortolan export" in capsys.readouterr().err
+
+
+def test_prompt_longer_than_the_context_fails(model_dir, capsys):
+    assert main(["generate", str(model_dir), "--prompt", "x" * 65, "--max-context", "64"]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert "max_context" in output.err

@@ -1,0 +1,81 @@
+import importlib.util
+import json
+import shutil
+
+import onnx
+import pytest
+from ortolan.runtime import plan_caches
+
+from ortolan.cli import main
+from ortolan.manifest import read_manifest
+
+
+@pytest.fixture
+def bare_dir(model_dir, tmp_path):
+    """A copy of the model without its weights."""
+    for name in ("ortolan.json", "model.onnx"):
+        shutil.copy(model_dir / name, tmp_path / name)
+    return tmp_path
+
+
+def test_json_agrees_with_the_plan_and_needs_no_weights(model_dir, bare_dir, capsys):
+    assert main(["inspect", str(bare_dir), "--context", "512", "4096", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    manifest = read_manifest(model_dir)
+    assert report["graph"] == "ok"
+    assert report["operators"]["SwaAttention"] == len(manifest.layers)
+    assert [layer.count("RingKvAppend") for layer in report["layers"]] == [1] * len(manifest.layers)
+    for given, context in zip(report["plans"], (512, 4096), strict=True):
+        plan = plan_caches(manifest, context)
+        assert given["bytes"] == plan.bytes == sum(layer["bytes"] for layer in given["layers"])
+        assert given["full_length_bytes"] == plan.full_length_bytes > plan.bytes
+        assert [layer["capacity"] for layer in given["layers"]] == [layer.capacity for layer in plan.layers]
+
+
+def test_table_has_a_row_for_each_layer(model_dir, capsys):
+    assert main(["inspect", str(model_dir), "--context", "2048"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = plan_caches(read_manifest(model_dir), 2048)
+    rows = [line.split() for line in lines[lines.index(next(x for x in lines if "2048 tokens" in x)) :]]
+    found = {row[0]: row[1:4] for row in rows if row and row[0].isdigit()}
+    assert found == {
+        str(i): [x.kind, str(x.window) if x.window > 0 else "-", str(x.capacity)]
+        for i, x in enumerate(plan.layers)
+    }
+
+
+def test_graph_that_reads_a_cache_before_the_append_is_refused(bare_dir, capsys):
+    path = bare_dir / "model.onnx"
+    model = onnx.load(str(path), load_external_data=False)
+    node = next(n for n in model.graph.node if n.op_type == "SwaAttention")
+    node.input[1] = "layer.0.key_cache"
+    onnx.save(model, str(path))
+    assert main(["inspect", str(bare_dir)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "layer.0.key_cache" in output.err
+
+
+@pytest.mark.parametrize("context", ["0", "5000"])
+def test_context_out_of_range(context, model_dir, capsys):
+    assert main(["inspect", str(model_dir), "--context", context]) == 2
+    assert "max_context" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("netron") is not None, reason="netron is installed, and would open"
+)
+def test_netron_that_is_not_installed(model_dir, capsys):
+    assert main(["inspect", str(model_dir), "--netron"]) == 1
+    assert "pip install netron" in capsys.readouterr().err
+
+
+def test_folder_that_is_no_model(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "ortolan export" in capsys.readouterr().err
+
+
+def test_model_file_that_is_no_graph(bare_dir, capsys):
+    (bare_dir / "model.onnx").write_bytes(b"\x00not a graph")
+    assert main(["inspect", str(bare_dir)]) == 2
+    assert "model.onnx" in capsys.readouterr().err

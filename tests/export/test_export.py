@@ -1,0 +1,232 @@
+"""Exports are whole or absent, and refuse what they cannot do right."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, tiny_checkpoint
+from parity import relative_difference
+from safetensors.torch import load_file, save_file
+from tolerances import LOGITS_RELATIVE
+
+import ortolan
+from ortolan.errors import CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
+from ortolan.manifest import read_manifest
+
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return tiny_checkpoint("qwen3", tmp_path / "hf")
+
+
+def logits(folder):
+    return ortolan.load(folder, device="cpu").session().prefill(PROMPT)
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    keys = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in keys.items() if v is not ...}))
+
+
+def edit_tensors(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def assert_nothing_written(tmp_path):
+    assert [p.name for p in tmp_path.iterdir() if p.name != "hf"] == []
+
+
+def test_shards_equal_one_file(checkpoint, tmp_path):
+    whole = logits(ortolan.export(checkpoint, tmp_path / "whole", max_context=64))
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({n: tensors[n] for n in part}, checkpoint / file)
+    index = {"weight_map": {n: f for f, part in halves.items() for n in part}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint / "model.safetensors").unlink()
+    np.testing.assert_array_equal(
+        logits(ortolan.export(checkpoint, tmp_path / "shards", max_context=64)), whole
+    )
+    (checkpoint / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="b.safetensors is missing"):
+        ortolan.export(checkpoint, tmp_path / "gone")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_checkpoints_are_widened(checkpoint, tmp_path, dtype):
+    edit_tensors(checkpoint, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
+    narrow = logits(ortolan.export(checkpoint, tmp_path / "narrow", max_context=64))
+    edit_tensors(checkpoint, lambda t: t.update({k: v.float() for k, v in t.items()}))
+    np.testing.assert_array_equal(
+        logits(ortolan.export(checkpoint, tmp_path / "wide", max_context=64)), narrow
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_dtypes_are_written(checkpoint, tmp_path, dtype):
+    folder = ortolan.export(checkpoint, tmp_path / dtype, dtype=dtype, max_context=64)
+    assert read_manifest(folder).dtype == dtype
+
+
+def test_float16_runs_on_the_cpu(checkpoint, tmp_path):
+    wide = logits(ortolan.export(checkpoint, tmp_path / "wide", max_context=64))
+    half = logits(ortolan.export(checkpoint, tmp_path / "half", dtype="float16", max_context=64))
+    assert relative_difference(half, wide) < 100 * np.finfo(np.float16).eps
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_random_weights_need_only_the_config(family, tmp_path):
+    checkpoint = tiny_checkpoint(family, tmp_path / "hf")
+    (checkpoint / "model.safetensors").unlink()
+    first = logits(ortolan.export(checkpoint, tmp_path / "a", max_context=64, weights="random"))
+    np.testing.assert_array_equal(
+        logits(ortolan.export(checkpoint, tmp_path / "b", max_context=64, weights="random")), first
+    )
+
+
+def test_old_spellings_give_the_same_model(tmp_path):
+    """transformers 4 wrote rope_theta, rope_scaling, rope_local_base_freq and sliding_window_pattern."""
+    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf")
+    new = logits(ortolan.export(checkpoint, tmp_path / "new", max_context=64))
+    edit_config(
+        checkpoint,
+        rope_parameters=...,
+        rope_theta=100000.0,
+        rope_local_base_freq=1000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    np.testing.assert_array_equal(logits(ortolan.export(checkpoint, tmp_path / "old", max_context=64)), new)
+    edit_config(checkpoint, layer_types=..., sliding_window_pattern=2)
+    windows = [
+        x.window
+        for x in read_manifest(ortolan.export(checkpoint, tmp_path / "pattern", max_context=64)).layers
+    ]
+    assert windows == [20, -1, 20, -1]
+
+
+def test_sinks_reach_every_layer(checkpoint, tmp_path):
+    folder = ortolan.export(checkpoint, tmp_path / "sinks", max_context=512, chunk_size=16, sink=3)
+    long = list(range(3, 120)) * 2
+    session = ortolan.load(folder, device="cpu").session()
+    with_sinks = session.prefill(long)
+    plain = ortolan.load(
+        ortolan.export(checkpoint, tmp_path / "plain", max_context=512), device="cpu"
+    ).session()
+    assert relative_difference(with_sinks, plain.prefill(long)) > 10 * LOGITS_RELATIVE
+    one_chunk = ortolan.load(folder, device="cpu").session(chunk_size=300).prefill(long)
+    assert relative_difference(with_sinks, one_chunk) <= LOGITS_RELATIVE
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"architectures": ["LlamaForCausalML"]}, UnsupportedModelError, "did you mean LlamaForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, "supported: Gemma2ForCausalLM"),
+        ({"architectures": ...}, UnsupportedModelError, "none"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized"),
+        ({"hidden_act": "relu6"}, UnsupportedModelError, "relu6"),
+        ({"head_dim": 12}, UnsupportedModelError, "head size 12"),
+        ({"num_key_value_heads": 3}, UnsupportedModelError, "not a multiple"),
+        ({"layer_types": ["chunked_attention"] * 4}, UnsupportedModelError, "chunked_attention"),
+        ({"layer_types": ["full_attention"]}, CheckpointError, "lists 1 layers"),
+        ({"hidden_size": "x"}, CheckpointError, "hidden_size"),
+        ({"vocab_size": 200}, CheckpointError, "contradicts config.json"),
+        ({"num_hidden_layers": 5, "layer_types": ...}, CheckpointError, "lacks the tensor model.layers.4"),
+        ({"num_hidden_layers": 3, "layer_types": ...}, CheckpointError, "does not explain"),
+    ],
+)
+def test_configs_are_refused_before_anything_is_written(checkpoint, tmp_path, changes, error, message):
+    edit_config(checkpoint, **changes)
+    with pytest.raises(error, match=message):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "header", "short", "dtype", "garbage_index"])
+def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
+    path = checkpoint / "model.safetensors"
+    data = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(data[:-100])
+    elif damage == "header":
+        path.write_bytes(data[:8] + b"#" + data[9:])
+    elif damage == "short":
+        path.write_bytes(data[:5])
+    elif damage == "dtype":
+        edit_tensors(checkpoint, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
+    else:
+        (checkpoint / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "int4"},
+        {"max_context": 0},
+        {"chunk_size": -1},
+        {"sink": -1},
+        {"snapkv_window": 1.5},
+        {"weights": "none"},
+        {"sink": 64, "max_context": 64},
+    ],
+)
+def test_arguments_are_refused(checkpoint, tmp_path, arguments):
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        ortolan.export(checkpoint, tmp_path / "model", **arguments)
+    with pytest.raises(UnsupportedModelError, match="paged"):
+        ortolan.export(checkpoint, tmp_path / "model", paged=True)
+    assert_nothing_written(tmp_path)
+
+
+def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
+    def full_disk(*_arguments, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ortolan.export.api.build_evict_model", full_disk)
+    with pytest.raises(OrtolanError, match="nothing was kept"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
+def test_existing_folders_are_safe(checkpoint, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"not empty|something else"):
+            ortolan.export(checkpoint, target, max_context=64, overwrite=overwrite)
+    assert (target / "notes.txt").read_text() == "mine"
+    (target / "notes.txt").unlink()
+    ortolan.export(checkpoint, target, max_context=64)
+    before = logits(target)
+    ortolan.export(checkpoint, target, max_context=64, overwrite=True)
+    np.testing.assert_array_equal(logits(target), before)
+
+
+def test_progress_reaches_the_total(checkpoint, tmp_path):
+    seen = []
+    ortolan.export(
+        checkpoint,
+        tmp_path / "model",
+        max_context=64,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1][0] == seen[-1][1]
+    assert sorted(seen) == seen
+
+
+def test_a_context_beyond_the_model_warns(checkpoint, tmp_path):
+    with pytest.warns(UserWarning, match="max_position_embeddings 1024"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=4096)

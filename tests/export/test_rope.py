@@ -1,0 +1,89 @@
+"""Frequencies of every RoPE type, in both spellings, are transformers'."""
+
+import numpy as np
+import pytest
+import torch
+from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import build_rope, read_rope_spec, share_limits
+from tolerances import FREQUENCIES_RELATIVE
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ortolan.errors import CheckpointError, UnsupportedModelError
+
+BASE = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+TYPES = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_scaled": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+        "beta_fast": 16.0,
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {**FACTORS, "original_max_position_embeddings": 128},
+}
+
+
+def transformers_frequencies(kind, parameters, length):
+    config = LlamaConfig(**BASE, rope_parameters={"rope_type": kind, "rope_theta": 5000.0, **parameters})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    return frequencies.numpy(), factor
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "old_type_key"])
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("length", [100, 2000])
+def test_frequencies(name, spelling, length):
+    kind = name.split("_")[0]
+    parameters = TYPES[name]
+    if spelling == "rope_parameters":
+        keys = {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **parameters}}
+    else:
+        key = "rope_type" if spelling == "rope_scaling" else "type"
+        keys = {"rope_theta": 5000.0, "rope_scaling": {key: kind, **parameters}}
+    rope = build_rope("all", read_rope_spec(HfConfig(BASE | keys), 10_000.0), max_context=2000)
+    variant = next(v for v in rope.variants if v.limit >= length)
+    expected, factor = transformers_frequencies(kind, parameters, length)
+    np.testing.assert_allclose(variant.inv_freq, expected, rtol=FREQUENCIES_RELATIVE)
+    assert variant.attention_factor == pytest.approx(factor)
+
+
+def test_default_rope_and_partial_rotation():
+    spec = read_rope_spec(HfConfig(BASE | {"partial_rotary_factor": 0.5}), 10_000.0)
+    rope = build_rope("all", spec, 512)
+    assert rope.rotary_size == 8
+    np.testing.assert_allclose(
+        rope.variants[0].inv_freq, 10_000.0 ** (-np.arange(0, 8, 2) / 8), rtol=FREQUENCIES_RELATIVE
+    )
+
+
+def test_short_contexts_need_one_variant_and_ropes_share_limits():
+    config = HfConfig(
+        BASE | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **TYPES["longrope"]}}
+    )
+    assert len(build_rope("all", read_rope_spec(config, 1e4), 128).variants) == 1
+    long = build_rope("long", read_rope_spec(config, 1e4), 512)
+    plain = build_rope("plain", read_rope_spec(HfConfig(BASE), 1e4), 512)
+    shared = share_limits((long, plain))
+    assert [[v.limit for v in rope.variants] for rope in shared] == [[128, 512]] * 2
+    assert shared[1].variants[0].inv_freq == shared[1].variants[1].inv_freq
+
+
+def test_unknown_types_and_missing_numbers_are_refused():
+    with pytest.raises(UnsupportedModelError, match="supported: default, linear"):
+        read_rope_spec(HfConfig(BASE | {"rope_scaling": {"rope_type": "spiral"}}), 1e4)
+    with pytest.raises(CheckpointError, match="factor"):
+        build_rope("all", read_rope_spec(HfConfig(BASE | {"rope_scaling": {"rope_type": "linear"}}), 1e4), 64)
+    with pytest.raises(CheckpointError, match="long"):
+        broken = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}}
+        build_rope("all", read_rope_spec(HfConfig(BASE | broken), 1e4), 512)

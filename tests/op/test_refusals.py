@@ -1,0 +1,122 @@
+"""Every rule of the operators that can be broken is refused, by node, port and rule."""
+
+import numpy as np
+import pytest
+from harness import empty_caches, open_session, random_batch, run_op
+
+BATCH = random_batch(np.random.default_rng(0), [4, 2], [0, 3])
+
+
+def attention(**changes):
+    caches = [np.zeros_like(c) for c in empty_caches(2, 2, 32, 16)]
+    feeds = {
+        "query": BATCH.query,
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "query_start": BATCH.query_start,
+        "past_len": BATCH.past_len,
+    }
+    return {**feeds, **changes}
+
+
+def append(**changes):
+    feeds = attention(**{k: v for k, v in changes.items() if k not in ("key", "value")})
+    del feeds["query"]
+    return {"key": BATCH.key, "value": BATCH.value, **feeds, **changes}
+
+
+ATTENTION_INPUTS = {
+    "S + window W": (attention(), {"window": 30, "sink": 4}),
+    "more than capacity": (attention(past_len=np.array([40, 0], np.int32)), {}),
+    "'query_start' must rise": (attention(query_start=np.array([0, 5, 4], np.int32)), {}),
+    "at least 0": (attention(past_len=np.array([-1, 0], np.int32)), {}),
+    "past_len' has shape": (attention(past_len=np.zeros(3, np.int32)), {}),
+    "multiple of 8": (
+        attention(
+            query=BATCH.query[..., :12],
+            **dict.fromkeys(("key_cache", "value_cache"), np.zeros((2, 2, 32, 12), np.float32)),
+        ),
+        {},
+    ),
+    "multiple of Hkv": (attention(query=BATCH.query[:, :3]), {}),
+    "value_cache' has shape": (attention(value_cache=np.zeros((2, 2, 31, 16), np.float32)), {}),
+    "names page 9": (attention(block_table=np.full((2, 1), 9, np.int32)), {}),
+    "names page -1": (attention(block_table=np.full((2, 1), -1, np.int32)), {}),
+    "capacity C = 64 must lie": (attention(), {"capacity": 64}),
+    "N >= B": (
+        attention(**dict.fromkeys(("key_cache", "value_cache"), np.zeros((1, 2, 32, 16), np.float32))),
+        {},
+    ),
+    "sink_logits' has shape": (attention(sink_logits=np.zeros(3, np.float32)), {}),
+}
+
+
+@pytest.mark.parametrize("message", ATTENTION_INPUTS)
+def test_attention_refuses_inputs(message):
+    feeds, attributes = ATTENTION_INPUTS[message]
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
+        run_op("SwaAttention", feeds, **attributes)
+    assert message in str(error.value)
+    assert "test/SwaAttention" in str(error.value)
+
+
+def test_attention_refuses_a_chunk_that_overwrote_its_window():
+    feeds = attention(past_len=np.array([40, 0], np.int32))
+    with pytest.raises(Exception, match=r"C must be at least S \+ W - 1 \+ T_b = 33"):
+        run_op("SwaAttention", feeds, window=30)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"window": 0}, "window W = 0"),
+        ({"window": -2}, "window W = -2"),
+        ({"sink": -1}, "sink S = -1"),
+        ({"capacity": -5}, "capacity C = -5"),
+        ({"capacity": 10, "window": 8, "sink": 4}, "capacity C = 10"),
+        ({"scale": -1.0}, "scale"),
+        ({"softcap": -1.0}, "softcap"),
+    ],
+)
+def test_attributes_are_refused_when_the_session_is_made(attributes, message):
+    with pytest.raises(Exception, match="test/SwaAttention") as error:
+        open_session("SwaAttention", attention(), attributes)
+    assert message in str(error.value)
+
+
+def test_score_refuses_reductions_and_lengths():
+    feeds = {
+        "capture": np.zeros((1, 4, 4, 16), np.float32),
+        "key_cache": np.zeros((1, 2, 32, 16), np.float32),
+        "kv_len": np.array([33], np.int32),
+    }
+    with pytest.raises(Exception, match="allowed: mean, max, sum"):
+        open_session("SnapKvScore", feeds, {"group_reduce": "median"})
+    with pytest.raises(Exception, match="more than the cache's capacity"):
+        run_op("SnapKvScore", feeds)
+
+
+@pytest.mark.parametrize("keep", [[3, 2], [1, 1], [0, 32], [-1, 4], [-2, 3]])
+def test_compaction_refuses_bad_lists(keep):
+    cache = np.ones((1, 2, 32, 16), np.float32)
+    feeds = {"key_cache": cache, "value_cache": cache, "keep": np.array([[keep]], np.int32)}
+    with pytest.raises(Exception, match="must rise strictly below C = 32"):
+        run_op("KvCompact", feeds)
+
+
+def test_append_refuses_sinks_that_fill_the_cache_and_other_shapes():
+    with pytest.raises(Exception, match="must be more than sink S = 32"):
+        run_op("RingKvAppend", append(), sink=32)
+    with pytest.raises(Exception, match="input 'key' has shape"):
+        run_op("RingKvAppend", append(key=BATCH.key[:, :1]))
+
+
+def test_capture_refuses_another_batch():
+    feeds = {
+        "query": BATCH.query,
+        "capture": np.zeros((3, 4, 4, 16), np.float32),
+        "query_start": BATCH.query_start,
+        "past_len": BATCH.past_len,
+    }
+    with pytest.raises(Exception, match="with B = 2"):
+        run_op("SnapKvCapture", feeds)

@@ -1,0 +1,64 @@
+"""The table of operators, what is generated from it, and the library agree."""
+
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+from harness import build_model, empty_caches, random_batch
+from ortolan.custom_ops import codegen, library_info, library_path, register_schemas
+from ortolan.custom_ops.schema import OPERATORS
+
+import ortolan
+from ortolan.errors import OpLibraryError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_generated_files_are_current():
+    for path, text in codegen.generated_files(ROOT).items():
+        assert path.read_text(encoding="utf-8") == text, (
+            f"{path} is stale: run python -m ortolan.custom_ops.codegen"
+        )
+
+
+def test_library_names_itself():
+    assert library_info().version == ortolan.__version__
+    assert "cpu" in library_info().providers
+    assert library_path().is_file()
+
+
+def test_schemas_reach_checker_and_shape_inference():
+    import numpy as np
+
+    register_schemas()
+    register_schemas()
+    batch = random_batch(np.random.default_rng(0), [2], [0])
+    caches = empty_caches(1, 2, 32, 16)
+    feeds = {
+        "query": batch.query,
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "query_start": batch.query_start,
+        "past_len": batch.past_len,
+    }
+    model = build_model("SwaAttention", feeds, {"window": 4})
+    onnx.checker.check_model(model)
+    model.graph.node[0].attribute[0].name = "windoe"
+    with pytest.raises(onnx.checker.ValidationError, match="windoe"):
+        onnx.checker.check_model(model)
+    model.graph.node[0].attribute[0].name = "window"
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    assert len(inferred.graph.output[0].type.tensor_type.shape.dim) == 3
+    assert {schema.name for schema in onnx.defs.get_all_schemas() if schema.domain == "ortolan"} == {
+        operator.name for operator in OPERATORS
+    }
+
+
+def test_register_refuses_other_objects(monkeypatch, tmp_path):
+    with pytest.raises(OpLibraryError, match="SessionOptions"):
+        ortolan.custom_ops.register(object())
+    monkeypatch.setattr("ortolan.custom_ops.__path__", [str(tmp_path)])
+    with pytest.raises(OpLibraryError, match="reinstall"):
+        ortolan.custom_ops.register(onnxruntime.SessionOptions())
