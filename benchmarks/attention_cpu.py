@@ -71,9 +71,7 @@ CASES = (
 
 def main() -> None:
     """Measure all cases, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="intra-op threads of both")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
@@ -147,9 +145,7 @@ def ortolan_step(case: Case, threads: int) -> Callable[[], None]:
     attend = emitters.swa_attention(
         "query", *new, "query_start", "past_len", outputs=("output",), name="attend", window=case.window
     )
-    return bound_step(
-        [append, attend], feeds, dict(zip(new, ("key_cache", "value_cache"), strict=True)), threads
-    )
+    return bound_step([append, attend], feeds, dict(zip(new, ("key_cache", "value_cache"), strict=True)), threads)
 
 
 def group_query_attention_step(case: Case, threads: int) -> Callable[[], None]:
@@ -210,9 +206,7 @@ def matmul_flops(threads: int) -> float:
     """Measure a 1024^3 float32 product in ONNX Runtime, operations per second."""
     size = 1024
     infos = [onnx.helper.make_tensor_value_info(k, FLOAT, [size, size]) for k in "abc"]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("MatMul", ["a", "b"], ["c"])], "m", infos[:2], infos[2:]
-    )
+    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMul", ["a", "b"], ["c"])], "m", infos[:2], infos[2:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -242,9 +236,7 @@ def cpu_name() -> str:
     """Return the processor's name."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

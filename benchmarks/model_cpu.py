@@ -2,10 +2,10 @@
 
     python benchmarks/model_cpu.py qwen3-0.6b --peer-python PEER/bin/python --json model_cpu.json
 
-PEER is a virtual environment with onnxruntime-genai, onnx_ir, torch and transformers, which its model builder
-needs. Both engines export one checkpoint to float32, read equal prompts and feed equal tokens, with as many
-threads; their turns alternate, so that a slow minute of the machine hits both. `qwen3-0.6b` is that model's shape
-with random weights; `retriever` is the model that comes with Ortolan.
+PEER is a virtual environment with onnxruntime-genai, and with onnx_ir, torch and transformers for its model
+builder. Both engines export one checkpoint to float32, read equal prompts and feed equal tokens, with as many
+threads; their turns alternate, so that a slow minute of the machine hits both. `qwen3-0.6b` is that model's
+shape with random weights; `retriever` is the model that comes with Ortolan.
 """
 
 from __future__ import annotations
@@ -79,11 +79,16 @@ class Engine(Protocol):
         """Read a prompt, then feed tokens one by one."""
 
 
+class PeerRefusalError(Exception):
+    """The peer's builder cannot export the model; holds the last line that it wrote."""
+
+
 class OrtolanEngine:
     """Ortolan, in this process."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         self._model = ortolan.load(folder, device="cpu", num_threads=threads)
+        self.vocab_size = self._model.manifest.vocab_size
 
     def run(self, prompt: list[int], fed: list[int]) -> Timing:
         """Read a prompt, then feed tokens one by one."""
@@ -137,15 +142,11 @@ class PeerEngine:
 
 def main() -> None:
     """Measure, print a table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=("qwen3-0.6b", "retriever"))
     parser.add_argument("--peer-python", required=True, help="interpreter that has onnxruntime-genai")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
-    parser.add_argument(
-        "--prompts", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths, tokens"
-    )
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="prompt lengths, tokens")
     parser.add_argument("--decode", type=int, default=32, help="tokens fed after each prompt")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="intra-op threads of both")
@@ -153,22 +154,22 @@ def main() -> None:
     options = parser.parse_args()
     with _work_dir(options.work_dir) as work:
         checkpoint = make_checkpoint(options.shape, work)
-        longest = max(options.prompts) + options.decode
         ours = OrtolanEngine(export_ours(checkpoint, work / "ortolan"), options.threads)
-        peer = PeerEngine(
-            options.peer_python,
-            export_peer(options.peer_python, checkpoint, work / "genai", options.threads, longest),
-        )
+        peer = start_peer(checkpoint, work / "genai", options)
         machine = {
             "cpu": cpu_name(),
             "threads": options.threads,
             "model": options.shape,
             "onnxruntime": onnxruntime.__version__,
-            "peer": peer.versions,
+            "peer": peer.versions if isinstance(peer, PeerEngine) else {"refused": peer},
         }
         print(json.dumps(machine))
-        rows = [measure(ours, peer, length, options) for length in options.prompts]
-        peer.close()
+        engines: dict[str, Engine] = {"ortolan": ours}
+        if isinstance(peer, PeerEngine):
+            engines["genai"] = peer
+        rows = [measure(engines, length, ours.vocab_size, options) for length in options.prompts]
+        if isinstance(peer, PeerEngine):
+            peer.close()
     if options.json:
         options.json.write_text(json.dumps({**machine, "rows": rows}, indent=2) + "\n")
 
@@ -213,40 +214,35 @@ def export_ours(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def export_peer(python: str, checkpoint: Path, folder: Path, threads: int, longest: int) -> Path:
-    """Export by the peer's own builder, which is told to compute logits of the last token only, as Ortolan does."""
+def start_peer(checkpoint: Path, folder: Path, options: argparse.Namespace) -> PeerEngine | str:
+    """Start the peer on its own export; where its builder refuses the model, return its last line."""
+    try:
+        export_peer(options.peer_python, checkpoint, folder)
+    except PeerRefusalError as refusal:
+        return str(refusal)
     settings = folder / "genai_config.json"
-    if not settings.is_file():
-        command = [python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
-        command += [
-            "-p",
-            "fp32",
-            "-e",
-            "cpu",
-            "-c",
-            folder / "cache",
-            "--extra_options",
-            "prune_lm_head=true",
-        ]
-        built = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if built.returncode:
-            raise SystemExit(f"the peer's builder refuses the model: {built.stdout[-2000:]}")
     config = json.loads(settings.read_text())
-    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
-    config["search"]["max_length"] = longest + 1
+    config["model"]["decoder"]["session_options"]["intra_op_num_threads"] = options.threads
     settings.write_text(json.dumps(config, indent=4))
-    return folder
+    return PeerEngine(options.peer_python, folder)
 
 
-def measure(
-    ours: OrtolanEngine, peer: PeerEngine, length: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Alternate the two engines and print one line."""
+def export_peer(python: str, checkpoint: Path, folder: Path) -> None:
+    """Export by the peer's builder, told to compute logits of the last token only, as Ortolan does."""
+    if (folder / "genai_config.json").is_file():
+        return
+    command = [python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+    command += ["-p", "fp32", "-e", "cpu", "-c", folder / "cache", "--extra_options", "prune_lm_head=true"]
+    built = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if built.returncode:
+        raise PeerRefusalError(built.stdout.strip().splitlines()[-1])
+
+
+def measure(engines: dict[str, Engine], length: int, vocab_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Let the engines take turns and print one line."""
     generator = np.random.default_rng(length)
-    vocabulary = ours._model.manifest.vocab_size
-    prompt = generator.integers(3, vocabulary, length).tolist()
-    fed = generator.integers(3, vocabulary, options.decode).tolist()
-    engines: dict[str, Engine] = {"ortolan": ours, "genai": peer}
+    prompt = generator.integers(3, vocab_size, length).tolist()
+    fed = generator.integers(3, vocab_size, options.decode).tolist()
     timings: dict[str, list[Timing]] = {name: [] for name in engines}
     for turn in range(options.repeats + 1):  # the first one warms up
         for name, engine in engines.items():
@@ -256,21 +252,18 @@ def measure(
     row: dict[str, Any] = {"prompt_tokens": length, "decoded_tokens": options.decode}
     for name, taken in timings.items():
         prefill = statistics.median(t.prefill_seconds for t in taken)
-        row[name] = asdict(taken[0]) | {
-            "prefill_seconds": prefill,
-            "token_seconds": statistics.median(t.token_seconds for t in taken),
-        }
-    a, b = row["ortolan"], row["genai"]
-    row["prefill_speed_ratio"] = b["prefill_seconds"] / a["prefill_seconds"]
-    row["decode_speed_ratio"] = b["token_seconds"] / a["token_seconds"]
-    row["same_best_token"] = a["best_token"] == b["best_token"]
-    print(
-        f"{length:>6} tokens: prefill {a['prefill_seconds']:.3f} s, peer {b['prefill_seconds']:.3f} s, "
-        f"ratio {row['prefill_speed_ratio']:.2f}; decode {1e3 * a['token_seconds']:.2f} ms, "
-        f"peer {1e3 * b['token_seconds']:.2f} ms, ratio {row['decode_speed_ratio']:.2f}; "
-        f"best token {a['best_token']} ({a['best_logit']:.4f}), peer {b['best_token']} ({b['best_logit']:.4f})",
-        flush=True,
-    )
+        token = statistics.median(t.token_seconds for t in taken)
+        row[name] = asdict(taken[0]) | {"prefill_seconds": prefill, "token_seconds": token}
+        print(f"{length:>6} tokens, {name:>8}: prefill {prefill:8.3f} s, decode {1e3 * token:8.2f} ms a token")
+    if "genai" in row:
+        ours, peer = row["ortolan"], row["genai"]
+        row["prefill_speed_ratio"] = peer["prefill_seconds"] / ours["prefill_seconds"]
+        row["decode_speed_ratio"] = peer["token_seconds"] / ours["token_seconds"]
+        row["best_logit_difference"] = abs(ours["best_logit"] - peer["best_logit"])
+        ratios = f"prefill {row['prefill_speed_ratio']:.2f}, decode {row['decode_speed_ratio']:.2f}"
+        print(f"{length:>6} tokens, peer's time / ours: {ratios}", flush=True)
+        if ours["best_token"] != peer["best_token"]:
+            print(f"  the engines disagree: {ours['best_token']} and {peer['best_token']}")
     return row
 
 

@@ -72,8 +72,7 @@ def _emitter(operator: Operator) -> str:
     arguments += [f'    {port.name}: str = "",' for port in optional]
     arguments += ["    *,", "    outputs: tuple[str, ...],", "    name: str,"]
     arguments += [
-        f"    {a.name}: {type(a.default).__name__} = {_python_literal(a.default)},"
-        for a in operator.attributes
+        f"    {a.name}: {type(a.default).__name__} = {_python_literal(a.default)}," for a in operator.attributes
     ]
     documented = [f"        {p.name}: {p.shape} {p.type}. {p.doc}" for p in operator.inputs]
     documented += [f"        outputs: names of {', '.join(f'{p.name} {p.shape}' for p in operator.outputs)}."]
@@ -169,9 +168,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a file differs")
     parser.add_argument("root", type=Path, help="root of the source tree")
     options = parser.parse_args()
-    stale = [
-        p for p, text in generated_files(options.root).items() if not p.is_file() or p.read_text() != text
-    ]
+    stale = [p for p, text in generated_files(options.root).items() if not p.is_file() or p.read_text() != text]
     if options.check:
         for path in stale:
             print(

@@ -50,9 +50,7 @@ def library_info() -> LibraryInfo:
     try:
         function = ctypes.CDLL(str(path)).ortolan_library_info
     except (OSError, AttributeError) as error:
-        raise OpLibraryError(
-            f"{path} cannot be loaded: {error}; reinstall ortolan on this machine"
-        ) from error
+        raise OpLibraryError(f"{path} cannot be loaded: {error}; reinstall ortolan on this machine") from error
     function.restype = ctypes.c_char_p
     version, *providers = function().decode().split(";")
     return LibraryInfo(version=version, providers=tuple(providers))

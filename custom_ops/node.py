@@ -21,8 +21,7 @@ def operator_node(
     present = len(inputs)
     while present and not inputs[present - 1]:
         present -= 1
-    node = onnx.helper.make_node(
-        op_type, list(inputs[:present]), list(outputs), name=name, domain=OPERATOR_DOMAIN, **attributes
-    )
+    node = onnx.helper.make_node(op_type, list(inputs[:present]), list(outputs), name=name, domain=OPERATOR_DOMAIN)
+    node.attribute.extend(onnx.helper.make_attribute(key, value) for key, value in attributes.items())
     node.doc_string = next(operator.doc for operator in OPERATORS if operator.name == op_type)
     return node

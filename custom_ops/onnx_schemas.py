@@ -26,9 +26,7 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
         doc=operator.doc,
         inputs=[_parameter(port) for port in operator.inputs],
         outputs=[_parameter(port) for port in operator.outputs],
-        type_constraints=[
-            (ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")
-        ],
+        type_constraints=[(ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")],
         attributes=[_attribute(attribute) for attribute in operator.attributes],
     )
     schema.set_type_and_shape_inference_function(lambda context: _infer(operator, context))
@@ -37,9 +35,7 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
 
 def _parameter(port: Port) -> onnx.defs.OpSchema.FormalParameter:
     option = _Option.Optional if port.optional else _Option.Single
-    return onnx.defs.OpSchema.FormalParameter(
-        port.name, port.type, f"{port.shape} {port.doc}", param_option=option
-    )
+    return onnx.defs.OpSchema.FormalParameter(port.name, port.type, f"{port.shape} {port.doc}", param_option=option)
 
 
 def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:

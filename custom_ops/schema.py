@@ -92,18 +92,14 @@ _BLOCK_TABLE = Port(
 _SINK = Attribute(name="sink", default=0, doc="S: first positions of a sequence, never overwritten.")
 _CAPACITY = Attribute(name="capacity", default=0, doc="C: slots a sequence has; 0 means M * P.")
 _SCALE = Attribute(name="scale", default=0.0, doc="Factor of the logits; 0 means 1 / sqrt(D).")
-_SOFTCAP = Attribute(
-    name="softcap", default=0.0, doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
-)
+_SOFTCAP = Attribute(name="softcap", default=0.0, doc="If positive, a logit z becomes softcap * tanh(z / softcap).")
 
 OPERATORS: tuple[Operator, ...] = (
     Operator(
         name="RingKvAppend",
         doc="Writes this step's keys and values into their slots of the cache, in place.",
         inputs=(
-            Port(
-                name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."
-            ),
+            Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
             Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),
             _KEY_CACHE,
             _VALUE_CACHE,
@@ -154,9 +150,7 @@ OPERATORS: tuple[Operator, ...] = (
             ),
         ),
         attributes=(
-            Attribute(
-                name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."
-            ),
+            Attribute(name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."),
             _SINK,
             _CAPACITY,
             _SCALE,
@@ -202,15 +196,11 @@ OPERATORS: tuple[Operator, ...] = (
             ),
             _BLOCK_TABLE,
         ),
-        outputs=(
-            Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),
-        ),
+        outputs=(Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),),
         attributes=(
             _SCALE,
             _SOFTCAP,
-            Attribute(
-                name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'
-            ),
+            Attribute(name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'),
         ),
     ),
     Operator(

@@ -67,9 +67,7 @@ class ExportOptions:
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
         if self.paged:
-            raise UnsupportedModelError(
-                "paged=True is not supported yet; caches are contiguous (paged=False)"
-            )
+            raise UnsupportedModelError("paged=True is not supported yet; caches are contiguous (paged=False)")
 
 
 def export(
@@ -138,13 +136,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise ConfigError(f"{target} exists and is no folder; choose another output folder")
     if any(target.iterdir()):
         if not overwrite:
-            raise ConfigError(
-                f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)"
-            )
+            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
         if not (target / MANIFEST_FILE).is_file():
-            raise ConfigError(
-                f"{target} holds something else than an exported model, so it is not overwritten"
-            )
+            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
 
 
 def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
@@ -221,9 +215,7 @@ def _write_folder(
         written += count
         progress(written, total)
 
-    attach_external_data(
-        model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance)
-    )
+    attach_external_data(model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance))
     (folder / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
@@ -254,9 +246,7 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
             )
             for layer in config.layers
         ),
-        rope_limits=tuple(v.limit for v in config.ropes[0].variants)
-        if config.ropes
-        else (options.max_context,),
+        rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
         attention_scale=config.attention_scale,

@@ -113,6 +113,4 @@ def _entry(file: Path, name: str, raw: Mapping[str, Any], data: int, size: int) 
             raise CheckpointError(
                 f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}"
             )
-    return TensorEntry(
-        file=file, element_type=element_type, shape=shape, begin=data + begin, length=end - begin
-    )
+    return TensorEntry(file=file, element_type=element_type, shape=shape, begin=data + begin, length=end - begin)

@@ -66,9 +66,7 @@ class HfConfig:
         """
         name = self.get(key, default)
         if name not in _ACTIVATIONS:
-            raise UnsupportedModelError(
-                f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}"
-            )
+            raise UnsupportedModelError(f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
     @property

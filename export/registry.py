@@ -36,14 +36,10 @@ def find_family(config: HfConfig) -> Family:
     names = config.get("architectures", [])
     supported = ", ".join(sorted(FAMILIES))
     if config.get("quantization_config"):
-        raise UnsupportedModelError(
-            "the checkpoint is quantized (quantization_config); give the unquantized one"
-        )
+        raise UnsupportedModelError("the checkpoint is quantized (quantization_config); give the unquantized one")
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
     close = difflib.get_close_matches(names[0], FAMILIES, n=1) if names else []
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise UnsupportedModelError(
-        f"architecture {names or 'none'} is not supported; supported: {supported}{hint}"
-    )
+    raise UnsupportedModelError(f"architecture {names or 'none'} is not supported; supported: {supported}{hint}")

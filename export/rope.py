@@ -43,9 +43,7 @@ class RopeSpec:
         value = self.parameters.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float):
-            raise CheckpointError(
-                f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}"
-            )
+            raise CheckpointError(f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}")
         return float(value)
 
 
@@ -59,15 +57,11 @@ def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | Non
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     rope_type = _ALIASES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
+        raise UnsupportedModelError(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     theta = parameters.get("rope_theta", default_theta)
     fraction = float(parameters.get("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)))
     max_position = config.integer("max_position_embeddings", 2048)
-    original = parameters.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
+    original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     return RopeSpec(
         rope_type=rope_type,
         theta=float(theta),
@@ -97,6 +91,7 @@ def build_rope(name: str, spec: RopeSpec, max_context: int) -> Rope:
     dynamic's second is that of `max_context`. A model that is never longer keeps the first alone.
     """
     original = int(spec.parameters["original_max_position_embeddings"])
+    variants: tuple[RopeVariant, ...]
     if spec.rope_type == "longrope":
         variants = (_longrope(spec, "short_factor", original), _longrope(spec, "long_factor", max_context))
     elif spec.rope_type == "dynamic":
@@ -113,9 +108,7 @@ def build_rope(name: str, spec: RopeSpec, max_context: int) -> Rope:
         )
     if max_context <= original:
         short = variants[0]
-        variants = (
-            RopeVariant(limit=max_context, inv_freq=short.inv_freq, attention_factor=short.attention_factor),
-        )
+        variants = (RopeVariant(limit=max_context, inv_freq=short.inv_freq, attention_factor=short.attention_factor),)
     return Rope(name=name, variants=variants)
 
 
@@ -148,7 +141,7 @@ def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
         return _yarn(spec)
     frequencies = _base_frequencies(spec, spec.theta)
     if spec.rope_type == "linear":
-        frequencies = frequencies / np.float32(spec.number("factor"))
+        frequencies = (frequencies / np.float32(spec.number("factor"))).astype(np.float32)
     if spec.rope_type == "llama3":
         frequencies = _llama3(spec, frequencies)
     return frequencies, 1.0
@@ -165,9 +158,7 @@ def _llama3(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
     factor, low, high = spec.number("factor"), spec.number("low_freq_factor"), spec.number("high_freq_factor")
     turns = spec.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
-    mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(
-        np.float32
-    )
+    mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(np.float32)
     return mixed
 
 
@@ -181,13 +172,11 @@ def _yarn(spec: RopeSpec) -> tuple[Frequencies, float]:
 
     low, high = dimension(spec.number("beta_fast", 32)), dimension(spec.number("beta_slow", 1))
     if spec.parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
+        low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0), min(high, spec.rotary_size - 1)
     ramp = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1).astype(np.float32)
     frequencies = _base_frequencies(spec, spec.theta)
-    mixed: Frequencies = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(
-        np.float32
-    )
+    mixed: Frequencies = (frequencies / np.float32(factor) * ramp + frequencies * (1 - ramp)).astype(np.float32)
     return mixed, _yarn_attention_factor(spec, factor)
 
 

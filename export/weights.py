@@ -78,11 +78,7 @@ class CheckpointWeights:
         if source.rows is None:
             fits = entry.shape == shape
         else:
-            fits = (
-                len(entry.shape) == len(shape)
-                and entry.shape[1:] == shape[1:]
-                and entry.shape[0] >= source.rows[1]
-            )
+            fits = len(entry.shape) == len(shape) and entry.shape[1:] == shape[1:] and entry.shape[0] >= source.rows[1]
         if not fits:
             raise CheckpointError(
                 f"{source.name} in {entry.file} has shape {list(entry.shape)}, which does not hold "
@@ -139,4 +135,4 @@ def write_weights(
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Count the bytes of all weights, padding aside."""
     elements = sum(int(np.prod(shape, dtype=np.int64)) for shape in weight_shapes(config).values())
-    return elements * NUMPY_TYPES[dtype].itemsize
+    return elements * int(NUMPY_TYPES[dtype].itemsize)

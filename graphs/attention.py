@@ -17,11 +17,16 @@ class RotationLike(Protocol):
     """Cosine and sine of the step's positions, [1, T, rotary / 2] each."""
 
     @property
-    def cosine(self) -> Tensor: ...
+    def cosine(self) -> Tensor:
+        """[1, T, rotary / 2]."""
+
     @property
-    def sine(self) -> Tensor: ...
+    def sine(self) -> Tensor:
+        """[1, T, rotary / 2]."""
+
     @property
-    def rotary_size(self) -> int: ...
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated."""
 
 
 @dataclass(frozen=True, slots=True)

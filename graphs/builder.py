@@ -68,9 +68,7 @@ class GraphBuilder:
             self._constants[name] = gs.Constant(name, np.ascontiguousarray(np.asarray(values, dtype)))
         return self._constants[name]
 
-    def node(
-        self, name: str, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any] | None = None
-    ) -> Tensor:
+    def node(self, name: str, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any] | None = None) -> Tensor:
         """Add a node of the standard domain and return its first output."""
         return self.nodes(name, op, inputs, 1, attrs)[0]
 
@@ -119,7 +117,7 @@ class GraphBuilder:
         names = [node.name for node in self._graph.nodes]
         if len(set(names)) != len(names):
             raise ContractMismatchError("two nodes of the graph share a name")
-        model = gs.export_onnx(self._graph.toposort(), do_type_check=False)
+        model: onnx.ModelProto = gs.export_onnx(self._graph.toposort(), do_type_check=False)
         model.ir_version = IR_VERSION
         model.producer_name = PRODUCER
         for node in model.graph.node:

@@ -78,9 +78,7 @@ def _rotations(parts: Parts) -> dict[str, Rotation]:
     graph, ropes = parts.graph, parts.config.ropes
     if not ropes:
         return {}
-    positions = graph.node(
-        "rope/Cast", "Cast", [graph.input(contract.POSITIONS, INT64, ["T"])], {"to": FLOAT}
-    )
+    positions = graph.node("rope/Cast", "Cast", [graph.input(contract.POSITIONS, INT64, ["T"])], {"to": FLOAT})
     axis = graph.constant("axes/last", [1], np.int64)
     column = graph.node("rope/Unsqueeze", "Unsqueeze", [positions, axis])
     variant = None

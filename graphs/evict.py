@@ -6,10 +6,11 @@ Source: SnapKV, arXiv 2404.14469; the order of steps is that of docs/snapkv.md.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import onnx
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
+from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
 from ortolan.graphs.options import ONNX_TYPES
 
 from ortolan import contract
@@ -58,9 +59,7 @@ def build_evict_model(
 
 def _check(manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str) -> None:
     if not any(layer.evictable for layer in manifest.layers):
-        raise ConfigError(
-            "this model has no full-attention layer that captures queries, so nothing can be evicted"
-        )
+        raise ConfigError("this model has no full-attention layer that captures queries, so nothing can be evicted")
     if kernel < 1 or kernel % 2 == 0:
         raise ConfigError(f"kernel is {kernel}; it must be an odd number of positions")
     for name, value, allowed in (
@@ -73,9 +72,7 @@ def _check(manifest: Manifest, kernel: int, pool: str, granularity: str, group_r
 
 
 class _EvictBuilder:
-    def __init__(
-        self, manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str
-    ) -> None:
+    def __init__(self, manifest: Manifest, kernel: int, pool: str, granularity: str, group_reduce: str) -> None:
         self.manifest, self.kernel, self.pool = manifest, kernel, pool
         self.granularity, self.group_reduce = granularity, group_reduce
         self.graph = GraphBuilder("evict", DOC_STRING)
@@ -98,7 +95,7 @@ class _EvictBuilder:
 
     def _declare(self, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer, graph = self.manifest.layers[i], self.graph
-        cache = [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
+        cache: Shape = [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
         heads = self.manifest.num_heads
         return (
             graph.input(contract.capture(i), self.dtype, ["B", "snapkv_window", heads, layer.head_size]),
@@ -119,7 +116,7 @@ class _EvictBuilder:
             group_reduce=self.group_reduce,
         )
         half = self.kernel // 2
-        attributes = {"kernel_shape": [self.kernel], "strides": [1], "pads": [half, half]}
+        attributes: dict[str, Any] = {"kernel_shape": [self.kernel], "strides": [1], "pads": [half, half]}
         if self.pool == "avg":
             attributes["count_include_pad"] = 1
         op = POOLS[self.pool]
@@ -129,9 +126,7 @@ class _EvictBuilder:
         axis = graph.constant("axes/heads", [1], np.int64)
         return graph.node(f"{path}/ReduceSum", "ReduceSum", [pooled, axis], {"keepdims": 1})
 
-    def _evict(
-        self, i: int, score: Tensor, _capture: Tensor, key: Tensor, value: Tensor, kv_len: Tensor
-    ) -> None:
+    def _evict(self, i: int, score: Tensor, _capture: Tensor, key: Tensor, value: Tensor, kv_len: Tensor) -> None:
         path, graph, layer = f"layers.{i}/evict", self.graph, self.manifest.layers[i]
         keep = self._select(path, score, kv_len)
         caches = graph.operator(
@@ -142,7 +137,7 @@ class _EvictBuilder:
         )
         limit = graph.node(f"{path}/budget/Cast", "Cast", [self.budget], {"to": INT32})
         kept = graph.node(f"{path}/Min", "Min", [kv_len, limit])
-        shape = [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
+        shape: Shape = [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
         graph.output(caches[0], contract.output(contract.key_cache(i)), self.dtype, shape)
         graph.output(caches[1], contract.output(contract.value_cache(i)), self.dtype, shape)
         graph.output(kept, contract.output(contract.kv_len(i)), INT32, ["B", layer.num_kv_heads])
@@ -160,9 +155,7 @@ class _EvictBuilder:
         positions = graph.node(f"{path}/positions", "Range", [start, end, one])  # [C]
         ranked = self._rank(path, score, self._lengths(path, kv_len), positions)
         count = graph.node(f"{path}/count", "Min", [self.budget, slots])
-        best, chosen = graph.nodes(
-            f"{path}/TopK", "TopK", [ranked, count], 2, {"axis": -1, "largest": 1, "sorted": 1}
-        )
+        best, chosen = graph.nodes(f"{path}/TopK", "TopK", [ranked, count], 2, {"axis": -1, "largest": 1, "sorted": 1})
         zero = graph.constant("float/zero", 0, np.float32)
         held = graph.node(f"{path}/held", "GreaterOrEqual", [best, zero])
         padded = graph.node(f"{path}/padded", "Where", [held, chosen, end])
@@ -177,9 +170,7 @@ class _EvictBuilder:
         """Lengths as int64 [B, heads, 1]; heads that share a list hold equal lengths."""
         graph = self.graph
         wide = graph.node(f"{path}/kv_len/Cast", "Cast", [kv_len], {"to": INT64})
-        column = graph.node(
-            f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)]
-        )
+        column = graph.node(f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)])
         if self.granularity == "kv_head":
             return column
         axis = graph.constant("axes/heads", [1], np.int64)

@@ -28,9 +28,7 @@ def attach_external_data(model: onnx.ModelProto, tensors: Mapping[str, ExternalT
     external = {t.name: t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL}
     missing, unused = sorted(set(external) - set(tensors)), sorted(set(tensors) - set(external))
     if missing or unused:
-        raise ContractMismatchError(
-            f"weights without data: {missing[:5]}; data without weights: {unused[:5]}"
-        )
+        raise ContractMismatchError(f"weights without data: {missing[:5]}; data without weights: {unused[:5]}")
     for name, tensor in external.items():
         where = tensors[name]
         del tensor.external_data[:]

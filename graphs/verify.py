@@ -38,9 +38,7 @@ def _check_onnx(model: onnx.ModelProto) -> None:
     bare.CopyFrom(model)
     for tensor in bare.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            bare.graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
+            bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
@@ -51,18 +49,14 @@ def _check_onnx(model: onnx.ModelProto) -> None:
         raise ContractMismatchError(f"rule 1: onnx rejects the graph: {error}") from error
     for node in model.graph.node:
         if node.domain == OPERATOR_DOMAIN and not onnx.defs.has(node.op_type, OPERATOR_DOMAIN):
-            raise ContractMismatchError(
-                f"rule 1: node '{node.name}' is a {node.op_type}, which Ortolan does not have"
-            )
+            raise ContractMismatchError(f"rule 1: node '{node.name}' is a {node.op_type}, which Ortolan does not have")
 
 
 def _check_names(graph: onnx.GraphProto) -> None:
     seen: set[str] = set()
     for node in graph.node:
         if not node.name or node.name in seen:
-            raise ContractMismatchError(
-                f"rule 2: node name {node.name!r} of a {node.op_type} is empty or not unique"
-            )
+            raise ContractMismatchError(f"rule 2: node name {node.name!r} of a {node.op_type} is empty or not unique")
         seen.add(node.name)
 
 

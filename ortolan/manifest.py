@@ -108,7 +108,7 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
         layers = tuple(LayerInfo(**layer) for layer in raw["layers"])
     except TypeError as error:
         raise ContractMismatchError(f"{source}: layers do not have the expected keys: {error}") from error
-    sequences = {name: tuple(raw[name]) for name in ("rope_limits", "eos_token_ids") if name in raw}
+    sequences: dict[str, Any] = {name: tuple(raw[name]) for name in ("rope_limits", "eos_token_ids") if name in raw}
     return {**raw, **sequences, "layers": layers}
 
 
@@ -128,7 +128,5 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / name
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
-            raise ContractMismatchError(
-                f"{file}: {actual} bytes, the manifest says {size}; export the model again"
-            )
+            raise ContractMismatchError(f"{file}: {actual} bytes, the manifest says {size}; export the model again")
     return manifest

@@ -39,7 +39,5 @@ def cuda_problem() -> str | None:
     import onnxruntime
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():
-        return (
-            onnxruntime_problem() or "onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
-        )
+        return onnxruntime_problem() or "onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
     return None

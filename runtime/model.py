@@ -115,9 +115,7 @@ class Model:
         try:
             return onnxruntime.InferenceSession(model, options, providers=[self._provider])
         except Exception as error:  # the binding raises its own exception types, one per status code
-            raise ContractMismatchError(
-                f"ONNX Runtime cannot open the graph of {self.folder}: {error}"
-            ) from error
+            raise ContractMismatchError(f"ONNX Runtime cannot open the graph of {self.folder}: {error}") from error
 
 
 def load(

@@ -42,9 +42,7 @@ class SnapKv:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"SnapKv {name} is {value!r}; it must be a whole number, at least {least}")
         if self.kernel % 2 == 0:
-            raise ConfigError(
-                f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length"
-            )
+            raise ConfigError(f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length")
         if self.budget < self.window + self.sink:
             raise ConfigError(
                 f"SnapKv budget {self.budget} does not hold window {self.window} and sink {self.sink}, "

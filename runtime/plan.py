@@ -60,9 +60,7 @@ def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
     return _round_up(sink + window + chunk_size, RING_TILE)
 
 
-def plan_caches(
-    manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None
-) -> CachePlan:
+def plan_caches(manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None) -> CachePlan:
     """Plan the caches of one sequence.
 
     Args:

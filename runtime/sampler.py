@@ -30,9 +30,7 @@ class Sampler:
         return int(self._generator.choice(len(probabilities), p=probabilities))
 
 
-def penalize(
-    logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float
-) -> npt.NDArray[np.float32]:
+def penalize(logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float) -> npt.NDArray[np.float32]:
     """Divide positive logits of tokens in `history` by the penalty, and multiply negative ones."""
     result = logits.copy()
     seen = np.unique(np.asarray(history, np.int64))

@@ -192,9 +192,7 @@ class Session:
             )
         vocabulary = self._manifest.vocab_size
         if given.min() < 0 or given.max() >= vocabulary:
-            raise ConfigError(
-                f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}"
-            )
+            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
         return self._with_pending(given.astype(np.int64))
 
     def _with_pending(self, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -207,9 +205,7 @@ class Session:
                 f"({self.logical_length} are read); make the session with a larger max_context"
             )
         if self._missing_ring(self.logical_length) is not None:
-            raise CapacityError(
-                "a failed step overwrote ring history; call rewind(0) and read the sequence again"
-            )
+            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
         return tokens
 
     def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Logits:
@@ -286,7 +282,7 @@ class Session:
         self.stats.eviction_seconds += time.perf_counter() - start
 
     def _prepare_capture(self, count: int) -> None:
-        """Restore the captured queries that a rewind left stale, if the next `count` tokens lead to an eviction.
+        """Restore captured queries that a rewind left stale, if the next `count` tokens bring an eviction.
 
         Queries before the last eviction come from a copy made then: their keys are gone. Later ones are
         captured by feeding their tokens again.
@@ -326,9 +322,7 @@ class Session:
     def _missing_ring(self, length: int) -> int | None:
         """Return a ring layer that no longer holds the window before `length`."""
         for index, layer in enumerate(self.plan.layers):
-            if layer.kind == "ring" and not ring_keeps(
-                length, self._lengths.highest, layer, self._manifest.sink
-            ):
+            if layer.kind == "ring" and not ring_keeps(length, self._lengths.highest, layer, self._manifest.sink):
                 return index
         return None
 

@@ -21,11 +21,7 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """Return the counters with the rates that follow from them."""
         rates = {
-            "prefill_tokens_per_second": self.prefill_tokens / self.prefill_seconds
-            if self.prefill_seconds
-            else None,
-            "decode_tokens_per_second": self.decode_tokens / self.decode_seconds
-            if self.decode_seconds
-            else None,
+            "prefill_tokens_per_second": self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None,
+            "decode_tokens_per_second": self.decode_tokens / self.decode_seconds if self.decode_seconds else None,
         }
         return dataclasses.asdict(self) | rates

@@ -22,14 +22,10 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ContractMismatchError(
-                f"{folder} has no tokenizer.json; use token ids, or add one and export again"
-            )
+            raise ContractMismatchError(f"{folder} has no tokenizer.json; use token ids, or add one and export again")
         self._tokenizer = HfTokenizer.from_file(str(path))
         config = folder / "tokenizer_config.json"
-        self._config: dict[str, Any] = (
-            json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        )
+        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
         template = folder / "chat_template.jinja"
         if template.is_file():
             self._config["chat_template"] = template.read_text(encoding="utf-8")
@@ -73,9 +69,7 @@ class Tokenizer:
             text = (
                 _environment()
                 .from_string(template)
-                .render(
-                    messages=list(messages), add_generation_prompt=add_generation_prompt, **names, **variables
-                )
+                .render(messages=list(messages), add_generation_prompt=add_generation_prompt, **names, **variables)
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template refuses the messages: {error}") from error

@@ -50,9 +50,7 @@ class Shape:
         """C."""
         longest = max(p + t for p, t in zip(self.longest_past, self.tokens, strict=True))
         ring = self.sink + self.window - 1 + max(max(self.tokens), 1)
-        return self.capacity or (
-            longest if self.window < 0 else max(min(longest, ring), self.sink + self.window)
-        )
+        return self.capacity or (longest if self.window < 0 else max(min(longest, ring), self.sink + self.window))
 
     @property
     def longest_past(self) -> list[int]:
@@ -70,9 +68,7 @@ Feeds = dict[str, np.ndarray]
 
 def block_table(sequences: int, pages: int, rng: np.random.Generator) -> np.ndarray:
     """Deal shuffled pages of a pool with two spare ones, [B, M] int32."""
-    return (
-        rng.permutation(sequences * pages + 2)[: sequences * pages].reshape(sequences, pages).astype(np.int32)
-    )
+    return rng.permutation(sequences * pages + 2)[: sequences * pages].reshape(sequences, pages).astype(np.int32)
 
 
 def attention_feeds(shape: Shape, seed: int = 0) -> Feeds:
@@ -96,9 +92,7 @@ def attention_feeds(shape: Shape, seed: int = 0) -> Feeds:
     if shape.page_slots:
         pages = -(-slots // shape.page_slots)
         table["block_table"] = block_table(sequences, pages, rng)
-        caches = empty_caches(
-            sequences * pages + 2, shape.kv_heads, shape.page_slots, shape.head_size, shape.dtype
-        )
+        caches = empty_caches(sequences * pages + 2, shape.kv_heads, shape.page_slots, shape.head_size, shape.dtype)
     filled = np.broadcast_to(past.reshape(sequences, -1), (sequences, shape.kv_heads)).T + shape.tokens
     for head, head_lengths in enumerate(filled):
         for sequence, length in enumerate(head_lengths):
@@ -165,16 +159,12 @@ def plain_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]
     scale = np.float32(shape.options.get("scale", 0) or size**-0.5)
     softcap = np.float32(shape.options.get("softcap", 0))
     output, lse = np.zeros((tokens, heads, size), np.float32), np.full((heads, tokens), -np.inf, np.float32)
-    past = np.broadcast_to(
-        feeds["past_len"].reshape(len(shape.tokens), -1), (len(shape.tokens), shape.kv_heads)
-    )
+    past = np.broadcast_to(feeds["past_len"].reshape(len(shape.tokens), -1), (len(shape.tokens), shape.kv_heads))
     for sequence, head in np.ndindex(past.shape):
         for row in range(feeds["query_start"][sequence], feeds["query_start"][sequence + 1]):
             position = int(past[sequence, head] + row - feeds["query_start"][sequence])
             seen = reference.visible_positions(position, shape.window, shape.sink)
-            keys, values = (
-                gather(shape, feeds, name, sequence, head, seen) for name in ("key_cache", "value_cache")
-            )
+            keys, values = (gather(shape, feeds, name, sequence, head, seen) for name in ("key_cache", "value_cache"))
             for h in range(head * group, (head + 1) * group):
                 z = keys @ feeds["query"][row, h].astype(np.float32) * scale
                 if softcap:
@@ -186,9 +176,7 @@ def plain_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]
     return output, lse
 
 
-def gather(
-    shape: Shape, feeds: Feeds, name: str, sequence: int, head: int, positions: list[int]
-) -> np.ndarray:
+def gather(shape: Shape, feeds: Feeds, name: str, sequence: int, head: int, positions: list[int]) -> np.ndarray:
     """Return the cached rows of some positions, [len(positions), D] float32."""
     slots = np.array([reference.slot_of(p, shape.slots, shape.sink) for p in positions], np.int64)
     if "block_table" in feeds:

@@ -26,9 +26,7 @@ def find_operator(name: str) -> Operator:
     return next(operator for operator in OPERATORS if operator.name == name)
 
 
-def build_model(
-    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
-) -> onnx.ModelProto:
+def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> onnx.ModelProto:
     """Build a model of one node, whose inputs are named as in the schema and have free shapes."""
     operator = find_operator(name)
     element = next(iter(feeds.values())).dtype
@@ -52,9 +50,7 @@ def build_model(
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def open_session(
-    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
-) -> ort.InferenceSession:
+def open_session(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 2
@@ -122,8 +118,6 @@ def random_batch(
     )
 
 
-def empty_caches(
-    pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32
-) -> list[np.ndarray]:
+def empty_caches(pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32) -> list[np.ndarray]:
     """Return a key and a value cache whose empty slots hold NaN."""
     return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype) for _ in range(2)]

@@ -27,8 +27,7 @@ def write_folder(model: Retriever, folder: Path, dtype: torch.dtype = torch.floa
     folder.mkdir(parents=True, exist_ok=True)
     name = str(dtype).removeprefix("torch.")
     tensors = {
-        f"model.{key}": value.detach().to("cpu", dtype).contiguous()
-        for key, value in model.state_dict().items()
+        f"model.{key}": value.detach().to("cpu", dtype).contiguous() for key, value in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -94,14 +93,10 @@ def hugging_face_config(config: RetrieverConfig) -> dict[str, Any]:
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer whose token id is the byte; it adds no special token by itself."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary | {text: index for index, text in SPECIALS.items()}, merges=[])
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary | {text: index for index, text in SPECIALS.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in SPECIALS.values()]
-    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS.values()])
     return tokenizer
 
 

@@ -48,9 +48,7 @@ def batches(length: int, samples: int, batch: int, seed: int) -> Iterator[tuple[
     for start in range(0, len(work), batch):
         cells = work[start : start + batch]
         made = [
-            make_sample(
-                corpus, Task(length=length, depth=cell.depth, kind=cell.kind, seed=seed + start + index)
-            )
+            make_sample(corpus, Task(length=length, depth=cell.depth, kind=cell.kind, seed=seed + start + index))
             for index, cell in enumerate(cells)
         ]
         yield cells, torch.stack([_tokens(sample) for sample in made])
@@ -76,9 +74,7 @@ class Evictable:
     def __init__(self, model: Retriever, ratio: int) -> None:
         self.model = model
         self.ratio = ratio
-        self.layers: list[Attention] = [
-            layer.self_attn for layer in model.layers if not layer.self_attn.window
-        ]
+        self.layers: list[Attention] = [layer.self_attn for layer in model.layers if not layer.self_attn.window]
 
     def logits(self, tokens: Tensor, evict: bool) -> Tensor:
         """Return logits [B, ANSWER_BYTES + 1, V]; evicting keeps length / ratio keys."""
@@ -96,9 +92,7 @@ class Evictable:
 def evaluate(args: argparse.Namespace) -> dict[str, dict[Cell, list[bool]]]:
     """Return the outcomes of every sample, by method and cell."""
     reference = Gemma3ForCausalLM.from_pretrained(args.folder, dtype=args.dtype).to(args.device).eval()
-    evictable = (
-        Evictable(read_folder(args.folder).to(args.device).eval(), args.snapkv) if args.snapkv else None
-    )
+    evictable = Evictable(read_folder(args.folder).to(args.device).eval(), args.snapkv) if args.snapkv else None
     outcomes: dict[str, dict[Cell, list[bool]]] = {"full": defaultdict(list), "snapkv": defaultdict(list)}
     for length in args.lengths:
         size = max(1, args.batch_tokens // length)
@@ -108,9 +102,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, dict[Cell, list[bool]]]:
             _record(outcomes["full"], cells, exact(logits, tokens))
             if evictable:
                 if args.dtype == "float32":
-                    torch.testing.assert_close(
-                        evictable.logits(tokens, evict=False), logits, rtol=0, atol=2e-2
-                    )
+                    torch.testing.assert_close(evictable.logits(tokens, evict=False), logits, rtol=0, atol=2e-2)
                 _record(outcomes["snapkv"], cells, exact(evictable.logits(tokens, evict=True), tokens))
         print(f"{length}: {_rate(outcomes['full'], length=length)} full", flush=True)
     return outcomes
@@ -148,9 +140,7 @@ def tables(outcomes: dict[Cell, list[bool]], lengths: list[int]) -> str:
 
 def main() -> None:
     """Evaluate and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 6144, 8192])
     parser.add_argument("--samples", type=int, default=8, help="for each of 11 depths and 3 kinds")
@@ -161,9 +151,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path, help="file for every cell's share")
     args = parser.parse_args()
-    print(
-        f"{args.device}, torch {torch.__version__}, transformers {transformers.__version__}, seed {args.seed}"
-    )
+    print(f"{args.device}, torch {torch.__version__}, transformers {transformers.__version__}, seed {args.seed}")
     outcomes = evaluate(args)
     report = []
     for method, cells in outcomes.items():

@@ -195,9 +195,7 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> Tensor:
 
 def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(
-            module.weight, std=0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5
-        )
+        nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5)
 
 
 def attention_loss(look: list[tuple[Tensor, Tensor]], rows: Tensor, targets: Tensor) -> Tensor:

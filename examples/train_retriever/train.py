@@ -83,9 +83,7 @@ def schedule(stages: list[Stage], start: int, seed: int, workers: int) -> Iterat
         remaining = first + stage.steps - max(first, start)
         if remaining > 0:
             stream = RetrievalStream(stage, seed + max(first, start))
-            loader = DataLoader(
-                stream, batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None
-            )
+            loader = DataLoader(stream, batch_size=None, num_workers=workers, prefetch_factor=4 if workers else None)
             batches = iter(loader)
             for step in range(first + stage.steps - remaining, first + stage.steps):
                 yield step, next(batches)
@@ -128,9 +126,7 @@ def _log(step: int, losses: Losses, batch: Batch, seconds: float) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the Hugging Face files")
     parser.add_argument("--checkpoint", type=Path, help="float32 weights and step, written at the end")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
@@ -138,9 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--text-weight", type=float, default=0.3)
     parser.add_argument("--attention-weight", type=float, default=0.1)
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, help="stop after this long, wherever training is"
-    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="stop after this long, wherever training is")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
     parser.add_argument("--log-every", type=int, default=50)

@@ -99,9 +99,7 @@ def attention_biases(config: HfConfig, key: str = "attention_bias") -> dict[str,
     return {"query_bias": bias, "key_bias": bias, "value_bias": bias, "output_bias": bias}
 
 
-def llama_sources(
-    config: ModelConfig, norms: dict[str, str] = LLAMA_NORMS, *, plus_one: bool = False
-) -> Sources:
+def llama_sources(config: ModelConfig, norms: dict[str, str] = LLAMA_NORMS, *, plus_one: bool = False) -> Sources:
     """Map weights to the tensor names of Llama's layout."""
     sources: Sources = {
         "embedding.weight": Source(name="model.embed_tokens.weight"),

@@ -19,9 +19,7 @@ def layer_types(config: HfConfig, default: list[str]) -> list[str]:
     types: list[str] = config.get("layer_types", default)
     count = config.integer("num_hidden_layers")
     if len(types) != count:
-        raise CheckpointError(
-            f"config.json: layer_types lists {len(types)} layers, num_hidden_layers is {count}"
-        )
+        raise CheckpointError(f"config.json: layer_types lists {len(types)} layers, num_hidden_layers is {count}")
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedModelError(f"layer types {unknown} are not supported; supported: {FULL}, {SLIDING}")
@@ -36,7 +34,5 @@ def read_layer_types(config: HfConfig, default: list[str], window: int | None) -
     """
     types = layer_types(config, default)
     if SLIDING in types and window is None:
-        raise CheckpointError(
-            "config.json: layer_types has sliding_attention, but there is no sliding_window in use"
-        )
+        raise CheckpointError("config.json: layer_types has sliding_attention, but there is no sliding_window in use")
     return [window if kind == SLIDING and window else -1 for kind in types]

@@ -35,19 +35,11 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--length", type=int, default=8192, help="bytes of the document (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--budget", type=int, default=1024, help="SnapKV's budget, tokens (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--depth", type=float, default=0.35, help="where the fact is, 0 to 1 (default: %(default)s)"
-    )
+    parser.add_argument("--length", type=int, default=8192, help="bytes of the document (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=1024, help="SnapKV's budget, tokens (default: %(default)s)")
+    parser.add_argument("--depth", type=float, default=0.35, help="where the fact is, 0 to 1 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="picks text and fact (default: %(default)s)")
-    parser.add_argument(
-        "--keep-dir", type=Path, help="keep the exported model in this folder, or reuse it from there"
-    )
+    parser.add_argument("--keep-dir", type=Path, help="keep the exported model in this folder, or reuse it from there")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.set_defaults(run=run)
 
@@ -122,9 +114,7 @@ def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     text = "".join(stream_text(model.tokenizer, tokens, ["\n"]))
     verdict = "right" if is_correct(sample, text) else f"wrong, it is {sample.answer}"
     print(f"answer    {text.strip()!r} ({verdict})")
-    evicted = (
-        "evicted once" if session.stats.evictions else "nothing to evict: the document is within the budget"
-    )
+    evicted = "evicted once" if session.stats.evictions else "nothing to evict: the document is within the budget"
     print(f"read in chunks of {session.plan.chunk_size} tokens in {seconds:.1f} s, {evicted}\n")
 
 

@@ -29,12 +29,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--max-context", type=int, default=32768, help="longest sequence, tokens (default: %(default)s)"
     )
-    parser.add_argument(
-        "--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sink", type=int, default=0, help="first positions always kept (default: %(default)s)"
-    )
+    parser.add_argument("--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)")
+    parser.add_argument("--sink", type=int, default=0, help="first positions always kept (default: %(default)s)")
     parser.add_argument(
         "--snapkv-window",
         type=int,

@@ -33,15 +33,11 @@ def add_parser(commands: Any) -> None:
     prompt.add_argument("--prompt-file", type=Path, help="file with the prompt")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
-    )
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
     parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
-    parser.add_argument(
-        "--stats-json", metavar="FILE", help="write counters and timings; - for standard error"
-    )
+    parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
     _add_sampling(parser)
     _add_snapkv(parser)
     parser.set_defaults(run=run)
@@ -119,9 +115,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
         text = options.prompt
     else:
         try:
-            text = (
-                options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else sys.stdin.read()
-            )
+            text = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else sys.stdin.read()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
     if not text:
@@ -129,9 +123,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # undecodable bytes of an argument arrive as lone surrogates
-        raise ConfigError(
-            f"the prompt is not UTF-8 text: {error.reason} at character {error.start}"
-        ) from error
+        raise ConfigError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
     return str(text)
 
 

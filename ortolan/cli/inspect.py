@@ -29,9 +29,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
-    parser.add_argument(
-        "--context", type=int, nargs="+", help="context lengths to plan for (default: the export's)"
-    )
+    parser.add_argument("--context", type=int, nargs="+", help="context lengths to plan for (default: the export's)")
     parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--netron", action="store_true", help="open the graph in Netron")
@@ -85,8 +83,7 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
                 "bytes": plan.bytes,
                 "full_length_bytes": plan.full_length_bytes,
                 "layers": [
-                    {"kind": x.kind, "window": x.window, "capacity": x.capacity, "bytes": x.bytes}
-                    for x in plan.layers
+                    {"kind": x.kind, "window": x.window, "capacity": x.capacity, "bytes": x.bytes} for x in plan.layers
                 ],
             }
             for plan in plans
@@ -95,17 +92,11 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
 
 
 def _print(manifest: Manifest, summary: Any, plans: list[Any]) -> None:
-    print(
-        f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes"
-    )
+    print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
-    print(
-        format_table(
-            ["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]
-        )
-    )
+    print(format_table(["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]))
     for plan in plans:
         print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
         print(plan_table(plan))

@@ -14,10 +14,7 @@ from ortolan.retrieval import Sample, Task, load_corpus, make_sample
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli") / "model"
-    assert (
-        main(["export", str(shipped_model()), str(folder), "--max-context", "4096", "--chunk-size", "256"])
-        == 0
-    )
+    assert main(["export", str(shipped_model()), str(folder), "--max-context", "4096", "--chunk-size", "256"]) == 0
     return folder
 
 

@@ -49,9 +49,7 @@ def test_generate_prints_the_text_alone(folders, capsys, tmp_path):
         "--stats-json",
         stats,
     ]
-    code, out, err = run(
-        [*arguments, "--snapkv-budget", 64, "--snapkv-window", 16, "--device", "cpu"], capsys
-    )
+    code, out, err = run([*arguments, "--snapkv-budget", 64, "--snapkv-window", 16, "--device", "cpu"], capsys)
     assert code == 0, err
     model = ortolan.load(folder, device="cpu")
     session = model.session(snapkv=ortolan.SnapKv(budget=64, window=16))

@@ -73,9 +73,7 @@ def test_closed_pipe_is_quiet(model_dir, tmp_path):
 
 
 def test_interrupt_ends_with_130(model_dir, tmp_path):
-    process = start(
-        "generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "4000", folder=tmp_path
-    )
+    process = start("generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "4000", folder=tmp_path)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -39,8 +39,7 @@ def test_table_has_a_row_for_each_layer(model_dir, capsys):
     rows = [line.split() for line in lines[lines.index(next(x for x in lines if "2048 tokens" in x)) :]]
     found = {row[0]: row[1:4] for row in rows if row and row[0].isdigit()}
     assert found == {
-        str(i): [x.kind, str(x.window) if x.window > 0 else "-", str(x.capacity)]
-        for i, x in enumerate(plan.layers)
+        str(i): [x.kind, str(x.window) if x.window > 0 else "-", str(x.capacity)] for i, x in enumerate(plan.layers)
     }
 
 
@@ -62,9 +61,7 @@ def test_context_out_of_range(context, model_dir, capsys):
     assert "max_context" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("netron") is not None, reason="netron is installed, and would open"
-)
+@pytest.mark.skipif(importlib.util.find_spec("netron") is not None, reason="netron is installed, and would open")
 def test_netron_that_is_not_installed(model_dir, capsys):
     assert main(["inspect", str(model_dir), "--netron"]) == 1
     assert "pip install netron" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_logits_agree_with_transformers(exported, length, chunk):
 
 
 def test_the_ring_wraps_several_times(exported):
-    checkpoint, folder, window = exported
+    checkpoint, folder, _ = exported
     prompt = prompt_of(MAX_CONTEXT - DECODED_TOKENS, checkpoint)
     session = ortolan.load(folder, device="cpu").session(max_context=MAX_CONTEXT, chunk_size=7)
     manifest = read_manifest(folder)

@@ -68,9 +68,7 @@ def test_default_rope_and_partial_rotation():
 
 
 def test_short_contexts_need_one_variant_and_ropes_share_limits():
-    config = HfConfig(
-        BASE | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **TYPES["longrope"]}}
-    )
+    config = HfConfig(BASE | {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **TYPES["longrope"]}})
     assert len(build_rope("all", read_rope_spec(config, 1e4), 128).variants) == 1
     long = build_rope("long", read_rope_spec(config, 1e4), 512)
     plain = build_rope("plain", read_rope_spec(HfConfig(BASE), 1e4), 512)
@@ -84,6 +82,7 @@ def test_unknown_types_and_missing_numbers_are_refused():
         read_rope_spec(HfConfig(BASE | {"rope_scaling": {"rope_type": "spiral"}}), 1e4)
     with pytest.raises(CheckpointError, match="factor"):
         build_rope("all", read_rope_spec(HfConfig(BASE | {"rope_scaling": {"rope_type": "linear"}}), 1e4), 64)
+    broken = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}}
+    spec = read_rope_spec(HfConfig(BASE | broken), 1e4)
     with pytest.raises(CheckpointError, match="long"):
-        broken = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}}
-        build_rope("all", read_rope_spec(HfConfig(BASE | broken), 1e4), 512)
+        build_rope("all", spec, 512)

@@ -7,6 +7,7 @@ import ortolan.custom_ops
 import pytest
 from ortolan.custom_ops import reference
 from ortolan.graphs import build_evict_model
+from snapkv_reference import pooled_scores, select
 
 from ortolan.errors import ConfigError
 from ortolan.manifest import LayerInfo, Manifest
@@ -32,31 +33,11 @@ def manifest(evictable: bool = True) -> Manifest:
     )
 
 
-def pool_scores(score, kernel, pool):
-    """Pool along positions with stride 1 and the same length."""
-    half = kernel // 2
-    padded = np.pad(score, [(0, 0), (0, 0), (half, half)], constant_values=0 if pool == "avg" else -np.inf)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=2)
-    return windows.mean(axis=-1) if pool == "avg" else windows.max(axis=-1)
-
-
-def expected_keep(pooled, length, budget, sink):
-    """Keep sinks, the last window and the best of the rest, ascending; all where everything fits."""
-    if length <= budget:
-        return np.arange(length)
-    forced = set(range(sink)) | set(range(length - WINDOW, length))
-    rest = [j for j in range(length) if j not in forced]
-    best = sorted(rest, key=lambda j: (-pooled[j], j))[: budget - len(forced)]
-    return np.array(sorted(forced | set(best)))
-
-
 def draw_feeds(rng, lengths):
     feeds = {"budget": np.array([30]), "window": np.array([WINDOW]), "sink": np.array([3])}
     for layer in (0, 2):
         shape = (len(lengths), KV_HEADS, SLOTS, SIZE)
-        feeds[f"layer.{layer}.capture"] = rng.standard_normal((len(lengths), WINDOW, HEADS, SIZE)).astype(
-            np.float32
-        )
+        feeds[f"layer.{layer}.capture"] = rng.standard_normal((len(lengths), WINDOW, HEADS, SIZE)).astype(np.float32)
         feeds[f"layer.{layer}.key_cache"] = rng.standard_normal(shape).astype(np.float32)
         feeds[f"layer.{layer}.value_cache"] = rng.standard_normal(shape).astype(np.float32)
         feeds[f"layer.{layer}.kv_len"] = np.repeat(np.array(lengths, np.int32)[:, None], KV_HEADS, axis=1)
@@ -66,51 +47,40 @@ def draw_feeds(rng, lengths):
 def run(model, feeds):
     options = onnxruntime.SessionOptions()
     ortolan.custom_ops.register(options)
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
 @pytest.mark.parametrize("granularity", ["kv_head", "layer", "model"])
-@pytest.mark.parametrize(
-    ("kernel", "pool", "reduce"), [(5, "avg", "mean"), (7, "max", "max"), (1, "avg", "sum")]
-)
+@pytest.mark.parametrize(("kernel", "pool", "reduce"), [(5, "avg", "mean"), (7, "max", "max"), (1, "avg", "sum")])
 def test_keep_lists_and_caches(granularity, kernel, pool, reduce):
     rng = np.random.default_rng(kernel)
     lengths = [90, 20]
     feeds = draw_feeds(rng, lengths)
-    model = build_evict_model(
-        manifest(), kernel=kernel, pool=pool, granularity=granularity, group_reduce=reduce
-    )
+    model = build_evict_model(manifest(), kernel=kernel, pool=pool, granularity=granularity, group_reduce=reduce)
     onnx.checker.check_model(model)
     results = run(model, feeds)
-    pooled = {
-        i: pool_scores(
-            reference.snapkv_score(
-                feeds[f"layer.{i}.capture"],
-                feeds[f"layer.{i}.key_cache"],
-                feeds[f"layer.{i}.kv_len"],
+    names = ("capture", "key_cache", "kv_len")
+    pooled = dict(
+        zip(
+            (0, 2),
+            pooled_scores(
+                [tuple(feeds[f"layer.{i}.{name}"] for name in names) for i in (0, 2)],
+                kernel=kernel,
+                pool=pool,
+                granularity=granularity,
                 group_reduce=reduce,
             ),
-            kernel,
-            pool,
+            strict=True,
         )
-        for i in (0, 2)
-    }
-    if granularity != "kv_head":
-        pooled = {i: p.sum(axis=1, keepdims=True) for i, p in pooled.items()}
-    if granularity == "model":
-        pooled = dict.fromkeys(pooled, sum(pooled.values()))
+    )
     for i in (0, 2):
         keep = results[f"layer.{i}.keep"]
         for b, length in enumerate(lengths):
             for h in range(keep.shape[1]):
-                want = expected_keep(pooled[i][b, h], length, 30, 3)
+                want = select(pooled[i][b, h], length, budget=30, window=WINDOW, sink=3)
                 np.testing.assert_array_equal(keep[b, h][keep[b, h] >= 0], want)
-        np.testing.assert_array_equal(
-            results[f"layer.{i}.kv_len_out"], np.minimum(feeds[f"layer.{i}.kv_len"], 30)
-        )
+        np.testing.assert_array_equal(results[f"layer.{i}.kv_len_out"], np.minimum(feeds[f"layer.{i}.kv_len"], 30))
         caches = reference.kv_compact(feeds[f"layer.{i}.key_cache"], feeds[f"layer.{i}.value_cache"], keep)
         np.testing.assert_array_equal(results[f"layer.{i}.key_cache_out"], caches[0])
         np.testing.assert_array_equal(results[f"layer.{i}.value_cache_out"], caches[1])

@@ -40,9 +40,7 @@ def find(model, op_type):
 @pytest.mark.parametrize("qk_norm", ["none", "head", "projection"])
 def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm):
     built = build_model(
-        config(
-            norm_placement=placement, qk_norm=qk_norm, logit_softcap=3.0, embedding_scale=2.0, query_bias=True
-        ),
+        config(norm_placement=placement, qk_norm=qk_norm, logit_softcap=3.0, embedding_scale=2.0, query_bias=True),
         GraphOptions(dtype=dtype, sink=2),
     )
     verify_model(built)
@@ -53,11 +51,9 @@ def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm):
 
 def test_the_graph_reads_as_the_contract_says():
     inputs = [i.name for i in MODEL.graph.input]
-    assert {"token_ids", "positions", "query_start", "past_len", "layer.1.kv_len", "layer.1.capture"} <= set(
-        inputs
-    )
+    assert {"token_ids", "positions", "query_start", "past_len", "layer.1.kv_len", "layer.1.capture"} <= set(inputs)
     assert "layer.0.kv_len" not in inputs, "a ring layer is never evicted"
-    assert [o.name for o in MODEL.graph.output][0] == "logits"
+    assert next(o.name for o in MODEL.graph.output) == "logits"
     assert "layers.0/attention/RingKvAppend" in {n.name for n in MODEL.graph.node}
     assert all(n.doc_string for n in MODEL.graph.node if n.domain == "ortolan")
 
@@ -107,6 +103,4 @@ def test_broken_graphs_are_refused(rule, break_it):
 
 def test_weights_without_data_are_refused():
     with pytest.raises(ContractMismatchError, match="weights without data"):
-        attach_external_data(
-            copy.deepcopy(MODEL), {"stray": ExternalTensor(location="x", offset=0, length=1)}
-        )
+        attach_external_data(copy.deepcopy(MODEL), {"stray": ExternalTensor(location="x", offset=0, length=1)})

@@ -28,9 +28,7 @@ def draw_prompt(layer: Layer, tokens: int, seed: int = 0) -> dict[str, np.ndarra
     """Draw the queries [T, Hq, D], keys and values [T, Hkv, D] of one prompt."""
     rng = np.random.default_rng(seed)
     heads = {"query": layer.heads, "key": layer.kv_heads, "value": layer.kv_heads}
-    return {
-        k: rng.standard_normal((tokens, n, layer.head_size)).astype(layer.dtype) for k, n in heads.items()
-    }
+    return {k: rng.standard_normal((tokens, n, layer.head_size)).astype(layer.dtype) for k, n in heads.items()}
 
 
 class Cache:

@@ -57,9 +57,7 @@ def test_paged_append_equals_contiguous(page):
 def test_append_takes_a_length_per_kv_head():
     rng = np.random.default_rng(0)
     batch = random_batch(rng, [5, 2], [0, 0])
-    feeds = append_feeds(batch, empty_caches(2, 2, 16, 16)) | {
-        "past_len": np.array([[1, 9], [0, 4]], np.int32)
-    }
+    feeds = append_feeds(batch, empty_caches(2, 2, 16, 16)) | {"past_len": np.array([[1, 9], [0, 4]], np.int32)}
     expected = reference.ring_kv_append(**feeds)
     for got, want in zip(run_op("RingKvAppend", feeds), expected, strict=True):
         np.testing.assert_array_equal(got, want)

@@ -17,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_generated_files_are_current():
     for path, text in codegen.generated_files(ROOT).items():
-        assert path.read_text(encoding="utf-8") == text, (
-            f"{path} is stale: run python -m ortolan.custom_ops.codegen"
-        )
+        assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m ortolan.custom_ops.codegen"
 
 
 def test_library_names_itself():

@@ -51,9 +51,7 @@ def plain_score(feeds, *, group_reduce="mean", scale=0.0, softcap=0.0):
 
 def check(feeds, **attributes):
     (actual,) = run_cached("SnapKvScore", feeds, **attributes)
-    assert_as_good_as_plain(
-        actual, plain_score(feeds, **attributes), reference.snapkv_score(**feeds, **attributes)
-    )
+    assert_as_good_as_plain(actual, plain_score(feeds, **attributes), reference.snapkv_score(**feeds, **attributes))
     return actual
 
 
@@ -127,9 +125,7 @@ def test_every_query_sees_its_own_key_and_no_later_one():
 def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype):
     feeds = draw([96, 33], slots=96, dtype=dtype)
     pages = 96 // page_slots
-    table = (
-        np.random.default_rng(1).permutation(2 * pages + 2)[: 2 * pages].reshape(2, pages).astype(np.int32)
-    )
+    table = np.random.default_rng(1).permutation(2 * pages + 2)[: 2 * pages].reshape(2, pages).astype(np.int32)
     pool = np.full((2 * pages + 2, 2, page_slots, 16), np.nan, dtype)
     for (b, m), page in np.ndenumerate(table):
         pool[page] = feeds["key_cache"][b, :, m * page_slots : (m + 1) * page_slots]

@@ -1,81 +1,80 @@
-"""Sampling leaves the same distribution as transformers' logits processors."""
+"""Sampling against transformers' logits processors."""
+
+import itertools
 
 import numpy as np
 import pytest
 import torch
-from ortolan.runtime import Sampling
+import transformers
 from ortolan.runtime.sampler import Sampler, distribution, penalize
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from ortolan.errors import ConfigError
+from ortolan import Sampling
 
-HISTORY = [3, 3, 7, 11]
+VOCABULARY = 50
+CASES = [
+    {"temperature": t, "top_k": k, "top_p": p, "min_p": m}
+    for t, k, p, m in itertools.product((0.3, 1.0, 2.5), (0, 1, 7, 80), (1.0, 0.9, 0.05), (0.0, 0.2))
+]
 
 
-def logits(seed=0, size=50):
-    return (np.random.default_rng(seed).standard_normal(size) * 3).astype(np.float32)
+def draw_logits(seed: int) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(VOCABULARY) * 3).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Sampling(temperature=0.7),
-        Sampling(temperature=1.3, top_k=5),
-        Sampling(temperature=1.0, top_p=0.8),
-        Sampling(temperature=0.9, min_p=0.1),
-        Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.5),
-    ],
-)
-def test_distribution_equals_transformers(options):
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(options.repetition_penalty)])
-    processors.append(TemperatureLogitsWarper(options.temperature))
+def reference(logits: np.ndarray, options: Sampling) -> np.ndarray:
+    warpers = [transformers.TemperatureLogitsWarper(options.temperature)]
     if options.top_k:
-        processors.append(TopKLogitsWarper(options.top_k))
-    processors.append(TopPLogitsWarper(options.top_p))
+        warpers.append(transformers.TopKLogitsWarper(options.top_k))
+    if options.top_p < 1:
+        warpers.append(transformers.TopPLogitsWarper(options.top_p))
     if options.min_p:
-        processors.append(MinPLogitsWarper(options.min_p))
-    scores = processors(torch.tensor([HISTORY]), torch.tensor(logits())[None])
-    expected = torch.softmax(scores.double(), -1)[0].numpy()
-    got = distribution(penalize(logits(), HISTORY, options.repetition_penalty), options)
-    np.testing.assert_allclose(got, expected, atol=np.finfo(np.float32).eps)
+        warpers.append(transformers.MinPLogitsWarper(options.min_p))
+    scores = torch.from_numpy(logits)[None].double()
+    for warper in warpers:
+        scores = warper(None, scores)
+    return torch.softmax(scores, -1)[0].numpy()
 
 
-def test_zero_temperature_takes_the_best_and_seeds_repeat():
-    assert Sampler(Sampling()).choose(logits(), []) == int(np.argmax(logits()))
-    draws = [
-        [Sampler(Sampling(temperature=1.0, seed=s)).choose(logits(i), []) for i in range(20)]
-        for s in (1, 1, 2)
-    ]
-    assert draws[0] == draws[1] != draws[2]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_distribution_is_that_of_transformers(case):
+    options = Sampling(**case)
+    for seed in range(3):
+        expected = reference(draw_logits(seed), options)
+        actual = distribution(draw_logits(seed), options)
+        np.testing.assert_array_equal(actual > 0, expected > 0)
+        np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
-def test_draws_follow_the_distribution():
-    options = Sampling(temperature=1.0, top_k=3, seed=5)
-    sampler = Sampler(options)
-    counts = np.bincount([sampler.choose(logits(), []) for _ in range(4000)], minlength=50) / 4000
-    expected = distribution(logits(), options)
-    assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 4000)
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_penalty_is_that_of_transformers(penalty):
+    logits, history = draw_logits(0), [3, 3, 7, 49, 0]
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([history]), torch.from_numpy(logits.copy())[None])[0].numpy()
+    np.testing.assert_allclose(penalize(logits, history, penalty), expected, rtol=1e-6)
+    np.testing.assert_array_equal(logits, draw_logits(0))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": 2.0},
-        {"repetition_penalty": 0.0},
-    ],
-)
-def test_options_are_checked(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        Sampling(**options)
+def test_temperature_zero_takes_the_first_of_the_largest():
+    assert Sampler(Sampling()).choose(np.array([1, 4, 4, 0], np.float32), []) == 1
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = draw_logits(1)
+    assert Sampler(Sampling(temperature=1e-300, seed=0)).choose(logits, []) == int(np.argmax(logits))
+
+
+def test_the_penalty_also_holds_for_greedy():
+    assert Sampler(Sampling(repetition_penalty=2.0)).choose(np.array([3, 4, 1], np.float32), [1]) == 0
+
+
+def test_draws_follow_the_distribution_and_the_seed():
+    options = Sampling(temperature=1.0, top_k=4, seed=11)
+    logits = draw_logits(2)
+    first, second = (
+        [sampler.choose(logits, []) for _ in range(4000)] for sampler in (Sampler(options), Sampler(options))
+    )
+    assert first == second
+    counts = np.bincount(first, minlength=VOCABULARY) / len(first)
+    assert np.abs(counts - distribution(logits, options)).max() < 5 * 0.5 / np.sqrt(len(first))
+    other = Sampler(Sampling(temperature=1.0, top_k=4, seed=12))
+    assert [other.choose(logits, []) for _ in range(50)] != first[:50]

@@ -1,364 +1,227 @@
-"""Sessions: turns, rewinds, evictions and failures leave the sequence as they say they do."""
+"""Prefill, turns, refusals and generation on tiny models."""
 
 import numpy as np
 import pytest
-from families import tiny_checkpoint
 from parity import relative_difference
-from tolerances import LOGITS_RELATIVE, SAME_LOGITS
+from tolerances import SAME_LOGITS
 
-import ortolan
-from ortolan import SnapKv
-from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, NumericError, OpLibraryError
-from ortolan.manifest import MANIFEST_FILE, read_manifest
-
-CONTEXT = 400
-EVICTING = SnapKv(budget=48, window=16, sink=4)
+from ortolan import Sampling
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A Gemma-3-shaped model: rings of window 20, and one full-attention layer."""
-    root = tmp_path_factory.mktemp("session")
-    checkpoint = tiny_checkpoint("gemma3", root / "hf", seed=1)
-    return ortolan.load(
-        ortolan.export(checkpoint, root / "model", max_context=CONTEXT, chunk_size=16), device="cpu"
-    )
+@pytest.fixture(params=["full", "mixed"])
+def model(request):
+    return request.getfixturevalue(f"{request.param}_model")
 
 
-def tokens(count, seed=0):
-    return np.random.default_rng(seed).integers(3, 131, count).tolist()
+def greedy(session, token_ids, count) -> list[int]:
+    """Decode with step alone, without a stop at end-of-sequence."""
+    tokens = [int(np.argmax(session.prefill(token_ids)))]
+    while len(tokens) < count:
+        tokens.append(int(np.argmax(session.step(tokens[-1]))))
+    return tokens
 
 
-FULL = 1  # the full-attention layer
+@pytest.fixture
+def endless(model):
+    """The model without end-of-sequence tokens, which random weights may choose at any time."""
+    kept = model.manifest.eos_token_ids
+    object.__setattr__(model.manifest, "eos_token_ids", ())
+    yield model
+    object.__setattr__(model.manifest, "eos_token_ids", kept)
 
 
-def test_turns_equal_one_prompt(model):
-    prompt = tokens(150)
-    whole, turns = model.session(), model.session()
-    want = whole.prefill(prompt)
-    for begin, end in ((0, 33), (33, 34), (34, 120), (120, 150)):
-        got = turns.prefill(prompt[begin:end])
-    assert relative_difference(got, want) <= LOGITS_RELATIVE
-    assert turns.logical_length == whole.logical_length == 150
-
-
-def test_steps_equal_prefill(model):
-    prompt = tokens(60)
+@pytest.mark.parametrize("cut", [1, 15, 16, 17, 50, 99])
+def test_two_turns_equal_one(model, draw_tokens, cut):
+    prompt = draw_tokens(100)
+    expected = model.session().prefill(prompt)
     session = model.session()
-    session.prefill(prompt[:30])
-    for token in prompt[30:]:
-        got = session.step(token)
-    assert relative_difference(got, model.session().prefill(prompt)) <= LOGITS_RELATIVE
+    session.prefill(prompt[:cut])
+    assert relative_difference(session.prefill(prompt[cut:]), expected) <= SAME_LOGITS
+    assert session.logical_length == 100
 
 
-def test_returned_logits_are_not_overwritten(model):
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 512])
+def test_chunks_do_not_matter(model, draw_tokens, chunk_size):
+    prompt = draw_tokens(150)
+    expected = model.session().prefill(prompt)
+    session = model.session(chunk_size=chunk_size)
+    assert relative_difference(session.prefill(prompt), expected) <= SAME_LOGITS
+
+
+def test_sessions_of_one_model_do_not_meet(model, draw_tokens):
+    one, two = model.session(), model.session()
+    one.prefill(draw_tokens(30))
+    two.prefill(draw_tokens(40, seed=1))
+    expected = model.session().prefill(draw_tokens(31))
+    assert relative_difference(one.step(draw_tokens(31)[-1]), expected) <= SAME_LOGITS
+
+
+def test_returned_logits_stay_as_they_are(model, draw_tokens):
     session = model.session()
-    first = session.prefill(tokens(5))
-    kept = first.copy()
-    session.step(7)
-    np.testing.assert_array_equal(first, kept)
+    logits = session.prefill(draw_tokens(5))
+    before = logits.copy()
+    session.step(9)
+    np.testing.assert_array_equal(logits, before)
+    assert logits.dtype == np.float32
+    assert logits.shape == (model.manifest.vocab_size,)
 
 
-@pytest.mark.parametrize("length", [0, 100, 120, 129])
-def test_rewinding_equals_never_having_gone(model, length):
-    prompt, other = tokens(130), tokens(40, seed=1)
-    session = model.session()
-    session.prefill(prompt)
-    session.rewind(length)
-    assert session.logical_length == length
-    got = session.prefill(other)
-    want = model.session().prefill(prompt[:length] + other)
-    assert relative_difference(got, want) <= LOGITS_RELATIVE
+BAD_TOKENS = [[], [[1, 2]], [1.5], [True], ["a"], [-1], [131], 5, [2**70], [[1], [2, 3]], [None]]
 
 
-def test_rewinding_into_an_overwritten_ring_is_refused(model):
-    session = model.session()
-    session.prefill(tokens(130))
-    before = session.logical_length
-    with pytest.raises(CapacityError, match="overwritten"):
-        session.rewind(40)
-    assert session.logical_length == before
-    session.rewind(110)
-    with pytest.raises(CapacityError, match="overwritten"):
-        session.rewind(80)
-    for length in (-1, 111):
-        with pytest.raises(ConfigError, match="rewind"):
-            session.rewind(length)
-
-
-@pytest.mark.parametrize("granularity", ["kv_head", "layer", "model"])
-def test_eviction_keeps_the_budget_and_leaves_prefill_alone(model, granularity):
-    prompt = tokens(200)
-    plain = model.session()
-    options = SnapKv(budget=48, window=16, sink=4, granularity=granularity)
-    session = model.session(snapkv=options)
-    full_bytes = session.cache_bytes
-    np.testing.assert_array_equal(session.prefill(prompt), plain.prefill(prompt))
-    assert session.physical_length(FULL) == 48
-    assert session.logical_length == 200
-    assert session.cache_bytes < full_bytes
-    kept = session.kept_positions(FULL)
-    assert kept.shape == (1, 48)
-    assert (np.diff(kept) > 0).all()
-    assert {*range(4), *range(184, 200)} <= set(kept[0].tolist())
-    assert session.kept_positions(0) is None
-    assert plain.kept_positions(FULL) is None
-
-
-def test_decode_after_eviction_equals_a_cache_of_the_kept_rows(model):
-    """Compact a full session's cache by hand, at the kept positions, and decode both."""
-    prompt, following = tokens(200), tokens(10, seed=2)
-    session, plain = model.session(snapkv=EVICTING), model.session(snapkv=SnapKv(budget=CONTEXT, window=16))
-    session.prefill(prompt)
-    plain.prefill(prompt)
-    kept = session.kept_positions(FULL)
-    cache = plain._caches.layers[FULL]
-    for buffer in (cache.key, cache.value):
-        buffer[0, :, : kept.shape[1]] = np.take_along_axis(buffer[0], kept[:, :, None], axis=1)
-        buffer[0, :, kept.shape[1] :] = np.nan
-    plain._lengths.record_eviction({FULL: kept})
-    for token in following:
-        assert relative_difference(session.step(token), plain.step(token)) <= SAME_LOGITS
-    assert session.physical_length(FULL) == 48 + len(following)
-
-
-def test_an_eviction_that_is_not_due_changes_nothing(model):
-    prompt = tokens(40)
-    session, plain = model.session(snapkv=EVICTING), model.session()
-    np.testing.assert_array_equal(session.prefill(prompt), plain.prefill(prompt))
-    assert session.kept_positions(FULL) is None
-    assert session.cache_bytes == plain.cache_bytes
-    np.testing.assert_array_equal(session.step(5), plain.step(5))
-
-
-def test_later_turns_evict_again_and_positions_stay_logical(model):
-    session = model.session(snapkv=EVICTING)
-    session.prefill(tokens(200))
-    first = set(session.kept_positions(FULL)[0].tolist())
-    for token in tokens(5, seed=3):
-        session.step(token)
-    session.prefill(tokens(50, seed=4))
-    second = session.kept_positions(FULL)[0].tolist()
-    assert session.physical_length(FULL) == 48
-    assert session.logical_length == 255
-    assert set(second) <= first | set(range(200, 255))
-    assert set(range(239, 255)) <= set(second)
-    assert session.stats.evictions == 2
-
-
-def test_second_eviction_scores_the_newest_queries(model):
-    """Queries captured by logical position must meet keys by physical position."""
-    session = model.session(snapkv=EVICTING)
-    session.prefill(tokens(201))
-    turn = tokens(33, seed=5)
-    session._evict_if_due = lambda: None
-    session.prefill(turn)
-    physical, logical = int(session._lengths.physical[FULL][0]), session.logical_length
-    capture = session._caches.captures[FULL][0]
-    rows = np.stack([capture[p % 16] for p in range(logical - 16, logical)])  # oldest first
-    keys = session._caches.layers[FULL].key[0, :, :physical]
-    scale = read_manifest(model.folder).attention_scale
-    logits = scale * np.einsum("qhd,kd->hqk", rows.astype(np.float64), keys[0].astype(np.float64))
-    hidden = np.arange(physical)[None] > np.arange(physical - 16, physical)[:, None]
-    logits[:, hidden] = -np.inf
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    score = (weights / weights.sum(-1, keepdims=True)).mean(axis=(0, 1))
-    score[physical - 16 :] = 0
-    pooled = np.convolve(score, np.ones(5) / 5, mode="same")
-    forced = set(range(4)) | set(range(physical - 16, physical))
-    best = sorted((j for j in range(physical) if j not in forced), key=lambda j: (-pooled[j], j))[
-        : 48 - len(forced)
-    ]
-    positions = session._lengths._logical_of(FULL)[0]
-    del session._evict_if_due
-    session._evict_if_due()
-    assert session.kept_positions(FULL)[0].tolist() == positions[sorted(forced | set(best))].tolist()
-
-
-def test_rewind_after_an_eviction(model):
-    session = model.session(snapkv=EVICTING)
-    session.prefill(tokens(200))
-    after = session.step(9)
-    session.step(10)
-    session.rewind(201)
-    assert session.physical_length(FULL) == 49
-    session.rewind(200)
-    np.testing.assert_array_equal(session.step(9), after)
-    with pytest.raises(CapacityError, match="evicted"):
-        session.rewind(199)
-    session.rewind(0)
-    assert (
-        relative_difference(session.prefill(tokens(30)), model.session().prefill(tokens(30)))
-        <= LOGITS_RELATIVE
-    )
-
-
-def test_stale_captures_are_read_again(model):
-    prompt, other = tokens(120), tokens(3, seed=6)
-    went = model.session(snapkv=SnapKv(budget=90, window=16))
-    went.prefill(prompt[:85])
-    went.step(5)
-    for token in tokens(4, seed=7):
-        went.step(token)
-    went.rewind(85)
-    went.prefill(prompt[85:88] + other)
-    never = model.session(snapkv=SnapKv(budget=90, window=16))
-    never.prefill(prompt[:85])
-    never.prefill(prompt[85:88] + other)
-    np.testing.assert_array_equal(went.kept_positions(FULL), never.kept_positions(FULL))
-
-
-def test_bad_input_reads_nothing(model):
-    session = model.session(max_context=50)
-    session.prefill(tokens(10))
-    for bad in ([], [131], [-1], [[1, 2]], [1.5], ["a"]):
-        with pytest.raises(ConfigError, match="token"):
-            session.prefill(bad)
-    with pytest.raises(CapacityError, match="max_context = 50"):
-        session.prefill(tokens(41))
+@pytest.mark.parametrize("bad", BAD_TOKENS, ids=str)
+def test_bad_tokens_are_refused_before_anything_is_read(full_model, draw_tokens, bad):
+    session = full_model.session()
+    session.prefill(draw_tokens(10))
+    with pytest.raises(ConfigError, match="token"):
+        session.prefill(bad)
     assert session.logical_length == 10
-    session.prefill(tokens(40))
-    with pytest.raises(CapacityError, match="past max_context"):
-        session.step(5)
+    expected = full_model.session().prefill([*draw_tokens(10), 7])
+    assert relative_difference(session.step(7), expected) <= SAME_LOGITS
+
+
+def test_arrays_of_any_integer_type_are_taken(full_model, draw_tokens):
+    expected = full_model.session().prefill(draw_tokens(9))
+    for dtype in (np.uint8, np.int32, np.int64):
+        tokens = np.array(draw_tokens(9), dtype)
+        np.testing.assert_array_equal(full_model.session().prefill(tokens), expected)
+
+
+def test_a_prompt_beyond_the_context_is_refused_before_anything_is_read(full_model, draw_tokens):
+    session = full_model.session(max_context=40)
+    session.prefill(draw_tokens(40))
+    with pytest.raises(CapacityError, match="max_context = 40"):
+        session.step(3)
+    with pytest.raises(CapacityError, match="max_context = 40"):
+        full_model.session(max_context=40).prefill(draw_tokens(41))
+    assert session.logical_length == 40
 
 
 @pytest.mark.parametrize("layer", [-1, 4])
-def test_layers_are_checked(model, layer):
-    with pytest.raises(ConfigError, match="layer"):
-        model.session().physical_length(layer)
+def test_layers_out_of_range_are_refused(full_model, layer):
+    session = full_model.session()
+    for query in (session.physical_length, session.kept_positions, session.cache_capacity):
+        with pytest.raises(ConfigError, match="0 .. 3"):
+            query(layer)
 
 
-def test_generate_continues_and_stops(model):
-    prompt = tokens(20)
-    session = model.session()
-    produced = list(session.generate(prompt, max_new_tokens=8))
-    assert len(produced) == 8
+def test_cache_bytes_are_those_of_the_plan(mixed_model, draw_tokens):
+    session = mixed_model.session()
+    assert session.cache_bytes == session.plan.bytes < session.plan.full_length_bytes
+    session.prefill(draw_tokens(200))
+    assert session.cache_bytes == session.plan.bytes
+    assert [session.physical_length(layer) for layer in range(4)] == [64, 200, 64, 64]
+    assert session.kept_positions(1) is None
+
+
+def test_generate_equals_steps(endless, draw_tokens):
+    expected = greedy(endless.session(), draw_tokens(30), 12)
+    session = endless.session()
+    assert list(session.generate(draw_tokens(30), max_new_tokens=12)) == expected
     assert session.finish_reason == "length"
-    assert session.logical_length == 27, "the last token is fed with what comes next"
-    expected = model.session()
-    expected.prefill(prompt)
-    for token in produced:
-        logits = expected.step(token)
-    again = model.session()
-    again.prefill(prompt + produced[:-1])
-    assert relative_difference(again.step(produced[-1]), logits) <= LOGITS_RELATIVE
+    assert (session.stats.prefill_tokens, session.stats.decode_tokens) == (30, 11)
+    assert session.stats.as_dict()["decode_tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("taken", [1, 3, 8])
-def test_a_generation_that_was_broken_off_keeps_what_it_yielded(model, taken):
-    prompt, turn = tokens(20), tokens(9, seed=1)
-    session = model.session()
-    produced = []
-    for token in session.generate(prompt, max_new_tokens=8):
-        produced.append(token)
-        if len(produced) == taken:
-            break
-    got = session.prefill(turn)
-    assert relative_difference(got, model.session().prefill(prompt + produced + turn)) <= LOGITS_RELATIVE
+@pytest.mark.parametrize("taken", [1, 5, 12])
+@pytest.mark.parametrize("close", [True, False])
+def test_the_next_turn_follows_what_generate_yielded(endless, draw_tokens, taken, close):
+    session = endless.session()
+    tokens = session.generate(draw_tokens(30), max_new_tokens=12)
+    seen = [next(tokens) for _ in range(taken)]
+    if close:
+        tokens.close()
+    question = draw_tokens(8, seed=2)
+    logits = session.prefill(question)
+    expected = endless.session().prefill([*draw_tokens(30), *seen, *question])
+    assert relative_difference(logits, expected) <= SAME_LOGITS
+    assert session.logical_length == 30 + taken + 8
 
 
-def test_generation_ends_at_the_context_and_at_the_end_token(model):
-    session = model.session(max_context=25)
-    assert len(list(session.generate(tokens(20), max_new_tokens=50))) == 6
+def test_a_generation_that_was_overtaken_says_so(endless, draw_tokens):
+    session = endless.session()
+    tokens = session.generate(draw_tokens(10))
+    next(tokens)
+    session.prefill([5])
+    with pytest.raises(ConfigError, match="used otherwise"):
+        next(tokens)
+    assert session.finish_reason is None
+
+
+def test_generation_ends_at_the_context(endless, draw_tokens):
+    session = endless.session(max_context=20)
+    tokens = list(session.generate(draw_tokens(16), max_new_tokens=100))
+    assert len(tokens) == 5  # four are fed; the fifth follows the full context
     assert session.finish_reason == "context"
-    eos = next(iter(model.session().generate(tokens(20), max_new_tokens=1)))
-    session = model.session()
-    object.__setattr__(session, "_manifest", _with_eos(session._manifest, eos))
-    assert list(session.generate(tokens(20))) == []
+    assert session.logical_length == 20
+
+
+def test_generation_ends_at_end_of_sequence_which_is_not_yielded(endless, draw_tokens):
+    tokens = greedy(endless.session(), draw_tokens(30), 12)
+    last = tokens[6]
+    object.__setattr__(endless.manifest, "eos_token_ids", (last,))
+    session = endless.session()
+    assert list(session.generate(draw_tokens(30), max_new_tokens=12)) == tokens[: tokens.index(last)]
     assert session.finish_reason == "eos"
+    assert session.logical_length == 30 + tokens.index(last)
+
+
+def test_generation_reads_the_prompt_at_once_and_reports_it(endless, draw_tokens):
+    session = endless.session()
+    read = []
+    session.generate(draw_tokens(40), progress=read.append)
+    assert read == [16, 16, 8]
+    assert session.logical_length == 40
+
+
+def test_equal_seeds_give_equal_tokens(endless, draw_tokens):
+    def sample(seed: int) -> list[int]:
+        options = Sampling(temperature=1.5, top_k=30, seed=seed)
+        return list(endless.session().generate(draw_tokens(20), 20, options))
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_no_tokens_to_generate_is_refused_before_anything_is_read(full_model, draw_tokens, count):
+    session = full_model.session()
     with pytest.raises(ConfigError, match="max_new_tokens"):
-        session.generate(tokens(2), max_new_tokens=0)
+        session.generate(draw_tokens(5), max_new_tokens=count)
+    assert session.logical_length == 0
 
 
-def _with_eos(manifest, token):
-    import dataclasses
-
-    return dataclasses.replace(manifest, eos_token_ids=(token,))
-
-
-def test_nan_logits_are_an_error_and_rewind_recovers(model):
+@pytest.mark.parametrize("kind", ["error", "nan"])
+def test_a_failed_chunk_leaves_what_was_read_before_it(model, draw_tokens, monkeypatch, kind):
+    """Three chunks; the second fails after it wrote to the caches. The session goes on from the first."""
     session = model.session()
-    want = session.prefill(tokens(30))
-    session.rewind(0)
-    session.prefill(tokens(29))
-    cache = session._caches.layers[FULL].value
-    saved = cache.copy()
-    cache[:, :, 3] = np.nan
-    with pytest.raises(NumericError, match="NaN"):
-        session.step(tokens(30)[-1])
-    assert session.logical_length == 29
-    cache[:] = saved
-    assert relative_difference(session.step(tokens(30)[-1]), want) <= LOGITS_RELATIVE
+    run, calls = session._stepper.run, []
+
+    def failing(*arguments):
+        logits = run(*arguments)
+        calls.append(len(arguments[0]))
+        if len(calls) != 2:
+            return logits
+        if kind == "error":
+            raise OrtolanError("the decoder graph failed")
+        return np.full_like(logits, np.nan)
+
+    monkeypatch.setattr(session._stepper, "run", failing)
+    prompt = draw_tokens(40)
+    with pytest.raises(NumericError if kind == "nan" else OrtolanError):
+        session.prefill(prompt)
+    assert session.logical_length == 16
+    logits = session.prefill(prompt[16:])
+    assert relative_difference(logits, model.session().prefill(prompt)) <= SAME_LOGITS
 
 
-def test_options_and_devices_are_refused(model, tmp_path_factory):
-    with pytest.raises(ConfigError, match="budget 20"):
-        SnapKv(budget=20, window=16, sink=8)
-    for name, value in (
-        ("kernel", 4),
-        ("pool", "sum"),
-        ("granularity", "x"),
-        ("window", 0),
-        ("group_reduce", "x"),
-    ):
-        with pytest.raises(ConfigError, match=name):
-            SnapKv(**{name: value})
-    with pytest.raises(ConfigError, match="tpu"):
-        ortolan.load(model.folder, device="tpu")
-    with pytest.raises(OpLibraryError, match="CUDA"):
-        ortolan.load(model.folder, device="cuda")
-    with pytest.raises(ContractMismatchError, match="not an exported model"):
-        ortolan.load(tmp_path_factory.mktemp("empty"))
-
-
-def test_sessions_without_anything_to_evict(tmp_path):
-    checkpoint = tiny_checkpoint("mistral", tmp_path / "hf")
-    mistral = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=64), device="cpu")
-    with pytest.raises(ConfigError, match="no layer of this model can evict"):
-        mistral.session(snapkv=SnapKv())
-
-
-@pytest.mark.parametrize("damage", ["version", "key", "json", "size", "missing", "operators"])
-def test_damaged_folders_are_refused(model, tmp_path, damage):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in model.folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    manifest = (folder / MANIFEST_FILE).read_text()
-    if damage == "version":
-        manifest = manifest.replace('"format_version": 1', '"format_version": 99')
-    elif damage == "key":
-        manifest = manifest.replace('"dtype"', '"dtipe"')
-    elif damage == "json":
-        manifest = manifest[:-5]
-    elif damage == "operators":
-        manifest = manifest.replace('"operator_version": 1', '"operator_version": 7')
-    elif damage == "size":
-        with (folder / "model.onnx.data").open("ab") as stream:
-            stream.write(b"x")
-    else:
-        (folder / "evict.onnx").unlink()
-    (folder / MANIFEST_FILE).write_text(manifest)
-    with pytest.raises(ContractMismatchError, match=r"ortolan.json|export the model again"):
-        ortolan.load(folder)
-
-
-def test_longrope_reads_anew_when_the_short_factors_end(tmp_path):
-    """Past the pretrained length transformers rotates the whole sequence by the long factors."""
-    from families import FAMILIES
-    from parity import oracle_logits
-
-    rope = FAMILIES["phi3"]["rope_parameters"] | {"original_max_position_embeddings": 40}
-    checkpoint = tiny_checkpoint("phi3", tmp_path / "hf", rope_parameters=rope)
-    phi3 = ortolan.load(
-        ortolan.export(checkpoint, tmp_path / "model", max_context=128, chunk_size=16), device="cpu"
-    )
-    prompt = tokens(60)
-    for length in (30, 60):
-        want = oracle_logits(checkpoint, prompt[:length])[-1]
-        assert relative_difference(phi3.session().prefill(prompt[:length]), want) <= LOGITS_RELATIVE
-    session = phi3.session()
-    session.prefill(prompt[:38])
-    for token in prompt[38:]:
-        got = session.step(token)
-    assert relative_difference(got, oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
+def test_a_failed_step_of_generate_keeps_the_token(endless, draw_tokens, monkeypatch):
+    session = endless.session()
+    tokens = session.generate(draw_tokens(10))
+    token = next(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(session._stepper, "run", lambda *_: np.full(131, np.inf, np.float32))
+        with pytest.raises(NumericError, match="position 10"):
+            next(tokens)
+    expected = endless.session().prefill([*draw_tokens(10), token, 8])
+    assert relative_difference(session.step(8), expected) <= SAME_LOGITS

@@ -1,84 +1,134 @@
-"""Text comes out in whole characters, and ends before a stop string."""
+"""Tokenizer, incremental decoding and stop strings, on a tokenizer of single bytes."""
+
+import json
 
 import pytest
-from byte_tokenizer import byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from ortolan.runtime import stream_text
+from ortolan.runtime.text import stream_text
 from ortolan.runtime.tokenizer import Tokenizer
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from ortolan.errors import ConfigError, ContractMismatchError
 
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def folder(tmp_path_factory):
+    """A model folder with nothing but a byte-level tokenizer; token 256 is special."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HfTokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"bos_token": {"content": "<bos>"}, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
 
 
-def test_no_half_character_is_emitted(tokenizer):
-    ids = tokenizer.encode("aé€😀b")
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(folder)
+
+
+@given(text=st.text(max_size=30))
+def test_pieces_join_to_the_text_and_hold_no_half_character(tokenizer, text):
     stream = tokenizer.stream()
-    pieces = [stream.push(i) for i in ids]
-    assert "".join(pieces) == "aé€😀b"
-    assert [p for p in pieces if p] == ["a", "é", "€", "😀", "b"]
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text.encode())
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert "".join(pieces) == text
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=20))
+def test_bytes_that_are_no_text_end_as_when_decoded_at_once(tokenizer, ids):
+    stream = tokenizer.stream()
+    text = "".join([stream.push(token) for token in ids]) + stream.finish()
+    whole = tokenizer.decode(ids)
+    assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
     assert stream.finish() == ""
 
 
-def test_bytes_that_never_become_a_character_come_out_at_the_end(tokenizer):
+def test_a_character_comes_with_its_last_byte(tokenizer):
     stream = tokenizer.stream()
-    assert [stream.push(i) for i in tokenizer.encode("x€")[:-1]] == ["x", "", ""]
-    assert stream.finish() == "\ufffd"
+    assert [stream.push(token) for token in tokenizer.encode("a€b")] == ["a", "", "", "€", "b"]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
-def test_pieces_make_the_text(tmp_path_factory, text):
-    tokenizer = byte_tokenizer(tmp_path_factory.getbasetemp())
-    assert "".join(stream_text(tokenizer, tokenizer.encode(text))) == text
+def test_a_cut_character_comes_out_at_the_end(tokenizer):
+    assert "".join(stream_text(tokenizer, tokenizer.encode("a€")[:-1])).startswith("a\ufffd")
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("hello END more", ["END"], "hello "),
-        ("hello EN", ["END"], "hello EN"),
-        ("aXbYc", ["Y", "X"], "a"),
-        ("ababac", ["abac"], "ab"),
-        ("END", ["END"], ""),
-    ],
-)
-def test_stop_strings(tokenizer, text, stop, expected):
-    pieces = []
-    for piece in stream_text(tokenizer, tokenizer.encode(text), stop):
-        pieces.append(piece)
-        assert expected.startswith("".join(pieces)), "part of a stop string was emitted"
+@given(text=st.text(alphabet="abc€", max_size=25), stop=st.lists(st.text("abc€", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string_to_be_complete(tokenizer, text, stop):
+    expected = text
+    for end in range(len(text) + 1):
+        found = [text[:end].find(s) for s in stop if s in text[:end]]
+        if found:
+            expected = text[: min(found)]
+            break
+    pieces = list(stream_text(tokenizer, tokenizer.encode(text), stop))
     assert "".join(pieces) == expected
+    assert all(pieces)
 
 
-def test_generation_is_not_asked_for_more_after_a_stop(tokenizer):
-    ids = iter(tokenizer.encode("one. two. three."))
-    assert "".join(stream_text(tokenizer, ids, ["."])) == "one"
-    assert len(list(ids)) == len(" two. three.")
+def test_nothing_of_a_stop_string_is_shown_before_it_is_ruled_out(tokenizer):
+    pieces = stream_text(tokenizer, iter(tokenizer.encode("xENDyEN")), ["ENDz"])
+    assert list(pieces) == ["x", "ENDy", "EN"]
 
 
-def test_empty_stop_strings_and_missing_files_are_refused(tokenizer, tmp_path):
+def test_no_token_is_taken_after_a_stop_string(tokenizer):
+    tokens = iter(tokenizer.encode("abcdef"))
+    assert "".join(stream_text(tokenizer, tokens, ["cd"])) == "ab"
+    assert tokenizer.decode(list(tokens)) == "ef"
+
+
+def test_an_empty_stop_string_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="empty"):
         list(stream_text(tokenizer, [], [""]))
-    with pytest.raises(ContractMismatchError, match="tokenizer.json"):
-        Tokenizer(tmp_path)
 
 
-def test_chat_templates(tmp_path):
-    plain = byte_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match="no chat template"):
-        plain.apply_chat_template([{"role": "user", "content": "x"}])
-    template = (
-        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad role') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    (tmp_path / "chat_template.jinja").write_text(template)
-    chat = Tokenizer(tmp_path)
+def test_special_tokens_are_left_out_unless_asked_for(tokenizer):
+    ids = tokenizer.encode("<bos>hi")
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>hi"
+
+
+def test_chat_template(tokenizer):
     messages = [{"role": "user", "content": "hi"}]
-    assert chat.apply_chat_template(messages, tokenize=False) == "<user>hi\n<assistant>"
-    assert chat.decode(chat.apply_chat_template(messages, add_generation_prompt=False)) == "<user>hi\n"
-    with pytest.raises(ConfigError, match="no bad role"):
-        chat.apply_chat_template([{"role": "bad", "content": ""}])
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == "<bos>[user]hi[assistant]"
+    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text)
+    assert not tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False).endswith(
+        "[assistant]"
+    )
+
+
+def test_a_template_may_refuse_messages(tokenizer):
+    with pytest.raises(ConfigError, match="no system turn"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}])
+
+
+def test_a_template_cannot_reach_python(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ConfigError, match="unsafe"):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_missing_files_are_named(folder, tmp_path):
+    with pytest.raises(ContractMismatchError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match="chat template"):
+        Tokenizer(tmp_path).apply_chat_template([])

@@ -1,0 +1,121 @@
+"""Measures what eviction keeps: retrieval by the shipped model with full, scored and recent-only caches.
+
+Run it with the package installed: `python benchmarks/retrieval.py --samples 66`. Prints a table and, with
+--json, writes the counts. "recent" keeps the last tokens without scoring; its prediction is the share of
+prompts whose fact lies in what it keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime
+
+import ortolan
+from ortolan.cli.demo import shipped_model
+from ortolan.cli.table import format_table
+from ortolan.retrieval import KINDS, Sample, Task, is_correct, load_corpus, make_sample
+
+ANSWER_TOKENS = 8
+REDUCTION = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Right answers of one policy at one length."""
+
+    length: int
+    policy: str
+    right: int
+    samples: int
+    predicted: float | None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the accuracy (Wilson score)."""
+        n, p, z = self.samples, self.right / self.samples, 1.96
+        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+        return centre - half, centre + half
+
+
+def draw_samples(length: int, count: int) -> list[Sample]:
+    """Draw prompts over all depths and kinds, from files that training did not see."""
+    corpus = load_corpus("eval")
+    return [
+        make_sample(
+            corpus,
+            Task(length=length, depth=(i % 11) / 10, kind=KINDS[i // 11 % len(KINDS)], seed=50_000 + i),
+        )
+        for i in range(count)
+    ]
+
+
+def count_right(model: ortolan.Model, samples: list[Sample], snapkv: ortolan.SnapKv | None) -> int:
+    """Answer every prompt in a fresh session."""
+    right = 0
+    for sample in samples:
+        session = model.session(len(sample.prompt) + ANSWER_TOKENS, snapkv=snapkv)
+        tokens = list(session.generate(model.tokenizer.encode(sample.prompt), ANSWER_TOKENS))
+        right += is_correct(sample, model.tokenizer.decode(tokens))
+    return right
+
+
+def measure(model: ortolan.Model, length: int, count: int) -> list[Result]:
+    """Measure the three policies at one length."""
+    samples, budget = draw_samples(length, count), length // REDUCTION
+    held = sum(sample.needle_start >= length - budget for sample in samples) / count
+    policies: list[tuple[str, ortolan.SnapKv | None, float | None]] = [
+        ("full cache", None, None),
+        (f"SnapKV, {budget} kept", ortolan.SnapKv(budget=budget), None),
+        (f"recent, {budget} kept", ortolan.SnapKv(budget=budget, window=budget, sink=0), held),
+    ]
+    return [
+        Result(
+            length=length,
+            policy=name,
+            right=count_right(model, samples, snapkv),
+            samples=count,
+            predicted=predicted,
+        )
+        for name, snapkv, predicted in policies
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--samples", type=int, default=66, help="prompts for each length (default: %(default)s)")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        context = max(options.lengths) + ANSWER_TOKENS
+        path = ortolan.export(shipped_model(), Path(folder) / "model", max_context=context, chunk_size=512)
+        model = ortolan.load(path, device="cpu")
+        results = [r for length in options.lengths for r in measure(model, length, options.samples)]
+    print(f"{platform.machine()}, onnxruntime {onnxruntime.__version__}, ortolan {ortolan.__version__}\n")
+    rows = [
+        [
+            str(r.length),
+            r.policy,
+            f"{100 * r.right / r.samples:.1f}",
+            "{:.1f} .. {:.1f}".format(*(100 * bound for bound in r.interval)),
+            "" if r.predicted is None else f"{100 * r.predicted:.1f}",
+        ]
+        for r in results
+    ]
+    print(format_table(["bytes", "policy", "right, %", "95 % interval", "predicted, %"], rows))
+    if options.json:
+        keys = ("length", "policy", "right", "samples", "predicted")
+        options.json.write_text(json.dumps([{k: getattr(r, k) for k in keys} for r in results], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

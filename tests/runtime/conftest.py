@@ -1,0 +1,49 @@
+"""Tiny exported models that the runtime's tests share, and tokens to feed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import tiny_checkpoint
+
+import ortolan
+
+MAX_CONTEXT = 512
+CHUNK_SIZE = 16
+VOCABULARY = 131
+
+
+def _export(family: str, root: Path, **overrides: object) -> Path:
+    checkpoint = tiny_checkpoint(family, root / "hf", seed=5, **overrides)
+    return ortolan.export(checkpoint, root / "model", max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, sink=2)
+
+
+@pytest.fixture(scope="session")
+def full_folder(tmp_path_factory) -> Path:
+    """A model whose layers all attend to everything."""
+    return _export("llama", tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="session")
+def full_model(full_folder) -> ortolan.Model:
+    return ortolan.load(full_folder, device="cpu", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def mixed_model(tmp_path_factory) -> ortolan.Model:
+    """Layer 1 attends to everything, layers 0, 2 and 3 to a window of 20."""
+    return ortolan.load(
+        _export("gemma3", tmp_path_factory.mktemp("mixed"), num_key_value_heads=2), device="cpu", num_threads=1
+    )
+
+
+@pytest.fixture
+def draw_tokens():
+    """Draw token ids that are no end-of-sequence token: draw_tokens(count, seed=0)."""
+
+    def draw(count: int, seed: int = 0) -> list[int]:
+        return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
+
+    return draw

@@ -1,0 +1,64 @@
+"""Options refuse what they cannot mean."""
+
+import dataclasses
+
+import pytest
+
+from ortolan import Sampling, SnapKv
+from ortolan.errors import ConfigError
+
+BAD_SNAPKV = [
+    {"budget": 0},
+    {"budget": 2048.0},
+    {"budget": 67},
+    {"window": 0},
+    {"kernel": 4},
+    {"kernel": 0},
+    {"sink": -1},
+    {"pool": "mean"},
+    {"granularity": "head"},
+    {"group_reduce": "avg"},
+]
+BAD_SAMPLING = [
+    {"temperature": -0.1},
+    {"temperature": float("nan")},
+    {"temperature": float("inf")},
+    {"top_k": -1},
+    {"top_k": 2.5},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"min_p": -0.1},
+    {"min_p": 1.1},
+    {"repetition_penalty": 0.0},
+    {"seed": -1},
+    {"seed": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", BAD_SNAPKV, ids=str)
+def test_snapkv_refuses(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SnapKv(**options)
+
+
+@pytest.mark.parametrize("options", BAD_SAMPLING, ids=str)
+def test_sampling_refuses(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("options", [SnapKv(), Sampling()])
+def test_options_are_frozen_and_keyword_only(options):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(options, dataclasses.fields(options)[0].name, 1)
+    with pytest.raises(TypeError):
+        type(options)(1)
+
+
+def test_the_smallest_budget_holds_window_and_sink():
+    assert SnapKv(budget=68, window=64, sink=4).structure == {
+        "kernel": 5,
+        "pool": "avg",
+        "granularity": "kv_head",
+        "group_reduce": "mean",
+    }

@@ -1,0 +1,91 @@
+"""Going back in a sequence, and what rings and evictions no longer allow."""
+
+import numpy as np
+import pytest
+from parity import relative_difference
+from tolerances import SAME_LOGITS
+
+from ortolan import SnapKv
+from ortolan.errors import CapacityError, ConfigError
+
+SNAPKV = SnapKv(budget=40, window=8, sink=2)
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 59, 60])
+def test_rewinding_equals_never_having_gone_on(full_model, draw_tokens, length):
+    prompt, other = draw_tokens(60), draw_tokens(25, seed=1)
+    session = full_model.session()
+    session.prefill(prompt)
+    session.rewind(length)
+    assert session.logical_length == session.physical_length(0) == length
+    expected = full_model.session().prefill(prompt[:length] + other)
+    assert relative_difference(session.prefill(other), expected) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("length", range(90, 121, 3))
+def test_a_ring_gives_the_right_answer_or_refuses(mixed_model, draw_tokens, length):
+    """Rings of 64 slots, 2 sinks and a window of 20: 43 tokens back is the most."""
+    prompt, other = draw_tokens(140), draw_tokens(30, seed=1)
+    session = mixed_model.session()
+    session.prefill(prompt)
+    if length < 140 - 43:
+        with pytest.raises(CapacityError, match="ring of layer 0"):
+            session.rewind(length)
+        assert session.logical_length == 140
+        length = 140
+    else:
+        session.rewind(length)
+    expected = mixed_model.session().prefill(prompt[:length] + other)
+    assert relative_difference(session.prefill(other), expected) <= SAME_LOGITS
+
+
+def test_rewinding_again_counts_from_what_the_ring_saw_last(mixed_model, draw_tokens):
+    session = mixed_model.session()
+    session.prefill(draw_tokens(140))
+    session.rewind(100)
+    session.prefill(draw_tokens(5))
+    with pytest.raises(CapacityError, match="ring"):
+        session.rewind(90)
+    session.rewind(100)
+
+
+@pytest.mark.parametrize("length", [-1, 11])
+def test_lengths_out_of_range_are_refused(full_model, draw_tokens, length):
+    session = full_model.session()
+    session.prefill(draw_tokens(10))
+    with pytest.raises(ConfigError, match="0 .. logical_length = 10"):
+        session.rewind(length)
+    assert session.logical_length == 10
+
+
+def test_rewinding_drops_the_token_that_was_not_fed(full_model, draw_tokens):
+    session = full_model.session()
+    next(session.generate(draw_tokens(10)))
+    session.rewind(10)
+    expected = full_model.session().prefill([*draw_tokens(10), 9])
+    assert relative_difference(session.step(9), expected) <= SAME_LOGITS
+
+
+def test_evicted_history_is_gone_and_later_history_is_not(full_model, draw_tokens):
+    session = full_model.session(snapkv=SNAPKV)
+    session.prefill(draw_tokens(100))
+    for token in draw_tokens(6, seed=1):
+        session.step(token)
+    with pytest.raises(CapacityError, match="before 100 were evicted"):
+        session.rewind(99)
+    session.rewind(100)
+    assert session.physical_length(0) == 40
+    expected = full_model.session(snapkv=SNAPKV)
+    expected.prefill(draw_tokens(100))
+    assert relative_difference(session.step(9), expected.step(9)) <= SAME_LOGITS
+
+
+def test_rewinding_to_the_start_forgets_evictions(full_model, draw_tokens):
+    session = full_model.session(snapkv=SNAPKV)
+    session.prefill(draw_tokens(100))
+    session.rewind(0)
+    assert session.kept_positions(0) is None
+    expected = full_model.session(snapkv=SNAPKV)
+    other = draw_tokens(200, seed=1)
+    assert relative_difference(session.prefill(other), expected.prefill(other)) <= SAME_LOGITS
+    np.testing.assert_array_equal(session.kept_positions(2), expected.kept_positions(2))
