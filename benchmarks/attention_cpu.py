@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-import ortolan.custom_ops
-from ortolan.custom_ops import emitters
 
+import ortolan.custom_ops
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.custom_ops import emitters
 
 FLOAT, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
 MINIMUM_SECONDS = 0.5

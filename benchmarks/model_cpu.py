@@ -26,13 +26,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
-from ortolan.export.hf_config import read_hf_config
-from ortolan.export.registry import find_family
-from ortolan.graphs.config import weight_shapes
 from safetensors.numpy import save_file
 
 import ortolan
 from ortolan.cli.demo import shipped_model
+from ortolan.export.hf_config import read_hf_config
+from ortolan.export.registry import find_family
+from ortolan.graphs.config import weight_shapes
 
 WORKER = Path(__file__).with_name("genai_worker.py")
 CHUNK_SIZE = 2048

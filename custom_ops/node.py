@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from ortolan.custom_ops.schema import OPERATORS
 
 from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.custom_ops.schema import OPERATORS
 
 
 def operator_node(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import onnx
-from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, OPERATORS, Attribute, Operator, Port
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, OPERATORS, Attribute, Operator, Port
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 

@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import onnx
+
+from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.hf_config import HfConfig, read_hf_config
@@ -26,8 +28,6 @@ from ortolan.export.weights import (
 )
 from ortolan.graphs import GraphOptions, attach_external_data, build_evict_model, build_model, verify_model
 from ortolan.graphs.config import ModelConfig
-
-from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.manifest import DTYPES, EVICT_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
 
 TOKENIZER_FILES = (

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ortolan.graphs.config import Activation
-
 from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.graphs.config import Activation
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 
+from ortolan.errors import UnsupportedModelError
 from ortolan.export.families import (
     gemma2,
     gemma3,
@@ -18,8 +19,6 @@ from ortolan.export.families import (
 )
 from ortolan.export.families.base import Family
 from ortolan.export.hf_config import HfConfig
-
-from ortolan.errors import UnsupportedModelError
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY

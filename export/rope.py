@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from ortolan.export.hf_config import HfConfig
-from ortolan.graphs.config import Rope, RopeVariant
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import Rope, RopeVariant
 
 Frequencies: TypeAlias = npt.NDArray[np.float32]
 
@@ -139,9 +139,9 @@ def _base_frequencies(spec: RopeSpec, theta: float) -> Frequencies:
 def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
     if spec.rope_type == "yarn":
         return _yarn(spec)
-    frequencies = _base_frequencies(spec, spec.theta)
+    frequencies: Frequencies = _base_frequencies(spec, spec.theta)
     if spec.rope_type == "linear":
-        frequencies = (frequencies / np.float32(spec.number("factor"))).astype(np.float32)
+        frequencies = np.divide(frequencies, np.float32(spec.number("factor")), dtype=np.float32)
     if spec.rope_type == "llama3":
         frequencies = _llama3(spec, frequencies)
     return frequencies, 1.0

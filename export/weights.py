@@ -9,12 +9,12 @@ from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+
+from ortolan.errors import CheckpointError
 from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
 from ortolan.export.families.base import Source
 from ortolan.graphs import ExternalTensor
 from ortolan.graphs.config import ModelConfig, weight_shapes
-
-from ortolan.errors import CheckpointError
 
 WEIGHTS_FILE = "model.onnx.data"
 NUMPY_TYPES = {

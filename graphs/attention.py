@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from ortolan import contract
 from ortolan.graphs.builder import INT32, Tensor, emitters
 from ortolan.graphs.parts import Parts
-
-from ortolan import contract
 
 Caches: TypeAlias = dict[str, tuple[Tensor, list[int | str]]]
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
-from ortolan.custom_ops import emitters
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.custom_ops import emitters
 from ortolan.errors import ContractMismatchError
 
 OPSET = 23  # the first with RMSNormalization and RotaryEmbedding

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
+
+from ortolan import contract
 from ortolan.graphs import mlp
 from ortolan.graphs.attention import Step, add_attention
 from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor
 from ortolan.graphs.config import ModelConfig, Rope, weight_shapes
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Parts
-
-from ortolan import contract
 
 DOC_STRING = (
     "A decoder over packed tokens: sequence b owns rows query_start[b] .. query_start[b+1] of token_ids and "

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
-from ortolan.graphs.options import ONNX_TYPES
 
 from ortolan import contract
 from ortolan.errors import ConfigError
+from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
+from ortolan.graphs.options import ONNX_TYPES
 from ortolan.manifest import Manifest
 
 SNAPKV_METADATA = "ortolan.snapkv"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
 from ortolan.graphs.builder import FLOAT, GraphBuilder, Tensor
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.options import GraphOptions

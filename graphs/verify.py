@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import onnx
-from ortolan.custom_ops import register_schemas
 
 from ortolan import contract
 from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
 
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-from ortolan.runtime.plan import CachePlan
 
 from ortolan import contract
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.plan import CachePlan
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -6,7 +6,6 @@ import re
 
 from ortolan.custom_ops import library_info
 from ortolan.custom_ops.library import onnxruntime_problem
-
 from ortolan.errors import ConfigError, OpLibraryError
 
 CPU_PROVIDER = "CPUExecutionProvider"

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from ortolan.runtime.caches import CacheBuffers
-from ortolan.runtime.options import SnapKv
-from ortolan.runtime.stepper import wrap
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
+from ortolan.runtime.caches import CacheBuffers
+from ortolan.runtime.options import SnapKv
+from ortolan.runtime.stepper import wrap
 
 
 def evict(

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
+from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
+from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.device import resolve_device
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
-
-from ortolan import contract
-from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
-from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 
 SNAPKV_METADATA = "ortolan.snapkv"
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]

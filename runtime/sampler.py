@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from ortolan.runtime.options import Sampling
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.manifest import Manifest
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.lengths import Lengths
@@ -16,9 +19,6 @@ from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
 from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.stepper import Logits, Stepper
-
-from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
-from ortolan.manifest import Manifest
 
 
 class Session:

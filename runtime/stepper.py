@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
-from ortolan.runtime.caches import CacheBuffers
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.runtime.caches import CacheBuffers
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 BFLOAT16 = 16

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ortolan.runtime.tokenizer import Tokenizer
-
 from ortolan.errors import ConfigError
+from ortolan.runtime.tokenizer import Tokenizer
 
 
 def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnxruntime as ort
-import ortolan.custom_ops
 from harness import build_model, empty_caches, open_session
+
+import ortolan.custom_ops
 from ortolan.custom_ops import reference
 
 ISA_NAMES = ("plain", "avx2", "avx512")

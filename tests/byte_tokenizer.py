@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from ortolan.runtime.tokenizer import Tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+
+from ortolan.runtime.tokenizer import Tokenizer
 
 
 def write_byte_tokenizer(folder: Path) -> None:

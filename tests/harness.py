@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 import onnxruntime as ort
+
 import ortolan.custom_ops
+from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS, Operator
-
-from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 
 ONNX_TYPES = {
     np.dtype(np.float32): onnx.TensorProto.FLOAT,

@@ -1,6 +1,7 @@
 """SnapKV's selection in NumPy: pooled scores, then the positions that are kept."""
 
 import numpy as np
+
 from ortolan.custom_ops import reference
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ortolan.errors import UnsupportedModelError
 from ortolan.export.families.base import (
     Family,
     Sources,
@@ -16,8 +17,6 @@ from ortolan.export.families.base import (
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import LayerConfig, ModelConfig
-
-from ortolan.errors import UnsupportedModelError
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 HEAD_SIZE = 256

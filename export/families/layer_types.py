@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ortolan.export.hf_config import HfConfig
-
 from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.export.hf_config import HfConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from ortolan.errors import CheckpointError
 from ortolan.export.families.base import Family, attention_biases, llama_sources, one_rope, read_common
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import LayerConfig, ModelConfig
-
-from ortolan.errors import CheckpointError
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
 

@@ -4,10 +4,10 @@ import shutil
 
 import onnx
 import pytest
-from ortolan.runtime import plan_caches
 
 from ortolan.cli import main
 from ortolan.manifest import read_manifest
+from ortolan.runtime import plan_caches
 
 
 @pytest.fixture

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from ortolan.export.hf_config import HfConfig
-from ortolan.export.rope import build_rope, read_rope_spec, share_limits
 from tolerances import FREQUENCIES_RELATIVE
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import build_rope, read_rope_spec, share_limits
 
 BASE = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
 FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}

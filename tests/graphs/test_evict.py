@@ -3,13 +3,13 @@
 import numpy as np
 import onnx
 import onnxruntime
-import ortolan.custom_ops
 import pytest
-from ortolan.custom_ops import reference
-from ortolan.graphs import build_evict_model
 from snapkv_reference import pooled_scores, select
 
+import ortolan.custom_ops
+from ortolan.custom_ops import reference
 from ortolan.errors import ConfigError
+from ortolan.graphs import build_evict_model
 from ortolan.manifest import LayerInfo, Manifest
 
 SLOTS, WINDOW, HEADS, KV_HEADS, SIZE = 96, 8, 4, 2, 16

@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-from ortolan.graphs import ExternalTensor, GraphOptions, attach_external_data, build_model, verify_model
-from ortolan.graphs.config import LayerConfig, ModelConfig, Rope, RopeVariant, weight_shapes
 
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs import ExternalTensor, GraphOptions, attach_external_data, build_model, verify_model
+from ortolan.graphs.config import LayerConfig, ModelConfig, Rope, RopeVariant, weight_shapes
 
 ROPE = Rope(name="all", variants=(RopeVariant(limit=64, inv_freq=(1.0, 0.5, 0.1, 0.01)),))
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from harness import empty_caches, random_batch, run_in_place, run_op
+
 from ortolan.custom_ops import reference
 
 DTYPES = [np.float32, np.float16]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from ortolan.custom_ops import reference
 
 START = np.array([0, 6], np.int32)

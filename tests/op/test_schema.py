@@ -6,10 +6,10 @@ import onnx
 import onnxruntime
 import pytest
 from harness import build_model, empty_caches, random_batch
-from ortolan.custom_ops import codegen, library_info, library_path, register_schemas
-from ortolan.custom_ops.schema import OPERATORS
 
 import ortolan
+from ortolan.custom_ops import codegen, library_info, library_path, register_schemas
+from ortolan.custom_ops.schema import OPERATORS
 from ortolan.errors import OpLibraryError
 
 ROOT = Path(__file__).resolve().parents[2]

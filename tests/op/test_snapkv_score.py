@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from attention_cases import ISA_NAMES, limit_isa, run_cached, unlimit_isa
-from ortolan.custom_ops import reference
 from tolerances import assert_as_good_as_plain
+
+from ortolan.custom_ops import reference
 
 
 @pytest.fixture(params=ISA_NAMES)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, split_chunks
 
 from ortolan.errors import ConfigError
 from ortolan.manifest import LayerInfo, Manifest
+from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, split_chunks
 
 SIZES = st.integers(1, 40)
 

@@ -53,7 +53,7 @@ def test_rewinding_again_counts_from_what_the_ring_saw_last(mixed_model, draw_to
 def test_lengths_out_of_range_are_refused(full_model, draw_tokens, length):
     session = full_model.session()
     session.prefill(draw_tokens(10))
-    with pytest.raises(ConfigError, match="0 .. logical_length = 10"):
+    with pytest.raises(ConfigError, match=r"0 \.\. logical_length = 10"):
         session.rewind(length)
     assert session.logical_length == 10
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from ortolan.runtime.sampler import Sampler, distribution, penalize
 
 from ortolan import Sampling
+from ortolan.runtime.sampler import Sampler, distribution, penalize
 
 VOCABULARY = 50
 CASES = [

@@ -102,7 +102,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_read(full_mod
 def test_layers_out_of_range_are_refused(full_model, layer):
     session = full_model.session()
     for query in (session.physical_length, session.kept_positions, session.cache_capacity):
-        with pytest.raises(ConfigError, match="0 .. 3"):
+        with pytest.raises(ConfigError, match=r"0 \.\. 3"):
             query(layer)
 
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ortolan.runtime.text import stream_text
-from ortolan.runtime.tokenizer import Tokenizer
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.runtime.text import stream_text
+from ortolan.runtime.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

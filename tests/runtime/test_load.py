@@ -1,0 +1,88 @@
+"""Opening model folders: refusals say what is wrong before a session is made."""
+
+import json
+import shutil
+
+import pytest
+
+import ortolan
+from ortolan import SnapKv
+from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
+from ortolan.manifest import MANIFEST_FILE
+from ortolan.runtime import device as device_module
+
+
+@pytest.fixture
+def folder(full_folder, tmp_path):
+    return shutil.copytree(full_folder, tmp_path / "model")
+
+
+def change_manifest(folder, **changes) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", ""])
+def test_unknown_devices_are_refused(full_folder, name):
+    with pytest.raises(ConfigError, match="cuda:N"):
+        ortolan.load(full_folder, device=name)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_cuda_that_is_not_there_is_explained(full_folder, monkeypatch, name):
+    monkeypatch.setattr(device_module, "cuda_problem", lambda: "no kernels")
+    with pytest.raises(OpLibraryError, match=f"{name}.*no kernels"):
+        ortolan.load(full_folder, device=name)
+
+
+def test_no_device_takes_the_cpu_where_cuda_is_not_usable(full_folder, monkeypatch):
+    monkeypatch.setattr(device_module, "cuda_problem", lambda: "no kernels")
+    assert device_module.resolve_device(None) == device_module.CPU_PROVIDER
+    monkeypatch.setattr(device_module, "cuda_problem", lambda: None)
+    assert device_module.resolve_device(None) == device_module.CUDA_PROVIDER
+
+
+def test_a_folder_without_a_manifest_is_refused(tmp_path):
+    with pytest.raises(ContractMismatchError, match="ortolan export"):
+        ortolan.load(tmp_path)
+
+
+def test_another_operator_version_is_refused(folder):
+    change_manifest(folder, operator_version=99)
+    with pytest.raises(ContractMismatchError, match="version 99"):
+        ortolan.load(folder)
+
+
+def test_a_graph_of_other_sizes_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[layer | {"num_kv_heads": 4} for layer in layers])
+    with pytest.raises(ContractMismatchError, match=r"layer\.0\.key_cache.*4 kv heads"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_graph_with_other_inputs_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[layer | {"evictable": False} for layer in layers])
+    with pytest.raises(ContractMismatchError, match=r"unknown.*layer\.0\.capture"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_graph_that_is_no_graph_is_refused(folder):
+    content = (folder / "model.onnx").read_bytes()
+    (folder / "model.onnx").write_bytes(b"x" * len(content))
+    with pytest.raises(ContractMismatchError, match="cannot open"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_snapkv_on_a_model_that_cannot_evict_is_refused(tmp_path):
+    from families import tiny_checkpoint
+
+    checkpoint = tiny_checkpoint("llama", tmp_path / "hf")
+    exported = ortolan.export(checkpoint, tmp_path / "model", max_context=64, snapkv_window=0)
+    with pytest.raises(ConfigError, match="snapkv_window=0"):
+        ortolan.load(exported, device="cpu").session(snapkv=SnapKv())
+
+
+def test_a_context_beyond_the_export_is_refused(full_model):
+    with pytest.raises(ConfigError, match="513"):
+        full_model.session(max_context=513)
