@@ -128,18 +128,17 @@ def _tuple(frequencies: Frequencies) -> tuple[float, ...]:
 
 
 def _exponents(spec: RopeSpec) -> Frequencies:
-    return np.arange(0, spec.rotary_size, 2, dtype=np.float32) / np.float32(spec.rotary_size)
+    return np.divide(np.arange(0, spec.rotary_size, 2), spec.rotary_size, dtype=np.float32)
 
 
 def _base_frequencies(spec: RopeSpec, theta: float) -> Frequencies:
-    frequencies: Frequencies = np.float32(1) / np.power(np.float32(theta), _exponents(spec))
-    return frequencies
+    return (np.float32(1) / np.power(np.float32(theta), _exponents(spec))).astype(np.float32)
 
 
 def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
     if spec.rope_type == "yarn":
         return _yarn(spec)
-    frequencies: Frequencies = _base_frequencies(spec, spec.theta)
+    frequencies = _base_frequencies(spec, spec.theta)
     if spec.rope_type == "linear":
         frequencies = np.divide(frequencies, np.float32(spec.number("factor")), dtype=np.float32)
     if spec.rope_type == "llama3":

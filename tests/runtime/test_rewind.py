@@ -6,7 +6,7 @@ from parity import relative_difference
 from tolerances import SAME_LOGITS
 
 from ortolan import SnapKv
-from ortolan.errors import CapacityError, ConfigError
+from ortolan.errors import CapacityError, ConfigError, OrtolanError
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
@@ -89,3 +89,41 @@ def test_rewinding_to_the_start_forgets_evictions(full_model, draw_tokens):
     other = draw_tokens(200, seed=1)
     assert relative_difference(session.prefill(other), expected.prefill(other)) <= SAME_LOGITS
     np.testing.assert_array_equal(session.kept_positions(2), expected.kept_positions(2))
+
+
+def fail_once(session, monkeypatch, tokens: list[int]) -> None:
+    """Feed tokens in a step that writes to the caches and then fails."""
+    run = session._stepper.run
+
+    def failing(*arguments):
+        run(*arguments)
+        raise OrtolanError("the decoder graph failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._stepper, "run", failing)
+        with pytest.raises(OrtolanError, match="failed"):
+            session.prefill(tokens)
+
+
+def test_a_failed_chunk_counts_for_what_a_ring_lost(mixed_model, draw_tokens, monkeypatch):
+    session = mixed_model.session()
+    session.prefill(draw_tokens(140))
+    fail_once(session, monkeypatch, draw_tokens(16, seed=1))
+    with pytest.raises(CapacityError, match="ring"):
+        session.rewind(112)
+    session.rewind(113)
+    expected = mixed_model.session().prefill([*draw_tokens(140)[:113], 9])
+    assert relative_difference(session.step(9), expected) <= SAME_LOGITS
+
+
+def test_a_failed_chunk_counts_for_the_captured_queries(full_model, draw_tokens, monkeypatch):
+    session, straight = full_model.session(snapkv=SNAPKV), full_model.session(snapkv=SNAPKV)
+    session.prefill(draw_tokens(38))
+    fail_once(session, monkeypatch, [5])
+    fail_once(session, monkeypatch, draw_tokens(7, seed=1))
+    straight.prefill(draw_tokens(38))
+    question = draw_tokens(3, seed=2)
+    logits, expected = session.prefill(question), straight.prefill(question)
+    assert relative_difference(logits, expected) <= SAME_LOGITS
+    for layer in range(4):
+        np.testing.assert_array_equal(session.kept_positions(layer), straight.kept_positions(layer))
