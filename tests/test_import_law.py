@@ -62,7 +62,7 @@ def test_law_notices_a_forbidden_import(tmp_path):
     }
 
 
-def test_import_is_light_and_loading_pulls_no_training_library():
+def test_import_is_light_and_loading_pulls_no_training_library(tmp_path):
     code = (
         "import sys, ortolan\n"
         "light = {'onnx', 'onnxruntime', 'torch', 'transformers'} & set(sys.modules)\n"
@@ -70,5 +70,5 @@ def test_import_is_light_and_loading_pulls_no_training_library():
         "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
         "print(sorted(light), sorted(heavy))\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.strip() == "[] []"
