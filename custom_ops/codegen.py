@@ -16,10 +16,12 @@ _CPP_TYPES = {ELEMENT: "PortType::kElement", INT32: "PortType::kInt32", "tensor(
 def render_cpp() -> str:
     """Render custom_ops/csrc/ort/schemas.generated.h."""
     lines = [
-        f"// The operators' ports; {_NOTICE}.",
+        f"// The operators' ports and attributes; {_NOTICE}.",
         "#pragma once",
         "",
         "// clang-format off",
+        "#include <array>",
+        "",
         '#include "schema.h"',
         "",
         "namespace ortolan {",
@@ -36,9 +38,12 @@ def render_cpp() -> str:
             *map(_cpp_port, operator.outputs),
             "};",
         ]
+        names = ", ".join(f'"{attribute.name}"' for attribute in operator.attributes)
+        count = len(operator.attributes)
         lines += [
+            f"inline constexpr std::array<std::string_view, {count}> k{operator.name}Attributes = {{{names}}};",
             f'inline constexpr Schema k{operator.name}Schema = {{"{operator.name}", k{operator.name}Inputs,',
-            f"                                  k{operator.name}Outputs}};",
+            f"                                  k{operator.name}Outputs, k{operator.name}Attributes}};",
             "",
         ]
     return "\n".join([*lines, "}  // namespace ortolan", ""])

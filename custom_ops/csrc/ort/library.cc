@@ -90,6 +90,19 @@ GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
   node.fail("attribute group_reduce is '" + text + "'; allowed: mean, max, sum");
 }
 
+// Reads one attribute that the operator table lists; a name without a reader here is a build that drifted.
+void read_schema_attribute(NodeInfo& node, const OrtKernelInfo* info, std::string_view name) {
+  using Integer = abi::KernelInfoGetAttribute_int64;
+  using Real = abi::KernelInfoGetAttribute_float;
+  if (name == "window") return read_attribute<Integer>(node.api, info, "window", node.window);
+  if (name == "sink") return read_attribute<Integer>(node.api, info, "sink", node.sink);
+  if (name == "capacity") return read_attribute<Integer>(node.api, info, "capacity", node.capacity);
+  if (name == "scale") return read_attribute<Real>(node.api, info, "scale", node.scale);
+  if (name == "softcap") return read_attribute<Real>(node.api, info, "softcap", node.softcap);
+  if (name != "group_reduce") node.fail("attribute " + std::string(name) + " has no reader in the library");
+  node.group_reduce = parse_group_reduce(node, read_string(node.api, info, "group_reduce"));
+}
+
 void check_attributes(const NodeInfo& node) {
   if (node.window == 0 || node.window < -1)
     node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
@@ -118,12 +131,7 @@ OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKe
     node.schema = as_operator(op).schema;
     node.element = as_operator(op).element;
     node.name = read_node_name(api, info);
-    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "window", node.window);
-    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "sink", node.sink);
-    read_attribute<abi::KernelInfoGetAttribute_int64>(api, info, "capacity", node.capacity);
-    read_attribute<abi::KernelInfoGetAttribute_float>(api, info, "scale", node.scale);
-    read_attribute<abi::KernelInfoGetAttribute_float>(api, info, "softcap", node.softcap);
-    node.group_reduce = parse_group_reduce(node, read_string(api, info, "group_reduce"));
+    for (std::string_view name : node.schema->attributes) read_schema_attribute(node, info, name);
     check_attributes(node);
     kernel->compute = as_operator(op).compute;
     *result = kernel.release();

@@ -1,7 +1,8 @@
-// How an operator's ports are described to ONNX Runtime.
+// How an operator's ports and attributes are described to ONNX Runtime.
 #pragma once
 
 #include <span>
+#include <string_view>
 
 namespace ortolan {
 
@@ -19,6 +20,7 @@ struct Schema {
   const char* name;
   std::span<const Port> inputs;
   std::span<const Port> outputs;
+  std::span<const std::string_view> attributes;
 };
 
 }  // namespace ortolan

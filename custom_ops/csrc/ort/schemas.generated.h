@@ -1,7 +1,9 @@
-// The operators' ports; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+// The operators' ports and attributes; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
 // clang-format off
+#include <array>
+
 #include "schema.h"
 
 namespace ortolan {
@@ -19,8 +21,9 @@ inline constexpr Port kRingKvAppendOutputs[] = {
     {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 2},
     {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 3},
 };
+inline constexpr std::array<std::string_view, 2> kRingKvAppendAttributes = {"sink", "capacity"};
 inline constexpr Schema kRingKvAppendSchema = {"RingKvAppend", kRingKvAppendInputs,
-                                  kRingKvAppendOutputs};
+                                  kRingKvAppendOutputs, kRingKvAppendAttributes};
 
 inline constexpr Port kSwaAttentionInputs[] = {
     {"query", "[T, Hq, D]", PortType::kElement, false, -1},
@@ -35,8 +38,9 @@ inline constexpr Port kSwaAttentionOutputs[] = {
     {"output", "[T, Hq, D]", PortType::kElement, false, -1},
     {"lse", "[Hq, T]", PortType::kFloat32, true, -1},
 };
+inline constexpr std::array<std::string_view, 5> kSwaAttentionAttributes = {"window", "sink", "capacity", "scale", "softcap"};
 inline constexpr Schema kSwaAttentionSchema = {"SwaAttention", kSwaAttentionInputs,
-                                  kSwaAttentionOutputs};
+                                  kSwaAttentionOutputs, kSwaAttentionAttributes};
 
 inline constexpr Port kSnapKvCaptureInputs[] = {
     {"query", "[T, Hq, D]", PortType::kElement, false, -1},
@@ -47,8 +51,9 @@ inline constexpr Port kSnapKvCaptureInputs[] = {
 inline constexpr Port kSnapKvCaptureOutputs[] = {
     {"capture_out", "[B, Wq, Hq, D]", PortType::kElement, false, 1},
 };
+inline constexpr std::array<std::string_view, 0> kSnapKvCaptureAttributes = {};
 inline constexpr Schema kSnapKvCaptureSchema = {"SnapKvCapture", kSnapKvCaptureInputs,
-                                  kSnapKvCaptureOutputs};
+                                  kSnapKvCaptureOutputs, kSnapKvCaptureAttributes};
 
 inline constexpr Port kSnapKvScoreInputs[] = {
     {"capture", "[B, Wq, Hq, D]", PortType::kElement, false, -1},
@@ -59,8 +64,9 @@ inline constexpr Port kSnapKvScoreInputs[] = {
 inline constexpr Port kSnapKvScoreOutputs[] = {
     {"score", "[B, Hkv, K]", PortType::kFloat32, false, -1},
 };
+inline constexpr std::array<std::string_view, 3> kSnapKvScoreAttributes = {"scale", "softcap", "group_reduce"};
 inline constexpr Schema kSnapKvScoreSchema = {"SnapKvScore", kSnapKvScoreInputs,
-                                  kSnapKvScoreOutputs};
+                                  kSnapKvScoreOutputs, kSnapKvScoreAttributes};
 
 inline constexpr Port kKvCompactInputs[] = {
     {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
@@ -72,7 +78,8 @@ inline constexpr Port kKvCompactOutputs[] = {
     {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 0},
     {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 1},
 };
+inline constexpr std::array<std::string_view, 0> kKvCompactAttributes = {};
 inline constexpr Schema kKvCompactSchema = {"KvCompact", kKvCompactInputs,
-                                  kKvCompactOutputs};
+                                  kKvCompactOutputs, kKvCompactAttributes};
 
 }  // namespace ortolan
