@@ -1,4 +1,5 @@
-// The operators' ports and attributes; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+// The operators' ports and attributes; generated from custom_ops/schema.py by `python -m
+// ortolan.custom_ops.codegen`.
 #pragma once
 
 // clang-format off
