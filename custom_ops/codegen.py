@@ -16,10 +16,10 @@ _CPP_TYPES = {ELEMENT: "PortType::kElement", INT32: "PortType::kInt32", "tensor(
 def render_cpp() -> str:
     """Render custom_ops/csrc/ort/schemas.generated.h."""
     lines = [
+        "// clang-format off",
         f"// The operators' ports and attributes; {_NOTICE}.",
         "#pragma once",
         "",
-        "// clang-format off",
         "#include <array>",
         "",
         '#include "schema.h"',

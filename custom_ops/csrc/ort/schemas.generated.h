@@ -1,8 +1,7 @@
-// The operators' ports and attributes; generated from custom_ops/schema.py by `python -m
-// ortolan.custom_ops.codegen`.
+// clang-format off
+// The operators' ports and attributes; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
-// clang-format off
 #include <array>
 
 #include "schema.h"
