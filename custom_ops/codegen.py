@@ -82,7 +82,7 @@ def _emitter(operator: Operator) -> str:
     documented = [f"        {p.name}: {p.shape} {p.type}. {p.doc}" for p in operator.inputs]
     documented += [f"        outputs: names of {', '.join(f'{p.name} {p.shape}' for p in operator.outputs)}."]
     documented += ["        name: name of the node."]
-    documented += [f"        {a.name}: {a.doc}" for a in operator.attributes]
+    documented += [f"        {a.name}: {a.doc} Allowed: {a.allowed}." for a in operator.attributes]
     attributes = ", ".join(f'"{a.name}": {a.name}' for a in operator.attributes)
     inputs = ", ".join(port.name for port in operator.inputs)
     return "\n".join(
@@ -93,7 +93,7 @@ def _emitter(operator: Operator) -> str:
             ") -> onnx.NodeProto:",
             f'    """Build a {operator.name} node.',
             "",
-            *_wrapped(operator.doc, 4),
+            *_wrapped(operator.doc, 4, hanging=0),
             "",
             "    Args:",
             *[line for text in documented for line in _wrapped(text.strip(), 8)],
@@ -109,12 +109,12 @@ def _python_literal(value: int | float | str) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _wrapped(text: str, indent: int, width: int = 108) -> list[str]:
+def _wrapped(text: str, indent: int, hanging: int = 4, width: int = 108) -> list[str]:
     lines, current = [], " " * indent
     for word in text.split():
         if len(current) + len(word) > width:
             lines.append(current.rstrip())
-            current = " " * (indent + 4)
+            current = " " * (indent + hanging)
         current += word + " "
     return [*lines, current.rstrip()]
 
@@ -139,7 +139,7 @@ def render_docs() -> str:
         lines += [_doc_row("in", i, port) for i, port in enumerate(operator.inputs)]
         lines += [_doc_row("out", i, port) for i, port in enumerate(operator.outputs)]
         if operator.attributes:
-            lines += ["", "| attribute | default | meaning |", "|---|---|---|"]
+            lines += ["", "| attribute | default | allowed | meaning |", "|---|---|---|---|"]
             lines += [_doc_attribute(attribute) for attribute in operator.attributes]
         lines.append("")
     return "\n".join(lines)
@@ -155,7 +155,8 @@ def _doc_row(kind: str, index: int, port: Port) -> str:
 
 
 def _doc_attribute(attribute: Attribute) -> str:
-    return f"| `{attribute.name}` | {_python_literal(attribute.default)} | {attribute.doc} |"
+    default = _python_literal(attribute.default)
+    return f"| `{attribute.name}` | {default} | {attribute.allowed} | {attribute.doc} |"
 
 
 def generated_files(root: Path) -> dict[Path, str]:

@@ -38,8 +38,8 @@ def ring_kv_append(
             sequence b owns page b.
         outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
         name: name of the node.
-        sink: S: first positions of a sequence, never overwritten.
-        capacity: C: slots a sequence has; 0 means M * P.
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or S + W and more.
     """
     inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table,)
     return operator_node("RingKvAppend", inputs, outputs, name, {"sink": sink, "capacity": capacity})
@@ -65,7 +65,7 @@ def swa_attention(
     """Build a SwaAttention node.
 
     Causal attention, with optional sliding window and sinks, of this step's queries over the cache that
-        already holds this step's keys.
+    already holds this step's keys.
 
     Args:
         query: [T, Hq, D] T1. Queries of this step, after norm and RoPE.
@@ -81,11 +81,11 @@ def swa_attention(
             has no value.
         outputs: names of output [T, Hq, D], lse [Hq, T].
         name: name of the node.
-        window: W: keys a query sees, itself included; -1 for no window.
-        sink: S: first positions of a sequence, never overwritten.
-        capacity: C: slots a sequence has; 0 means M * P.
-        scale: Factor of the logits; 0 means 1 / sqrt(D).
-        softcap: If positive, a logit z becomes softcap * tanh(z / softcap).
+        window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 and more.
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or S + W and more.
+        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 and more.
     """
     inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits,)
     return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap})
@@ -132,7 +132,7 @@ def snap_kv_score(
     """Build a SnapKvScore node.
 
     How much the captured queries attend to each cached position: the mean over queries of their softmax
-        probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.
+    probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.
 
     Args:
         capture: [B, Wq, Hq, D] T1. Captured queries.
@@ -142,9 +142,10 @@ def snap_kv_score(
             sequence b owns page b.
         outputs: names of score [B, Hkv, K].
         name: name of the node.
-        scale: Factor of the logits; 0 means 1 / sqrt(D).
-        softcap: If positive, a logit z becomes softcap * tanh(z / softcap).
-        group_reduce: Over a group's heads: "mean", "max" or "sum".
+        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 and more.
+        group_reduce: How the scores of the query heads of a group become one. Allowed: "mean", "max" or
+            "sum".
     """
     inputs = (capture, key_cache, kv_len, block_table,)
     return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce})

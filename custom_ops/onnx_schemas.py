@@ -45,16 +45,40 @@ def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:
 
 
 def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -> None:
-    """Copy the type of the input that an output continues, or follows in shape."""
-    for index, port in enumerate(operator.outputs):
-        if index >= context.get_num_outputs():
-            return
+    """Give each output its type, and every dimension whose symbol an input of known shape has."""
+    known = _known_dimensions(operator, context)
+    for index, port in enumerate(operator.outputs[: context.get_num_outputs()]):
+        result = onnx.TypeProto()
         if port.type == ELEMENT:
-            source = port.alias if port.alias >= 0 else 0
-            context.set_output_type(index, context.get_input_type(source))
+            result.tensor_type.elem_type = context.get_input_type(0).tensor_type.elem_type
         else:
-            result = onnx.TypeProto()
             result.tensor_type.elem_type = onnx.TensorProto.FLOAT
-            for _ in port.shape.split(","):
-                result.tensor_type.shape.dim.add()
-            context.set_output_type(index, result)
+        for symbol in _symbols(port):
+            dimension = result.tensor_type.shape.dim.add()
+            if symbol in known:
+                dimension.CopyFrom(known[symbol])
+        context.set_output_type(index, result)
+
+
+def _known_dimensions(
+    operator: Operator, context: onnx.shape_inference.InferenceContext
+) -> dict[str, onnx.TensorShapeProto.Dimension]:
+    """Map the symbols of the inputs' shapes to dimensions; inputs without one fixed rank say nothing."""
+    known: dict[str, onnx.TensorShapeProto.Dimension] = {}
+    for index, port in enumerate(operator.inputs[: context.get_num_inputs()]):
+        given = context.get_input_type(index)
+        if given is None or not given.tensor_type.HasField("shape") or " or " in port.shape:
+            continue
+        dimensions = given.tensor_type.shape.dim
+        if len(dimensions) != len(_symbols(port)):
+            raise onnx.shape_inference.InferenceError(
+                f"{operator.name}: input '{port.name}' has rank {len(dimensions)}; its shape is {port.shape}"
+            )
+        for symbol, dimension in zip(_symbols(port), dimensions, strict=True):
+            if dimension.HasField("dim_value") or symbol not in known:
+                known[symbol] = dimension
+    return known
+
+
+def _symbols(port: Port) -> list[str]:
+    return [symbol.strip() for symbol in port.shape.strip("[]").split(",")]

@@ -30,10 +30,15 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribute:
-    """One attribute of an operator, with its default."""
+    """One attribute of an operator, with its default.
+
+    Attributes:
+        allowed: the values that the library accepts, in words; it refuses others when a session is made.
+    """
 
     name: str
     default: int | float | str
+    allowed: str
     doc: str
 
 
@@ -89,10 +94,16 @@ _BLOCK_TABLE = Port(
     doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b.",
     optional=True,
 )
-_SINK = Attribute(name="sink", default=0, doc="S: first positions of a sequence, never overwritten.")
-_CAPACITY = Attribute(name="capacity", default=0, doc="C: slots a sequence has; 0 means M * P.")
-_SCALE = Attribute(name="scale", default=0.0, doc="Factor of the logits; 0 means 1 / sqrt(D).")
-_SOFTCAP = Attribute(name="softcap", default=0.0, doc="If positive, a logit z becomes softcap * tanh(z / softcap).")
+_SINK = Attribute(
+    name="sink", default=0, allowed="0 and more", doc="S: first positions of a sequence, never overwritten."
+)
+_CAPACITY = Attribute(
+    name="capacity", default=0, allowed="0, or S + W and more", doc="C: slots a sequence has; 0 means M * P."
+)
+_SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor of the logits; 0 means 1 / sqrt(D).")
+_SOFTCAP = Attribute(
+    name="softcap", default=0.0, allowed="0 and more", doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
+)
 
 OPERATORS: tuple[Operator, ...] = (
     Operator(
@@ -150,7 +161,12 @@ OPERATORS: tuple[Operator, ...] = (
             ),
         ),
         attributes=(
-            Attribute(name="window", default=-1, doc="W: keys a query sees, itself included; -1 for no window."),
+            Attribute(
+                name="window",
+                default=-1,
+                allowed="-1, or 1 and more",
+                doc="W: keys a query sees, itself included; -1 for no window.",
+            ),
             _SINK,
             _CAPACITY,
             _SCALE,
@@ -200,7 +216,12 @@ OPERATORS: tuple[Operator, ...] = (
         attributes=(
             _SCALE,
             _SOFTCAP,
-            Attribute(name="group_reduce", default="mean", doc='Over a group\'s heads: "mean", "max" or "sum".'),
+            Attribute(
+                name="group_reduce",
+                default="mean",
+                allowed='"mean", "max" or "sum"',
+                doc="How the scores of the query heads of a group become one.",
+            ),
         ),
     ),
     Operator(

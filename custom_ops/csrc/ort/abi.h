@@ -73,6 +73,7 @@ struct Slot {
 };
 
 using CreateStatus = Slot<0, OrtStatus*(int, const char*)>;
+using GetErrorMessage = Slot<2, const char*(const OrtStatus*)>;
 using CreateCustomOpDomain = Slot<26, OrtStatus*(const char*, OrtCustomOpDomain**)>;
 using CustomOpDomain_Add = Slot<27, OrtStatus*(OrtCustomOpDomain*, const CustomOp*)>;
 using AddCustomOpDomain = Slot<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;

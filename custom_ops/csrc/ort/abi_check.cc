@@ -13,6 +13,7 @@ namespace abi = ortolan::abi;
   static_assert(offsetof(OrtApi, name) == abi::name::index * sizeof(void*), #name)
 
 ORTOLAN_CHECK_SLOT(CreateStatus);
+ORTOLAN_CHECK_SLOT(GetErrorMessage);
 ORTOLAN_CHECK_SLOT(CreateCustomOpDomain);
 ORTOLAN_CHECK_SLOT(CustomOpDomain_Add);
 ORTOLAN_CHECK_SLOT(AddCustomOpDomain);

@@ -26,7 +26,8 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
   const bool per_head = heads > 0 && tensor.shape.size() == 2 && tensor.dim(1) == heads;
   const bool shared = tensor.shape.size() == 1;
   if (!(per_head || shared) || tensor.dim(0) != num_sequences)
-    context.bad_shape(index, tensor, "with B = " + number(num_sequences) + ", Hkv = " + number(heads));
+    context.bad_shape(index, tensor,
+                      "with B = " + number(num_sequences) + (heads > 0 ? ", Hkv = " + number(heads) : ""));
   const int32_t* values = tensor.as<int32_t>();
   for (int64_t i = 0; i < tensor.size(); ++i)
     if (values[i] < 0)

@@ -24,8 +24,9 @@ void NodeInfo::fail(const std::string& problem) const {
 
 void check(const OrtApi* api, OrtStatus* status) {
   if (!status) return;
+  const std::string message = abi::GetErrorMessage::of(api)(status);
   abi::ReleaseStatus::of(api)(status);
-  throw std::runtime_error("ONNX Runtime refused a call of the operator library");
+  throw std::runtime_error("ONNX Runtime refused a call of the operator library: " + message);
 }
 
 Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node), context_(context) {

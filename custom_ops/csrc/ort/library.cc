@@ -1,9 +1,13 @@
 // The library's entry points: registers every operator, for every element type, with ONNX Runtime.
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <new>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "../kernels/cpu/kernels.h"
@@ -52,25 +56,49 @@ OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
   }
 }
 
-// An attribute that is absent keeps its default.
+using Integer = abi::KernelInfoGetAttribute_int64;
+using Real = abi::KernelInfoGetAttribute_float;
+
+// The value of an attribute, if the node has it and its type is Value.
 template <typename Reader, typename Value>
-void read_attribute(const OrtApi* api, const OrtKernelInfo* info, const char* name, Value& value) {
-  Value given{};
-  OrtStatus* status = Reader::of(api)(info, name, &given);
-  if (status) return abi::ReleaseStatus::of(api)(status);
-  value = given;
+std::optional<Value> find_number(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
+  Value value{};
+  OrtStatus* status = Reader::of(api)(info, name, &value);
+  if (!status) return value;
+  abi::ReleaseStatus::of(api)(status);
+  return std::nullopt;
 }
 
-std::string read_string(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
+std::optional<std::string> find_text(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
   size_t size = 0;
   OrtStatus* status = abi::KernelInfoGetAttribute_string::of(api)(info, name, nullptr, &size);
   if (status) {
     abi::ReleaseStatus::of(api)(status);
-    return {};
+    return std::nullopt;
   }
   std::string text(size, '\0');
   check(api, abi::KernelInfoGetAttribute_string::of(api)(info, name, text.data(), &size));
   return text.c_str();
+}
+
+// ONNX Runtime reports an absent attribute and one of another type alike; only an absent one has its default.
+template <typename Value>
+void read_attribute(const NodeInfo& node, const OrtKernelInfo* info, const char* name, Value& value) {
+  const std::optional<int64_t> integer = find_number<Integer, int64_t>(node.api, info, name);
+  const std::optional<float> real = find_number<Real, float>(node.api, info, name);
+  const std::optional<std::string> text = find_text(node.api, info, name);
+  const auto take = [&](const auto& given, const char* expected) {
+    if (given)
+      value = *given;
+    else if (integer || real || text)
+      node.fail(std::string("attribute ") + name + " has another type; expected " + expected);
+  };
+  if constexpr (std::is_same_v<Value, int64_t>)
+    take(integer, "an integer (INT)");
+  else if constexpr (std::is_same_v<Value, float>)
+    take(real, "a number (FLOAT)");
+  else
+    take(text, "a text (STRING)");
 }
 
 std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
@@ -84,7 +112,7 @@ std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
 }
 
 GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
-  if (text.empty() || text == "mean") return GroupReduce::kMean;
+  if (text == "mean") return GroupReduce::kMean;
   if (text == "max") return GroupReduce::kMax;
   if (text == "sum") return GroupReduce::kSum;
   node.fail("attribute group_reduce is '" + text + "'; allowed: mean, max, sum");
@@ -92,18 +120,29 @@ GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
 
 // Reads one attribute that the operator table lists; a name without a reader here is a build that drifted.
 void read_schema_attribute(NodeInfo& node, const OrtKernelInfo* info, std::string_view name) {
-  using Integer = abi::KernelInfoGetAttribute_int64;
-  using Real = abi::KernelInfoGetAttribute_float;
-  if (name == "window") return read_attribute<Integer>(node.api, info, "window", node.window);
-  if (name == "sink") return read_attribute<Integer>(node.api, info, "sink", node.sink);
-  if (name == "capacity") return read_attribute<Integer>(node.api, info, "capacity", node.capacity);
-  if (name == "scale") return read_attribute<Real>(node.api, info, "scale", node.scale);
-  if (name == "softcap") return read_attribute<Real>(node.api, info, "softcap", node.softcap);
+  if (name == "window") return read_attribute(node, info, "window", node.window);
+  if (name == "sink") return read_attribute(node, info, "sink", node.sink);
+  if (name == "capacity") return read_attribute(node, info, "capacity", node.capacity);
+  if (name == "scale") return read_attribute(node, info, "scale", node.scale);
+  if (name == "softcap") return read_attribute(node, info, "softcap", node.softcap);
   if (name != "group_reduce") node.fail("attribute " + std::string(name) + " has no reader in the library");
-  node.group_reduce = parse_group_reduce(node, read_string(node.api, info, "group_reduce"));
+  std::string reduce = "mean";
+  read_attribute(node, info, "group_reduce", reduce);
+  node.group_reduce = parse_group_reduce(node, reduce);
+}
+
+// Positions are int32, so nothing larger can be meant, and sums of two attributes cannot overflow.
+void check_largest(const NodeInfo& node, const char* attribute, int64_t value) {
+  constexpr int64_t largest = std::numeric_limits<int32_t>::max();
+  if (value > largest)
+    node.fail(std::string("attribute ") + attribute + " = " + std::to_string(value) + " must be at most " +
+              std::to_string(largest));
 }
 
 void check_attributes(const NodeInfo& node) {
+  check_largest(node, "window W", node.window);
+  check_largest(node, "sink S", node.sink);
+  check_largest(node, "capacity C", node.capacity);
   if (node.window == 0 || node.window < -1)
     node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
   if (node.sink < 0) node.fail("attribute sink S = " + std::to_string(node.sink) + " must be at least 0");
@@ -259,13 +298,21 @@ OrtCustomOpDomain* operator_domain(const OrtApi* api) {
   return domain;
 }
 
+OrtStatus* refuse_old_runtime(const abi::ApiBase* base) {
+  const OrtApi* first = base->GetApi(1);
+  if (!first) return nullptr;  // without any API there is no way to say it
+  const std::string message = std::string("ortolan: this is ONNX Runtime ") + base->GetVersionString() +
+                              "; the operators need 1.20 or newer, run `pip install -U onnxruntime`";
+  return abi::CreateStatus::of(first)(abi::kFail, message.c_str());
+}
+
 }  // namespace
 }  // namespace ortolan
 
 ORTOLAN_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const ortolan::abi::ApiBase* base) {
   using namespace ortolan;
   const OrtApi* api = base->GetApi(abi::kApiVersion);
-  if (!api) return nullptr;  // the runtime has already said that it is older than API version 20
+  if (!api) return refuse_old_runtime(base);
   return guarded(api, [&] { check(api, abi::AddCustomOpDomain::of(api)(options, operator_domain(api))); });
 }
 
