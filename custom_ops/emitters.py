@@ -39,7 +39,8 @@ def ring_kv_append(
         outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
         name: name of the node.
         sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
-        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or S + W and more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
+            is no window).
     """
     inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table,)
     return operator_node("RingKvAppend", inputs, outputs, name, {"sink": sink, "capacity": capacity})
@@ -83,7 +84,8 @@ def swa_attention(
         name: name of the node.
         window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 and more.
         sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
-        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or S + W and more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
+            is no window).
         scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
         softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 and more.
     """

@@ -98,7 +98,10 @@ _SINK = Attribute(
     name="sink", default=0, allowed="0 and more", doc="S: first positions of a sequence, never overwritten."
 )
 _CAPACITY = Attribute(
-    name="capacity", default=0, allowed="0, or S + W and more", doc="C: slots a sequence has; 0 means M * P."
+    name="capacity",
+    default=0,
+    allowed="0, or at least S + W (S + 1 where there is no window)",
+    doc="C: slots a sequence has; 0 means M * P.",
 )
 _SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor of the logits; 0 means 1 / sqrt(D).")
 _SOFTCAP = Attribute(
