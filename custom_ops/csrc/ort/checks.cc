@@ -13,6 +13,7 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
   const Tensor tensor = context.input(index, {-1});
   if (tensor.dim(0) < 1) context.bad_shape(index, tensor, "with B >= 0");
   const Packing packing{tensor.as<int32_t>(), tensor.dim(0) - 1, num_tokens};
+  if (!context.values_readable()) return packing;
   bool rising = packing.query_start[0] == 0 && packing.query_start[packing.num_sequences] == num_tokens;
   for (int64_t b = 0; b < packing.num_sequences; ++b) rising = rising && packing.count(b) >= 0;
   if (!rising)
@@ -29,7 +30,7 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
     context.bad_shape(index, tensor,
                       "with B = " + number(num_sequences) + (heads > 0 ? ", Hkv = " + number(heads) : ""));
   const int32_t* values = tensor.as<int32_t>();
-  for (int64_t i = 0; i < tensor.size(); ++i)
+  for (int64_t i = 0; context.values_readable() && i < tensor.size(); ++i)
     if (values[i] < 0)
       context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' holds " +
                           number(values[i]) + "; a length is at least 0");
@@ -65,7 +66,7 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_i
 
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
                  int64_t length) {
-  if (!cache.block_table) return;
+  if (!cache.block_table || !context.values_readable()) return;
   // Entries past what a sequence uses may hold anything; they are never followed.
   const int64_t slots = std::min(length, cache.capacity);
   for (int64_t i = 0; i * cache.page_slots < slots; ++i) {
@@ -79,6 +80,7 @@ void check_pages(const Context& context, const CacheLayout& cache, size_t index,
 
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, const Lengths& past,
                  const Packing& packing) {
+  if (!cache.block_table || !context.values_readable()) return;
   for (int64_t b = 0; b < packing.num_sequences; ++b)
     for (int64_t h = 0; h < cache.num_kv_heads; ++h)
       check_pages(context, cache, index, b, past.at(b, h) + packing.count(b));
@@ -101,6 +103,7 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
   if (p.window > 0 && cache.capacity < cache.sink + p.window)
     node.fail("capacity C = " + number(cache.capacity) +
               " must be at least sink S + window W = " + number(cache.sink) + " + " + number(p.window));
+  if (!context.values_readable()) return;
   for (int64_t b = 0; b < p.packing.num_sequences; ++b)
     for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
       const int64_t tokens = p.packing.count(b), length = p.past_len.at(b, h) + tokens;
@@ -116,7 +119,19 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
     }
 }
 
+void check_scored_lengths(const Context& context, const SnapKvScoreParams& p) {
+  if (!context.values_readable()) return;
+  for (int64_t b = 0; b < p.num_sequences; ++b)
+    for (int64_t h = 0; h < p.cache.num_kv_heads; ++h) {
+      if (p.kv_len.at(b, h) > p.cache.capacity)
+        context.node().fail("input 'kv_len' holds " + number(p.kv_len.at(b, h)) +
+                            ", more than the cache's capacity C = " + number(p.cache.capacity));
+      check_pages(context, p.cache, 3, b, p.kv_len.at(b, h));
+    }
+}
+
 void check_keep(const Context& context, const KvCompactParams& p) {
+  if (!context.values_readable()) return;
   for (int64_t list = 0; list < p.num_sequences * p.keep_heads; ++list) {
     const int32_t* keep = p.keep + list * p.keep_count;
     int64_t previous = -1;

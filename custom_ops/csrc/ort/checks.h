@@ -1,11 +1,15 @@
 // Turns tensors into kernel parameters and refuses what breaks the operator contract.
+//
+// What lengths, row boundaries, block tables and keep-lists hold is checked where they lie in host memory. On
+// CUDA they stay on the device: shapes and attributes are checked here, and the kernels leave memory outside
+// the pool alone.
 #pragma once
 
 #include "context.h"
 
 namespace ortolan {
 
-// Reads [B+1] row boundaries that rise from 0 to num_tokens; -1 accepts any end.
+// Reads [B+1] row boundaries that rise from 0 to num_tokens; on CUDA only the shape is checked.
 Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
 
 // Reads [B] or, where heads > 0, also [B, heads]; entries are not negative.
@@ -28,6 +32,9 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
 
 // A window's keys must still be in the ring when its queries attend.
 void check_window(const Context& context, const SwaAttentionParams& params);
+
+// A sequence cannot hold more than its cache has slots.
+void check_scored_lengths(const Context& context, const SnapKvScoreParams& params);
 
 // Each list is strictly ascending, inside the cache, and padded by -1 at its tail only.
 void check_keep(const Context& context, const KvCompactParams& params);

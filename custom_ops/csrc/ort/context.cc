@@ -4,6 +4,10 @@
 #include <exception>
 #include <mutex>
 
+#ifdef ORTOLAN_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 namespace ortolan {
 
 std::string to_string(const std::vector<int64_t>& shape) {
@@ -31,6 +35,12 @@ void check(const OrtApi* api, OrtStatus* status) {
 
 Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node), context_(context) {
   check(node.api, abi::KernelContext_GetInputCount::of(node.api)(context, &num_inputs_));
+}
+
+void* Context::gpu_stream() const {
+  void* stream = nullptr;
+  check(node_.api, abi::KernelContext_GetGPUComputeStream::of(node_.api)(context_, &stream));
+  return stream;
 }
 
 Tensor Context::input(size_t index) const {
@@ -90,8 +100,20 @@ Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   if (!tensor.present)
     node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
   if (tensor.data != source.data)
-    std::memcpy(tensor.data, source.data, source.size() * element_bytes(node_.element));
+    copy(tensor.data, source.data, source.size() * element_bytes(node_.element));
   return tensor;
+}
+
+void Context::copy(void* target, const void* source, size_t bytes) const {
+#ifdef ORTOLAN_CUDA
+  if (node_.provider == Provider::kCuda) {
+    const cudaError_t error = cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice,
+                                              static_cast<cudaStream_t>(gpu_stream()));
+    if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+    return;
+  }
+#endif
+  std::memcpy(target, source, bytes);
 }
 
 void Context::bad_shape(size_t index, const Tensor& tensor, const std::string& rule) const {

@@ -1,4 +1,4 @@
-// A kernel's view of one call: typed tensors, named errors, the runtime's threads.
+// A kernel's view of one call: typed tensors, named errors, the runtime's threads or stream.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../kernels/cpu/parallel.h"
+#include "../kernels/fused_params.h"
 #include "../kernels/params.h"
 #include "abi.h"
 #include "schema.h"
@@ -19,10 +20,13 @@ struct InvalidArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+enum class Provider { kCpu, kCuda };
+
 // What the constructor of a kernel learned: who it is and what its attributes say.
 struct NodeInfo {
   const OrtApi* api = nullptr;
   const Schema* schema = nullptr;
+  Provider provider = Provider::kCpu;
   ElementType element = ElementType::kFloat32;
   std::string name;
   int64_t window = -1;
@@ -31,6 +35,9 @@ struct NodeInfo {
   float scale = 0;
   float softcap = 0;
   GroupReduce group_reduce = GroupReduce::kMean;
+  float epsilon = 1e-6f;
+  int64_t num_heads = 0;
+  GatedActivation activation = GatedActivation::kNone;
 
   [[noreturn]] void fail(const std::string& problem) const;
 };
@@ -58,6 +65,12 @@ class Context {
   Context(const NodeInfo& node, OrtKernelContext* context);
 
   const NodeInfo& node() const { return node_; }
+  OrtKernelContext* raw() const { return context_; }
+
+  // Whether tensor values lie in host memory, so that they can be checked before the kernel runs.
+  bool values_readable() const { return node_.provider == Provider::kCpu; }
+  // The cudaStream_t of this call.
+  void* gpu_stream() const;
 
   // Input `index`, of the schema's rank; an absent optional input has `present` false.
   Tensor input(size_t index) const;
@@ -72,6 +85,8 @@ class Context {
   [[noreturn]] void bad_shape(size_t index, const Tensor& tensor, const std::string& rule) const;
 
  private:
+  void copy(void* target, const void* source, size_t bytes) const;
+
   const NodeInfo& node_;
   OrtKernelContext* context_;
   size_t num_inputs_ = 0;
@@ -80,7 +95,7 @@ class Context {
 // Runs tasks on ONNX Runtime's intra-op threads.
 class OrtParallelFor : public cpu::ParallelFor {
  public:
-  OrtParallelFor(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+  explicit OrtParallelFor(const Context& context) : api_(context.node().api), context_(context.raw()) {}
   void run(int64_t count, Task task, void* context) override;
 
  private:

@@ -1,17 +1,13 @@
 // The library's entry points: registers every operator, for every element type, with ONNX Runtime.
-#include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <new>
-#include <optional>
-#include <type_traits>
 #include <vector>
 
 #include "../kernels/cpu/kernels.h"
 #include "abi.h"
+#include "attributes.h"
 #include "context.h"
 #include "operators.h"
 #include "schemas.generated.h"
@@ -25,18 +21,18 @@
 namespace ortolan {
 namespace {
 
-using Compute = void (*)(const Context&, cpu::ParallelFor&);
-
-// One registration: an operator for one element type.
+// One registration: an operator for one provider and one element type.
 struct Operator : abi::CustomOp {
   const Schema* schema;
   Compute compute;
+  Provider provider;
   ElementType element;
 };
 
 struct Kernel {
   NodeInfo node;
   Compute compute;
+  Resources resources;
 };
 
 const Operator& as_operator(const abi::CustomOp* op) { return *static_cast<const Operator*>(op); }
@@ -56,111 +52,6 @@ OrtStatus* guarded(const OrtApi* api, Body&& body) noexcept {
   }
 }
 
-using Integer = abi::KernelInfoGetAttribute_int64;
-using Real = abi::KernelInfoGetAttribute_float;
-
-// The value of an attribute, if the node has it and its type is Value.
-template <typename Reader, typename Value>
-std::optional<Value> find_number(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
-  Value value{};
-  OrtStatus* status = Reader::of(api)(info, name, &value);
-  if (!status) return value;
-  abi::ReleaseStatus::of(api)(status);
-  return std::nullopt;
-}
-
-std::optional<std::string> find_text(const OrtApi* api, const OrtKernelInfo* info, const char* name) {
-  size_t size = 0;
-  OrtStatus* status = abi::KernelInfoGetAttribute_string::of(api)(info, name, nullptr, &size);
-  if (status) {
-    abi::ReleaseStatus::of(api)(status);
-    return std::nullopt;
-  }
-  std::string text(size, '\0');
-  check(api, abi::KernelInfoGetAttribute_string::of(api)(info, name, text.data(), &size));
-  return text.c_str();
-}
-
-// ONNX Runtime reports an absent attribute and one of another type alike; only an absent one has its default.
-template <typename Value>
-void read_attribute(const NodeInfo& node, const OrtKernelInfo* info, const char* name, Value& value) {
-  const std::optional<int64_t> integer = find_number<Integer, int64_t>(node.api, info, name);
-  const std::optional<float> real = find_number<Real, float>(node.api, info, name);
-  const std::optional<std::string> text = find_text(node.api, info, name);
-  const auto take = [&](const auto& given, const char* expected) {
-    if (given)
-      value = *given;
-    else if (integer || real || text)
-      node.fail(std::string("attribute ") + name + " has another type; expected " + expected);
-  };
-  if constexpr (std::is_same_v<Value, int64_t>)
-    take(integer, "an integer (INT)");
-  else if constexpr (std::is_same_v<Value, float>)
-    take(real, "a number (FLOAT)");
-  else
-    take(text, "a text (STRING)");
-}
-
-std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
-  size_t size = 0;
-  OrtStatus* status = abi::KernelInfo_GetNodeName::of(api)(info, nullptr, &size);
-  if (status) abi::ReleaseStatus::of(api)(status);
-  if (size == 0) return {};
-  std::string text(size, '\0');
-  check(api, abi::KernelInfo_GetNodeName::of(api)(info, text.data(), &size));
-  return text.c_str();
-}
-
-GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
-  if (text == "mean") return GroupReduce::kMean;
-  if (text == "max") return GroupReduce::kMax;
-  if (text == "sum") return GroupReduce::kSum;
-  node.fail("attribute group_reduce is '" + text + "'; allowed: mean, max, sum");
-}
-
-// Reads one attribute that the operator table lists; a name without a reader here is a build that drifted.
-void read_schema_attribute(NodeInfo& node, const OrtKernelInfo* info, std::string_view name) {
-  if (name == "window") return read_attribute(node, info, "window", node.window);
-  if (name == "sink") return read_attribute(node, info, "sink", node.sink);
-  if (name == "capacity") return read_attribute(node, info, "capacity", node.capacity);
-  if (name == "scale") return read_attribute(node, info, "scale", node.scale);
-  if (name == "softcap") return read_attribute(node, info, "softcap", node.softcap);
-  if (name != "group_reduce") node.fail("attribute " + std::string(name) + " has no reader in the library");
-  std::string reduce = "mean";
-  read_attribute(node, info, "group_reduce", reduce);
-  node.group_reduce = parse_group_reduce(node, reduce);
-}
-
-// Positions are int32, so nothing larger can be meant, and sums of two attributes cannot overflow.
-void check_largest(const NodeInfo& node, const char* attribute, int64_t value) {
-  constexpr int64_t largest = std::numeric_limits<int32_t>::max();
-  if (value > largest)
-    node.fail(std::string("attribute ") + attribute + " = " + std::to_string(value) + " must be at most " +
-              std::to_string(largest));
-}
-
-void check_attributes(const NodeInfo& node) {
-  check_largest(node, "window W", node.window);
-  check_largest(node, "sink S", node.sink);
-  check_largest(node, "capacity C", node.capacity);
-  if (node.window == 0 || node.window < -1)
-    node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
-  if (node.sink < 0) node.fail("attribute sink S = " + std::to_string(node.sink) + " must be at least 0");
-  if (node.capacity < 0)
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
-              " must be at least 1, or 0 for M * P");
-  if (node.capacity > 0 && node.capacity < node.sink + std::max<int64_t>(node.window, 1))
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
-              " must be at least sink S + window W = " + std::to_string(node.sink) + " + " +
-              std::to_string(std::max<int64_t>(node.window, 1)));
-  if (!std::isfinite(node.scale) || node.scale < 0)
-    node.fail("attribute scale is " + std::to_string(node.scale) +
-              "; allowed: 0 (for 1/sqrt(D)) or a positive number");
-  if (!std::isfinite(node.softcap) || node.softcap < 0)
-    node.fail("attribute softcap is " + std::to_string(node.softcap) +
-              "; allowed: 0 (none) or a positive number");
-}
-
 OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
                          void** result) {
   return guarded(api, [&] {
@@ -168,21 +59,18 @@ OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKe
     NodeInfo& node = kernel->node;
     node.api = api;
     node.schema = as_operator(op).schema;
+    node.provider = as_operator(op).provider;
     node.element = as_operator(op).element;
-    node.name = read_node_name(api, info);
-    for (std::string_view name : node.schema->attributes) read_schema_attribute(node, info, name);
-    check_attributes(node);
+    read_attributes(node, info);
     kernel->compute = as_operator(op).compute;
+    kernel->resources = acquire_resources(node.provider);
     *result = kernel.release();
   });
 }
 
 OrtStatus* compute_kernel(void* pointer, OrtKernelContext* ort_context) {
   const Kernel& kernel = *static_cast<const Kernel*>(pointer);
-  return guarded(kernel.node.api, [&] {
-    OrtParallelFor parallel(kernel.node.api, ort_context);
-    kernel.compute(Context(kernel.node, ort_context), parallel);
-  });
+  return guarded(kernel.node.api, [&] { kernel.compute(Context(kernel.node, ort_context)); });
 }
 
 int element_data_type(ElementType element) {
@@ -233,14 +121,17 @@ size_t no_inplace(int** inputs, int** outputs) {
 }
 
 template <const Schema& kSchema>
-Operator define(Compute compute, ElementType element) {
+Operator define(Compute compute, Provider provider, ElementType element) {
   Operator op{};
   op.version = abi::kApiVersion;
   op.schema = &kSchema;
   op.compute = compute;
+  op.provider = provider;
   op.element = element;
   op.GetName = [](const abi::CustomOp* self) { return as_operator(self).schema->name; };
-  op.GetExecutionProviderType = [](const abi::CustomOp*) -> const char* { return "CPUExecutionProvider"; };
+  op.GetExecutionProviderType = [](const abi::CustomOp* self) -> const char* {
+    return as_operator(self).provider == Provider::kCuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
+  };
   op.GetInputTypeCount = [](const abi::CustomOp* self) { return as_operator(self).schema->inputs.size(); };
   op.GetOutputTypeCount = [](const abi::CustomOp* self) { return as_operator(self).schema->outputs.size(); };
   op.GetInputType = [](const abi::CustomOp* self, size_t i) {
@@ -272,16 +163,28 @@ Operator define(Compute compute, ElementType element) {
   return op;
 }
 
+void define_all(std::vector<Operator>& list, const Computes& computes, Provider provider,
+                ElementType element) {
+  list.push_back(define<kRingKvAppendSchema>(computes.ring_kv_append, provider, element));
+  list.push_back(define<kSwaAttentionSchema>(computes.swa_attention, provider, element));
+  list.push_back(define<kSnapKvCaptureSchema>(computes.snapkv_capture, provider, element));
+  list.push_back(define<kSnapKvScoreSchema>(computes.snapkv_score, provider, element));
+  list.push_back(define<kKvCompactSchema>(computes.kv_compact, provider, element));
+  if (provider == Provider::kCpu) return;  // the schemas below are CUDA-only
+  list.push_back(define<kFusedLinearSchema>(computes.fused_linear, provider, element));
+  list.push_back(define<kQkvRopeAppendSchema>(computes.qkv_rope_append, provider, element));
+  list.push_back(define<kRmsNormAddSchema>(computes.rms_norm_add, provider, element));
+}
+
 const std::vector<Operator>& operators() {
   static const std::vector<Operator> all = [] {
     std::vector<Operator> list;
-    for (ElementType element : {ElementType::kFloat32, ElementType::kFloat16}) {
-      list.push_back(define<kRingKvAppendSchema>(compute_ring_kv_append, element));
-      list.push_back(define<kSwaAttentionSchema>(compute_swa_attention, element));
-      list.push_back(define<kSnapKvCaptureSchema>(compute_snapkv_capture, element));
-      list.push_back(define<kSnapKvScoreSchema>(compute_snapkv_score, element));
-      list.push_back(define<kKvCompactSchema>(compute_kv_compact, element));
-    }
+    for (ElementType element : {ElementType::kFloat32, ElementType::kFloat16})
+      define_all(list, cpu_computes(), Provider::kCpu, element);
+#ifdef ORTOLAN_CUDA
+    for (ElementType element : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16})
+      define_all(list, cuda_computes(), Provider::kCuda, element);
+#endif
     return list;
   }();
   return all;
@@ -317,7 +220,11 @@ ORTOLAN_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const or
 }
 
 // What the library was built with: "version;providers".
+#ifdef ORTOLAN_CUDA
+ORTOLAN_EXPORT const char* ortolan_library_info() { return ORTOLAN_VERSION ";cpu;cuda"; }
+#else
 ORTOLAN_EXPORT const char* ortolan_library_info() { return ORTOLAN_VERSION ";cpu"; }
+#endif
 
 // Limits the CPU kernels to an instruction set (0 plain, 1 AVX2, 2 AVX-512), for tests; 0 where it is absent.
 ORTOLAN_EXPORT int ortolan_limit_cpu_isa(int isa) {

@@ -21,6 +21,7 @@ struct Schema {
   std::span<const Port> inputs;
   std::span<const Port> outputs;
   std::span<const std::string_view> attributes;
+  bool cuda_only;  // there is no CPU kernel
 };
 
 }  // namespace ortolan

@@ -23,7 +23,7 @@ inline constexpr Port kRingKvAppendOutputs[] = {
 };
 inline constexpr std::array<std::string_view, 2> kRingKvAppendAttributes = {"sink", "capacity"};
 inline constexpr Schema kRingKvAppendSchema = {"RingKvAppend", kRingKvAppendInputs,
-                                  kRingKvAppendOutputs, kRingKvAppendAttributes};
+                                  kRingKvAppendOutputs, kRingKvAppendAttributes, false};
 
 inline constexpr Port kSwaAttentionInputs[] = {
     {"query", "[T, Hq, D]", PortType::kElement, false, -1},
@@ -40,7 +40,7 @@ inline constexpr Port kSwaAttentionOutputs[] = {
 };
 inline constexpr std::array<std::string_view, 5> kSwaAttentionAttributes = {"window", "sink", "capacity", "scale", "softcap"};
 inline constexpr Schema kSwaAttentionSchema = {"SwaAttention", kSwaAttentionInputs,
-                                  kSwaAttentionOutputs, kSwaAttentionAttributes};
+                                  kSwaAttentionOutputs, kSwaAttentionAttributes, false};
 
 inline constexpr Port kSnapKvCaptureInputs[] = {
     {"query", "[T, Hq, D]", PortType::kElement, false, -1},
@@ -53,7 +53,7 @@ inline constexpr Port kSnapKvCaptureOutputs[] = {
 };
 inline constexpr std::array<std::string_view, 0> kSnapKvCaptureAttributes = {};
 inline constexpr Schema kSnapKvCaptureSchema = {"SnapKvCapture", kSnapKvCaptureInputs,
-                                  kSnapKvCaptureOutputs, kSnapKvCaptureAttributes};
+                                  kSnapKvCaptureOutputs, kSnapKvCaptureAttributes, false};
 
 inline constexpr Port kSnapKvScoreInputs[] = {
     {"capture", "[B, Wq, Hq, D]", PortType::kElement, false, -1},
@@ -66,7 +66,7 @@ inline constexpr Port kSnapKvScoreOutputs[] = {
 };
 inline constexpr std::array<std::string_view, 3> kSnapKvScoreAttributes = {"scale", "softcap", "group_reduce"};
 inline constexpr Schema kSnapKvScoreSchema = {"SnapKvScore", kSnapKvScoreInputs,
-                                  kSnapKvScoreOutputs, kSnapKvScoreAttributes};
+                                  kSnapKvScoreOutputs, kSnapKvScoreAttributes, false};
 
 inline constexpr Port kKvCompactInputs[] = {
     {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
@@ -80,6 +80,54 @@ inline constexpr Port kKvCompactOutputs[] = {
 };
 inline constexpr std::array<std::string_view, 0> kKvCompactAttributes = {};
 inline constexpr Schema kKvCompactSchema = {"KvCompact", kKvCompactInputs,
-                                  kKvCompactOutputs, kKvCompactAttributes};
+                                  kKvCompactOutputs, kKvCompactAttributes, false};
+
+inline constexpr Port kFusedLinearInputs[] = {
+    {"x", "[T, I]", PortType::kElement, false, -1},
+    {"weight", "[O, I] or [2 * O, I]", PortType::kElement, false, -1},
+    {"norm_weight", "[I]", PortType::kElement, true, -1},
+    {"bias", "[O] or [2 * O]", PortType::kElement, true, -1},
+    {"residual", "[T, O]", PortType::kElement, true, -1},
+};
+inline constexpr Port kFusedLinearOutputs[] = {
+    {"y", "[T, O]", PortType::kElement, true, -1},
+    {"y_float32", "[T, O]", PortType::kFloat32, true, -1},
+};
+inline constexpr std::array<std::string_view, 2> kFusedLinearAttributes = {"epsilon", "activation"};
+inline constexpr Schema kFusedLinearSchema = {"FusedLinear", kFusedLinearInputs,
+                                  kFusedLinearOutputs, kFusedLinearAttributes, true};
+
+inline constexpr Port kQkvRopeAppendInputs[] = {
+    {"qkv", "[T, (Hq + 2 * Hkv) * D]", PortType::kElement, false, -1},
+    {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"value_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
+    {"query_start", "[B+1]", PortType::kInt32, false, -1},
+    {"past_len", "[B] or [B, Hkv]", PortType::kInt32, false, -1},
+    {"block_table", "[B, M]", PortType::kInt32, true, -1},
+    {"query_norm_weight", "[D]", PortType::kElement, true, -1},
+    {"key_norm_weight", "[D]", PortType::kElement, true, -1},
+    {"cosine", "[1, T, R]", PortType::kFloat32, true, -1},
+    {"sine", "[1, T, R]", PortType::kFloat32, true, -1},
+};
+inline constexpr Port kQkvRopeAppendOutputs[] = {
+    {"query", "[T, Hq, D]", PortType::kElement, false, -1},
+    {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 1},
+    {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 2},
+};
+inline constexpr std::array<std::string_view, 4> kQkvRopeAppendAttributes = {"num_heads", "epsilon", "sink", "capacity"};
+inline constexpr Schema kQkvRopeAppendSchema = {"QkvRopeAppend", kQkvRopeAppendInputs,
+                                  kQkvRopeAppendOutputs, kQkvRopeAppendAttributes, true};
+
+inline constexpr Port kRmsNormAddInputs[] = {
+    {"x", "[T, I]", PortType::kElement, false, -1},
+    {"norm_weight", "[I]", PortType::kElement, false, -1},
+    {"residual", "[T, I]", PortType::kElement, false, -1},
+};
+inline constexpr Port kRmsNormAddOutputs[] = {
+    {"y", "[T, I]", PortType::kElement, false, -1},
+};
+inline constexpr std::array<std::string_view, 1> kRmsNormAddAttributes = {"epsilon"};
+inline constexpr Schema kRmsNormAddSchema = {"RmsNormAdd", kRmsNormAddInputs,
+                                  kRmsNormAddOutputs, kRmsNormAddAttributes, true};
 
 }  // namespace ortolan

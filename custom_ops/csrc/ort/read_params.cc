@@ -1,8 +1,7 @@
-#include "operators.h"
+#include "read_params.h"
 
 #include <cmath>
 
-#include "../kernels/cpu/kernels.h"
 #include "checks.h"
 
 namespace ortolan {
@@ -18,7 +17,7 @@ Tensor value_cache_like(const Context& context, size_t index, const Tensor& key_
 
 }  // namespace
 
-void compute_ring_kv_append(const Context& context, cpu::ParallelFor& parallel) {
+RingKvAppendParams read_ring_kv_append(const Context& context) {
   const Tensor key_cache = context.input(2, {-1, -1, -1, -1});
   const Tensor value_cache = value_cache_like(context, 3, key_cache);
   const Tensor key = context.input(0, {-1, key_cache.dim(1), key_cache.dim(3)});
@@ -33,10 +32,10 @@ void compute_ring_kv_append(const Context& context, cpu::ParallelFor& parallel) 
   params.value = value.data;
   params.key_cache = context.aliased_output(0, key_cache).data;
   params.value_cache = context.aliased_output(1, value_cache).data;
-  cpu::ring_kv_append(params, parallel);
+  return params;
 }
 
-void compute_swa_attention(const Context& context, cpu::ParallelFor& parallel) {
+SwaAttentionParams read_swa_attention(const Context& context) {
   const NodeInfo& node = context.node();
   const Tensor query = context.input(0, {-1, -1, -1});
   const Tensor key_cache = context.input(1, {-1, -1, -1, -1});
@@ -59,10 +58,10 @@ void compute_swa_attention(const Context& context, cpu::ParallelFor& parallel) {
   params.sink_logits = context.input(6, {query.dim(1)}).as<float>();
   params.output = context.output(0, query.shape).data;
   params.lse = context.output(1, {query.dim(1), query.dim(0)}).as<float>();
-  cpu::swa_attention(params, parallel);
+  return params;
 }
 
-void compute_snapkv_capture(const Context& context, cpu::ParallelFor& parallel) {
+SnapKvCaptureParams read_snapkv_capture(const Context& context) {
   const Tensor query = context.input(0, {-1, -1, -1});
   const Tensor capture = context.input(1, {-1, -1, query.dim(1), query.dim(2)});
   SnapKvCaptureParams params{};
@@ -75,10 +74,10 @@ void compute_snapkv_capture(const Context& context, cpu::ParallelFor& parallel) 
   params.row_size = query.dim(1) * query.dim(2);
   params.query = query.data;
   params.capture = context.aliased_output(0, capture).data;
-  cpu::snapkv_capture(params, parallel);
+  return params;
 }
 
-void compute_snapkv_score(const Context& context, cpu::ParallelFor& parallel) {
+SnapKvScoreParams read_snapkv_score(const Context& context) {
   const NodeInfo& node = context.node();
   const Tensor capture = context.input(0, {-1, -1, -1, -1});
   const Tensor key_cache = context.input(1, {-1, -1, -1, -1});
@@ -90,14 +89,7 @@ void compute_snapkv_score(const Context& context, cpu::ParallelFor& parallel) {
   params.cache = read_cache(context, key_cache, 1, 3, params.num_sequences);
   params.kv_len = read_lengths(context, 2, params.num_sequences, key_cache.dim(1));
   check_heads(context, 0, capture, params.num_heads, params.cache, capture.dim(3));
-  for (int64_t b = 0; b < params.num_sequences; ++b)
-    for (int64_t h = 0; h < key_cache.dim(1); ++h)
-      if (params.kv_len.at(b, h) > params.cache.capacity)
-        node.fail("input 'kv_len' holds " + std::to_string(params.kv_len.at(b, h)) +
-                  ", more than the cache's capacity C = " + std::to_string(params.cache.capacity));
-  for (int64_t b = 0; b < params.num_sequences; ++b)
-    for (int64_t h = 0; h < key_cache.dim(1); ++h)
-      check_pages(context, params.cache, 3, b, params.kv_len.at(b, h));
+  check_scored_lengths(context, params);
   params.scale = resolved_scale(node, capture.dim(3));
   params.softcap = node.softcap;
   params.group_reduce = node.group_reduce;
@@ -105,10 +97,10 @@ void compute_snapkv_score(const Context& context, cpu::ParallelFor& parallel) {
   params.key_cache = key_cache.data;
   params.score =
       context.output(0, {params.num_sequences, key_cache.dim(1), params.cache.capacity}).as<float>();
-  cpu::snapkv_score(params, parallel);
+  return params;
 }
 
-void compute_kv_compact(const Context& context, cpu::ParallelFor& parallel) {
+KvCompactParams read_kv_compact(const Context& context) {
   const Tensor key_cache = context.input(0, {-1, -1, -1, -1});
   const Tensor value_cache = value_cache_like(context, 1, key_cache);
   const Tensor keep = context.input(2, {-1, -1, -1});
@@ -124,7 +116,7 @@ void compute_kv_compact(const Context& context, cpu::ParallelFor& parallel) {
   check_keep(context, params);
   params.key_cache = context.aliased_output(0, key_cache).data;
   params.value_cache = context.aliased_output(1, value_cache).data;
-  cpu::kv_compact(params, parallel);
+  return params;
 }
 
 }  // namespace ortolan

@@ -1,0 +1,66 @@
+// The decode loop's device functions as plain C symbols, for callers outside ONNX Runtime (ctypes).
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../kernels/cuda/sampling.h"
+
+#define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Plain fields of 8 bytes each, as runtime/device_loop.py declares them; see cuda::DecodeAdvanceParams.
+struct DecodeAdvance {
+  int64_t device;
+  const float* logits;
+  const ortolan::cuda::SamplingRule* rules;
+  uint8_t* seen;
+  int64_t num_sequences;
+  int64_t vocab_size;
+  uint64_t draw;
+  int64_t random;
+  int32_t* produced;
+  int64_t* token_ids;
+  int64_t* positions;
+  int32_t* past_len;
+  int32_t* kv_len;
+  int64_t num_kv_lens;
+  int64_t advance_tokens;
+  void* workspace;
+  cudaStream_t stream;
+};
+
+}  // namespace
+
+// Returns a cudaError_t.
+ORTOLAN_EXPORT int ortolan_cuda_decode_advance(const DecodeAdvance* step) {
+  const cudaError_t error = cudaSetDevice(static_cast<int>(step->device));
+  if (error != cudaSuccess) return error;
+  ortolan::cuda::DecodeAdvanceParams params{};
+  params.logits = step->logits;
+  params.rules = step->rules;
+  params.seen = step->seen;
+  params.num_sequences = step->num_sequences;
+  params.vocab_size = step->vocab_size;
+  params.draw = step->draw;
+  params.random = step->random != 0;
+  params.produced = step->produced;
+  params.token_ids = step->token_ids;
+  params.positions = step->positions;
+  params.past_len = step->past_len;
+  params.kv_len = step->kv_len;
+  params.num_kv_lens = step->num_kv_lens;
+  params.advance_tokens = static_cast<int32_t>(step->advance_tokens);
+  params.workspace = step->workspace;
+  return ortolan::cuda::decode_advance(params, step->stream);
+}
+
+// Bytes of workspace for ortolan_cuda_decode_advance.
+ORTOLAN_EXPORT int64_t ortolan_cuda_decode_workspace(int64_t num_sequences) {
+  return static_cast<int64_t>(ortolan::cuda::decode_advance_workspace(num_sequences));
+}
+
+// Describes what ortolan_cuda_decode_advance returned.
+ORTOLAN_EXPORT const char* ortolan_cuda_error_text(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}

@@ -1,0 +1,55 @@
+// Conversions of the three element types to and from float32.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ortolan::cuda {
+
+// Elements of a 16-byte piece.
+template <typename Element>
+constexpr int kPieceSize = 16 / static_cast<int>(sizeof(Element));
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Adds the products of two 16-byte pieces to a sum, in their order.
+__device__ __forceinline__ float add_products(const uint4& a, const uint4& b, float sum, float) {
+  const float* x = reinterpret_cast<const float*>(&a);
+  const float* y = reinterpret_cast<const float*>(&b);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = fmaf(x[i], y[i], sum);
+  return sum;
+}
+template <typename Element>
+__device__ __forceinline__ float2 to_float2(uint32_t pair);
+template <>
+__device__ __forceinline__ float2 to_float2<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+template <>
+__device__ __forceinline__ float2 to_float2<__nv_bfloat16>(uint32_t pair) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+template <typename Element>
+__device__ __forceinline__ float add_products(const uint4& a, const uint4& b, float sum, Element) {
+  const uint32_t x[] = {a.x, a.y, a.z, a.w}, y[] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 p = to_float2<Element>(x[i]), q = to_float2<Element>(y[i]);
+    sum = fmaf(p.y, q.y, fmaf(p.x, q.x, sum));
+  }
+  return sum;
+}
+
+// The sum over a warp, in every lane.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,195 @@
+// Linear layers: by GEMV for a few tokens, by cuBLAS with our norm and epilogue around it for many.
+#include <algorithm>
+
+#include "cublas.h"
+#include "elements.cuh"
+#include "gates.cuh"
+#include "launch.cuh"
+#include "linear.h"
+#include "ptx.cuh"
+
+namespace ortolan::cuda {
+
+template <typename Element>
+cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
+
+namespace {
+
+constexpr int64_t kGemvTokens = 16;
+constexpr int64_t kSliceBytes = int64_t{64} << 20;  // bounds what a prompt's intermediate rows take
+constexpr int kThreads = 256;
+
+template <typename Function>
+auto with_element(ElementType element, Function&& f) {
+  if (element == ElementType::kFloat32) return f.template operator()<float>();
+  return element == ElementType::kFloat16 ? f.template operator()<__half>()
+                                          : f.template operator()<__nv_bfloat16>();
+}
+
+// A row per block: output = residual + input * rsqrt(mean(input^2) + epsilon) * weight. Each thread reads an
+// element before it writes it, so the output may be the input or the residual.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ RmsNormAddParams p) {
+  __shared__ float squares[kThreads / 32];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * p.row_size;
+  const auto* input = static_cast<const Element*>(p.input) + row;
+  float sum = 0;
+  for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
+    const float x = to_float(input[i]);
+    sum = fmaf(x, x, sum);
+  }
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) total += squares[w];
+  const float factor = rsqrtf(total / static_cast<float>(p.row_size) + p.epsilon);
+  const auto* weight = static_cast<const Element*>(p.weight);
+  const auto* residual = static_cast<const Element*>(p.residual);
+  auto* output = static_cast<Element*>(p.output);
+  for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
+    float y = to_float(input[i]) * factor * to_float(weight[i]);
+    if (residual) y += to_float(residual[row + i]);
+    output[row + i] = Element(y);
+  }
+}
+
+// Bias, gate and residual for products [rows, N or 2N] of some rows of the call. Grid: (columns / 256, rows).
+template <typename Element, typename Output>
+__global__ void __launch_bounds__(kThreads)
+    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Element* products, int64_t first_row) {
+  wait_for_previous_kernel();
+  const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (column >= p.num_outputs) return;
+  const bool gated = p.activation != GatedActivation::kNone;
+  const auto* bias = static_cast<const Element*>(p.bias);
+  const Element* line = products + blockIdx.y * p.num_outputs * (gated ? 2 : 1);
+  float y = to_float(line[column]) + (bias ? to_float(bias[column]) : 0.0f);
+  if (gated)
+    y = activate(p.activation, y) *
+        (to_float(line[p.num_outputs + column]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f));
+  const int64_t index = (first_row + blockIdx.y) * p.num_outputs + column;
+  if (p.residual) y += to_float(static_cast<const Element*>(p.residual)[index]);
+  static_cast<Output*>(p.output)[index] = Output(y);
+}
+
+// Whether the product alone is the result, so that cuBLAS can write it.
+bool is_direct(const FusedLinearParams& p) {
+  return !p.bias && p.activation == GatedActivation::kNone && !(p.residual && p.output_float32);
+}
+
+// How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
+struct Slices {
+  int64_t rows;
+  int64_t normalised_bytes;
+  int64_t product_bytes;
+
+  static Slices of(const FusedLinearParams& p) {
+    const int64_t bytes = element_bytes(p.element);
+    const int64_t normalised = p.norm_weight ? p.num_inputs * bytes : 0;
+    const int64_t products =
+        is_direct(p) ? 0 : p.num_outputs * bytes * (p.activation == GatedActivation::kNone ? 1 : 2);
+    const int64_t most =
+        normalised + products ? std::max<int64_t>(kSliceBytes / (normalised + products), 128) : p.num_tokens;
+    constexpr int64_t kMostRows = 65535;  // of the epilogue's grid
+    const int64_t rows = std::min({p.num_tokens, most, products ? kMostRows : p.num_tokens});
+    const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
+    return {rows, aligned(rows * normalised), aligned(rows * products)};
+  }
+};
+
+template <typename Element>
+cudaError_t normalise(const FusedLinearParams& p, int64_t first_row, int64_t rows, void* target,
+                      const Launch& launch) {
+  RmsNormAddParams norm;
+  norm.element = p.element;
+  norm.num_tokens = rows;
+  norm.row_size = p.num_inputs;
+  norm.input = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
+  norm.weight = p.norm_weight;
+  norm.epsilon = p.epsilon;
+  norm.output = target;
+  return rms_norm_add(norm, launch);
+}
+
+// One slice of rows through cuBLAS.
+template <typename Element>
+cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_t rows, const Slices& slices,
+                           const Launch& launch) {
+  auto* workspace = static_cast<unsigned char*>(launch.workspace);
+  auto* normalised = workspace + Cublas::kWorkspaceBytes;
+  auto* products = reinterpret_cast<Element*>(normalised + slices.normalised_bytes);
+  const bool gated = p.activation != GatedActivation::kNone;
+  CublasProduct product{};
+  product.element = p.element;
+  product.rows = rows;
+  product.columns = gated ? 2 * p.num_outputs : p.num_outputs;
+  product.inner = p.num_inputs;
+  product.input = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
+  product.weight = p.weight;
+  product.output = products;
+  if (p.norm_weight) {
+    if (const cudaError_t error = normalise<Element>(p, first_row, rows, normalised, launch);
+        error != cudaSuccess)
+      return error;
+    product.input = normalised;
+  }
+  const int64_t offset = first_row * p.num_outputs;
+  if (is_direct(p)) {
+    product.output_float32 = p.output_float32;
+    product.accumulate = p.residual != nullptr;
+    product.output = static_cast<unsigned char*>(p.output) +
+                     offset * (p.output_float32 ? int64_t{4} : element_bytes(p.element));
+    if (p.residual && p.residual != p.output) {
+      const cudaError_t error =
+          cudaMemcpyAsync(product.output, static_cast<const Element*>(p.residual) + offset,
+                          rows * p.num_outputs * sizeof(Element), cudaMemcpyDeviceToDevice, launch.stream);
+      if (error != cudaSuccess) return error;
+    }
+    return p.cublas->multiply(product, launch.stream, workspace);
+  }
+  if (const cudaError_t error = p.cublas->multiply(product, launch.stream, workspace); error != cudaSuccess)
+    return error;
+  const dim3 grid(static_cast<unsigned>((p.num_outputs + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(rows));
+  if (p.output_float32)
+    return launch_overlapped(epilogue_kernel<Element, float>, grid, dim3(kThreads), 0, launch, p,
+                             static_cast<const Element*>(products), first_row);
+  return launch_overlapped(epilogue_kernel<Element, Element>, grid, dim3(kThreads), 0, launch, p,
+                           static_cast<const Element*>(products), first_row);
+}
+
+}  // namespace
+
+cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
+  if (params.num_tokens == 0) return cudaSuccess;
+  return with_element(params.element, [&]<typename Element>() {
+    return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(params.num_tokens)),
+                             dim3(kThreads), 0, launch, params);
+  });
+}
+
+size_t fused_linear_workspace(const FusedLinearParams& params, const Device&) {
+  if (params.num_tokens <= kGemvTokens || !params.cublas) return 0;
+  const Slices slices = Slices::of(params);
+  return Cublas::kWorkspaceBytes + slices.normalised_bytes + slices.product_bytes;
+}
+
+cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch) {
+  if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
+  return with_element(params.element, [&]<typename Element>() {
+    if (params.num_tokens <= kGemvTokens || !params.cublas) return launch_gemvs<Element>(params, launch);
+    const Slices slices = Slices::of(params);
+    for (int64_t first = 0; first < params.num_tokens; first += slices.rows) {
+      const int64_t rows = std::min(slices.rows, params.num_tokens - first);
+      const cudaError_t error = multiply_slice<Element>(params, first, rows, slices, launch);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+}  // namespace ortolan::cuda

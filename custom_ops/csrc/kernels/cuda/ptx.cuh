@@ -1,0 +1,158 @@
+// Thin names for the PTX instructions that the sm_80 kernels use: matrix products, tile loads, asynchronous
+// copies.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ortolan::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes to shared memory; where `valid` is false it writes zeros and reads nothing.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
+  copy_async_16(shared_address(shared), global, valid);
+}
+
+// The same, unconditionally, at constant distances from two addresses: one instruction.
+template <int kSharedBytes, int kGlobalBytes>
+__device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;\n" ::"r"(shared), "l"(global),
+               "n"(kSharedBytes), "n"(kGlobalBytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Loads four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&tile)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&tile)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(tile[0]), "=r"(tile[1]), "=r"(tile[2]), "=r"(tile[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 16-bit element types: conversion from float pairs (low half first) and the m16n8k16 product.
+template <typename Element>
+struct Half;
+
+template <>
+struct Half<__nv_bfloat16> {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  }
+  // sum[16x8] += a[16x16] * b[16x8], float32 sums.
+  static __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                      uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+template <>
+struct Half<__half> {
+  static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
+  static __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                      uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+// Lets the next kernel in the stream start before this one ends, and waits for the one before; both do
+// nothing where the launch did not ask for overlap.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// A barrier in shared memory that counts arrivals, of threads and of asynchronous copies. Its phases
+// alternate in parity.
+struct Barrier {
+  uint64_t state;
+
+  __device__ __forceinline__ void init(int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;\n" ::"r"(shared_address(&state)), "r"(arrivals)
+                 : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile(
+        "{\n.reg .b64 ignored;\nmbarrier.arrive.shared.b64 ignored, [%0];\n}\n" ::"r"(shared_address(&state))
+        : "memory");
+  }
+  // Arrives once the copies that this thread has started are done.
+  __device__ __forceinline__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(shared_address(&state))
+                 : "memory");
+  }
+  // Waits for the end of the phase with this parity.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+    uint32_t done = 0;
+    while (!done) {
+#if __CUDA_ARCH__ >= 900
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+          : "=r"(done)
+          : "r"(shared_address(&state)), "r"(parity)
+          : "memory");
+#else
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+          : "=r"(done)
+          : "r"(shared_address(&state)), "r"(parity)
+          : "memory");
+#endif
+    }
+  }
+};
+
+// A barrier of some warps of a block; number 0 is __syncthreads'.
+template <int kNumber, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+}  // namespace ortolan::cuda

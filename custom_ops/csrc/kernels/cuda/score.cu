@@ -1,0 +1,73 @@
+// SnapKvScore: the choice of kernels, and the merge between the two passes.
+#include "launch.cuh"
+#include "score.cuh"
+#include "score_instances.h"
+
+namespace ortolan::cuda {
+namespace {
+
+constexpr int kFoldThreads = 128;
+
+// A thread per row merges the spans in ascending order. Grid: (rows / 128, sequences * kv heads).
+__global__ void __launch_bounds__(kFoldThreads)
+    score_fold_kernel(const __grid_constant__ SnapKvScoreParams p, const __grid_constant__ ScorePlan plan,
+                      int span_keys, int block_queries) {
+  wait_for_previous_kernel();
+  const int row = blockIdx.x * kFoldThreads + threadIdx.x;
+  if (row >= plan.rows) return;
+  const ScorePair pair = ScorePair::of(p, blockIdx.y);
+  const int spans = (pair.length + span_keys - 1) / span_keys;
+  const SoftmaxState* partial = plan.partials + int64_t{blockIdx.y} * plan.spans * plan.rows + row;
+  SoftmaxState state{-INFINITY, 0.0f};
+#pragma unroll 4
+  for (int span = 0; span < spans; ++span) state = merged(state, partial[int64_t{span} * plan.rows]);
+  const bool exists = row % (plan.query_blocks * block_queries) < pair.queries;
+  plan.states[int64_t{blockIdx.y} * plan.rows + row] =
+      exists ? SoftmaxState{state.maximum, 1.0f / state.sum} : SoftmaxState{0.0f, 0.0f};
+}
+
+// Calls f.operator()<Element, kHeadSize>() for the smallest instance that holds the head.
+template <typename Element, typename Function>
+auto with_head_size(int64_t head_size, Function&& f) {
+  if (head_size <= 64) return f.template operator()<Element, 64>();
+  if (head_size <= 128) return f.template operator()<Element, 128>();
+  if (head_size <= 256) return f.template operator()<Element, 256>();
+  return f.template operator()<Element, 512>();
+}
+
+template <typename Function>
+auto with_instance(const SnapKvScoreParams& p, Function&& f) {
+  switch (p.element) {
+    case ElementType::kFloat32:
+      return with_head_size<float>(p.cache.head_size, f);
+    case ElementType::kFloat16:
+      return with_head_size<__half>(p.cache.head_size, f);
+    default:
+      return with_head_size<__nv_bfloat16>(p.cache.head_size, f);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, int span_keys,
+                              int block_queries, const Launch& launch) {
+  const dim3 grid((plan.rows + kFoldThreads - 1) / kFoldThreads,
+                  static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads));
+  return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan, span_keys,
+                           block_queries);
+}
+
+size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device&) {
+  return with_instance(params, [&]<typename Element, int kHeadSize>() {
+    return score_workspace_bytes<Element, kHeadSize>(params);
+  });
+}
+
+cudaError_t snapkv_score(const SnapKvScoreParams& params, const Launch& launch) {
+  if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
+  return with_instance(params, [&]<typename Element, int kHeadSize>() {
+    return launch_score<Element, kHeadSize>(params, launch);
+  });
+}
+
+}  // namespace ortolan::cuda

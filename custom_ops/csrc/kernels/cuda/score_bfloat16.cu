@@ -1,0 +1,10 @@
+#include "score_launch.cuh"
+
+namespace ortolan::cuda {
+
+ORTOLAN_INSTANTIATE_SCORE(__nv_bfloat16, 64)
+ORTOLAN_INSTANTIATE_SCORE(__nv_bfloat16, 128)
+ORTOLAN_INSTANTIATE_SCORE(__nv_bfloat16, 256)
+ORTOLAN_INSTANTIATE_SCORE(__nv_bfloat16, 512)
+
+}  // namespace ortolan::cuda

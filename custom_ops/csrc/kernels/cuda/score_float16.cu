@@ -1,0 +1,10 @@
+#include "score_launch.cuh"
+
+namespace ortolan::cuda {
+
+ORTOLAN_INSTANTIATE_SCORE(__half, 64)
+ORTOLAN_INSTANTIATE_SCORE(__half, 128)
+ORTOLAN_INSTANTIATE_SCORE(__half, 256)
+ORTOLAN_INSTANTIATE_SCORE(__half, 512)
+
+}  // namespace ortolan::cuda

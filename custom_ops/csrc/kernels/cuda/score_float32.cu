@@ -1,0 +1,10 @@
+#include "score_launch.cuh"
+
+namespace ortolan::cuda {
+
+ORTOLAN_INSTANTIATE_SCORE(float, 64)
+ORTOLAN_INSTANTIATE_SCORE(float, 128)
+ORTOLAN_INSTANTIATE_SCORE(float, 256)
+ORTOLAN_INSTANTIATE_SCORE(float, 512)
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,26 @@
+// Descriptors of tensors in device memory for the copies that sm_90's tensor unit makes.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../params.h"
+
+namespace ortolan::cuda {
+
+// Sizes of three axes, the contiguous one first.
+struct TensorShape {
+  int64_t x;
+  int64_t y;
+  int64_t z;
+};
+
+// A map of a dense tensor of 16-bit elements whose boxes arrive in rows of 128 swizzled bytes; what a box has
+// beyond the tensor becomes zeros. The driver's encoder is looked up at run time: the library does not link
+// the driver.
+cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
+                            const TensorShape& box);
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,50 @@
+// What the kernels around attention take: raw pointers, sizes and attributes. No tensor type, no runtime.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace ortolan {
+
+namespace cuda {
+class Cublas;
+}
+
+// act(gate) * up; kNone: a plain product.
+enum class GatedActivation { kNone, kSilu, kGelu, kGeluTanh };
+
+// output = epilogue(normalised(input) * weight^T + bias) + residual.
+// The normalised rows, where norm_weight is given, are input * rsqrt(mean(input^2) + epsilon) * norm_weight:
+// computed in float32 and rounded once to the element type. With an activation, rows 0 .. N of weight and
+// bias are the gate and rows N .. 2N the factor it scales.
+struct FusedLinearParams {
+  ElementType element = ElementType::kFloat32;
+  int64_t num_tokens = 0;             // T
+  int64_t num_outputs = 0;            // N
+  int64_t num_inputs = 0;             // K
+  const void* input = nullptr;        // [T, K]
+  const void* weight = nullptr;       // [N, K], or [2N, K] with an activation; no earlier kernel writes it
+  const void* norm_weight = nullptr;  // [K] or null
+  float epsilon = 0.0f;
+  const void* bias = nullptr;      // [N], or [2N] with an activation, or null
+  const void* residual = nullptr;  // [T, N] or null; may be the output itself
+  GatedActivation activation = GatedActivation::kNone;
+  bool output_float32 = false;     // else the element type
+  void* output = nullptr;          // [T, N]
+  cuda::Cublas* cublas = nullptr;  // for many tokens; null: own kernels, correct but slow there
+};
+
+// output = residual + input * rsqrt(mean(input^2) + epsilon) * weight, in float32, rounded once.
+struct RmsNormAddParams {
+  ElementType element = ElementType::kFloat32;
+  int64_t num_tokens = 0;          // T
+  int64_t row_size = 0;            // K
+  const void* input = nullptr;     // [T, K]
+  const void* weight = nullptr;    // [K]
+  const void* residual = nullptr;  // [T, K] or null; may be the output itself
+  float epsilon = 0.0f;
+  void* output = nullptr;  // [T, K]; may be the input itself
+};
+
+}  // namespace ortolan

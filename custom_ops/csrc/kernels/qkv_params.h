@@ -1,0 +1,33 @@
+// What the kernel between the joint projection and attention takes: raw pointers, sizes and attributes.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace ortolan {
+
+// A token's row of `qkv` holds Hq query heads, Hkv key heads and Hkv value heads. Query and key heads are
+// normalised (where they have a weight: x * rsqrt(mean(x^2) + epsilon) * weight) and rotated, in float32, and
+// rounded once; queries go to `query`, keys and values to the slots of their positions.
+// Rotation, where R > 0: elements i < R and i + R of a head become x_i * cos - x_(i+R) * sin and
+// x_(i+R) * cos + x_i * sin; those from 2R on stay.
+struct QkvRopeAppendParams {
+  ElementType element = ElementType::kFloat32;
+  CacheLayout cache;
+  Packing packing;
+  Lengths past_len;
+  int64_t num_heads = 0;     // Hq
+  int64_t rotary_pairs = 0;  // R
+  float epsilon = 0.0f;
+  const void* qkv = nullptr;                // [T, (Hq + 2 * Hkv) * D]
+  const void* query_norm_weight = nullptr;  // [D] or null; no earlier kernel writes it
+  const void* key_norm_weight = nullptr;    // [D] or null; no earlier kernel writes it
+  const float* cosine = nullptr;            // [T, R] or null
+  const float* sine = nullptr;              // [T, R] or null
+  void* query = nullptr;                    // [T, Hq, D]
+  void* key_cache = nullptr;                // [N, Hkv, P, D]
+  void* value_cache = nullptr;              // [N, Hkv, P, D]
+};
+
+}  // namespace ortolan

@@ -1,0 +1,102 @@
+#include "cuda_workspace.h"
+
+#include <bit>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace ortolan {
+namespace {
+
+constexpr size_t kSmallestBytes = size_t{1} << 20;
+
+struct Buffer {
+  void* data;
+  size_t bytes;
+};
+
+// Whether work put on the stream now goes into a graph.
+cudaError_t is_captured(cudaStream_t stream, bool& captured) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  captured = status != cudaStreamCaptureStatusNone;
+  return error;
+}
+
+class Workspaces {
+ public:
+  ~Workspaces() {
+    // Errors are dropped: at the end of the process the driver may be gone already.
+    for (const auto& [key, buffers] : buffers_)
+      for (const Buffer& buffer : buffers) cudaFree(buffer.data);
+  }
+
+  cudaError_t get(cudaStream_t stream, size_t bytes, void** workspace) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Buffer>& buffers = buffers_[{device, stream}];
+    if (buffers.empty() || buffers.back().bytes < bytes) {
+      bool captured = false;
+      error = is_captured(stream, captured);
+      if (error != cudaSuccess) return error;
+      if (captured) return cudaErrorStreamCaptureUnsupported;
+      Buffer grown{nullptr, std::bit_ceil(bytes < kSmallestBytes ? kSmallestBytes : bytes)};
+      error = cudaMallocAsync(&grown.data, grown.bytes, stream);
+      if (error != cudaSuccess) return error;
+      buffers.push_back(grown);
+    }
+    *workspace = buffers.back().data;
+    return cudaSuccess;
+  }
+
+  cudaError_t cublas(cudaStream_t stream, cuda::Cublas** handle) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto known = handles_.find({device, stream});
+    if (known != handles_.end()) {
+      *handle = known->second.get();
+      return cudaSuccess;
+    }
+    bool captured = false;
+    error = is_captured(stream, captured);
+    if (error != cudaSuccess || captured) return error;
+    *handle = (handles_[{device, stream}] = cuda::Cublas::create()).get();
+    return cudaSuccess;
+  }
+
+ private:
+  using Key = std::pair<int, cudaStream_t>;  // device, stream
+  std::mutex mutex_;
+  std::map<Key, std::vector<Buffer>> buffers_;
+  std::map<Key, std::unique_ptr<cuda::Cublas>> handles_;
+};
+
+std::mutex current_mutex;
+std::weak_ptr<Workspaces> current;
+
+}  // namespace
+
+std::shared_ptr<void> acquire_workspaces() {
+  const std::lock_guard<std::mutex> lock(current_mutex);
+  std::shared_ptr<Workspaces> workspaces = current.lock();
+  if (!workspaces) current = workspaces = std::make_shared<Workspaces>();
+  return workspaces;
+}
+
+cudaError_t stream_workspace(cudaStream_t stream, size_t bytes, void** workspace) {
+  *workspace = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  return std::static_pointer_cast<Workspaces>(acquire_workspaces())->get(stream, bytes, workspace);
+}
+
+cudaError_t stream_cublas(cudaStream_t stream, cuda::Cublas** cublas) {
+  *cublas = nullptr;
+  return std::static_pointer_cast<Workspaces>(acquire_workspaces())->cublas(stream, cublas);
+}
+
+}  // namespace ortolan

@@ -1,0 +1,15 @@
+// Reads one call's tensors into the parameters of the fused operators' kernels, checked. CUDA alone has them.
+#pragma once
+
+#include "../kernels/fused_params.h"
+#include "../kernels/qkv_params.h"
+#include "context.h"
+
+namespace ortolan {
+
+// All but the cuBLAS handle.
+FusedLinearParams read_fused_linear(const Context& context);
+RmsNormAddParams read_rms_norm_add(const Context& context);
+QkvRopeAppendParams read_qkv_rope_append(const Context& context);
+
+}  // namespace ortolan
