@@ -43,15 +43,20 @@ def render_cpp() -> str:
         lines += [
             f"inline constexpr std::array<std::string_view, {count}> k{operator.name}Attributes = {{{names}}};",
             f'inline constexpr Schema k{operator.name}Schema = {{"{operator.name}", k{operator.name}Inputs,',
-            f"                                  k{operator.name}Outputs, k{operator.name}Attributes}};",
+            f"                                  k{operator.name}Outputs, k{operator.name}Attributes, "
+            f"{_cpp_bool(operator.cuda_only)}}};",
             "",
         ]
     return "\n".join([*lines, "}  // namespace ortolan", ""])
 
 
 def _cpp_port(port: Port) -> str:
-    optional = "true" if port.optional else "false"
+    optional = _cpp_bool(port.optional)
     return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}}},'
+
+
+def _cpp_bool(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def snake_case(name: str) -> str:
@@ -123,15 +128,17 @@ def render_docs() -> str:
     """Render docs/operators.md."""
     lines = ["# Operators of domain `ortolan`, version 1", "", f"<!-- {_NOTICE} -->", ""]
     lines += [
-        "T1 is float32 or float16 on the CPU provider. B sequences, T packed tokens, Hq query heads, Hkv key/value",
-        "heads, D head size, N cache pages of P slots, M pages per sequence, C slots per sequence, S sinks, W window.",
+        "T1 is float32 or float16 on the CPU provider; float32, float16 or bfloat16 on CUDA. B sequences, T packed",
+        "tokens, Hq query heads, Hkv key/value heads, D head size, N cache pages of P slots, M pages per sequence,",
+        "C slots per sequence, S sinks, W window, I input and O output features, R rotated pairs. Operators",
+        'marked "CUDA only" stand in `model.fused.onnx` alone.',
         "",
     ]
     for operator in OPERATORS:
         lines += [
             f"## {operator.name}",
             "",
-            operator.doc,
+            operator.doc + (" CUDA only." if operator.cuda_only else ""),
             "",
             "| port | name | shape | type | meaning |",
             "|---|---|---|---|---|",

@@ -178,3 +178,112 @@ def kv_compact(
     """
     inputs = (key_cache, value_cache, keep, block_table,)
     return operator_node("KvCompact", inputs, outputs, name, {})
+
+
+def fused_linear(
+    x: str,
+    weight: str,
+    norm_weight: str = "",
+    bias: str = "",
+    residual: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    epsilon: float = 1e-06,
+    activation: str = "none",
+) -> onnx.NodeProto:
+    """Build a FusedLinear node.
+
+    A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32;
+    the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight
+    and bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for.
+
+    Args:
+        x: [T, I] T1. Rows of I features.
+        weight: [O, I] or [2 * O, I] T1. Weight; 2 * O rows if gated.
+        norm_weight: [I] T1. Weight of an RMSNorm of x; absent: x is used as it is.
+        bias: [O] or [2 * O] T1. Added to the product.
+        residual: [T, O] T1. Added to the result.
+        outputs: names of y [T, O], y_float32 [T, O].
+        name: name of the node.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
+        activation: Gated activation. Allowed: "none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul".
+    """
+    inputs = (x, weight, norm_weight, bias, residual,)
+    return operator_node("FusedLinear", inputs, outputs, name, {"epsilon": epsilon, "activation": activation})
+
+
+def qkv_rope_append(
+    qkv: str,
+    key_cache: str,
+    value_cache: str,
+    query_start: str,
+    past_len: str,
+    block_table: str = "",
+    query_norm_weight: str = "",
+    key_norm_weight: str = "",
+    cosine: str = "",
+    sine: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    num_heads: int = 0,
+    epsilon: float = 1e-06,
+    sink: int = 0,
+    capacity: int = 0,
+) -> onnx.NodeProto:
+    """Build a QkvRopeAppend node.
+
+    From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's
+    RotaryEmbedding with interleaved = 0), and RingKvAppend of keys and values, in float32 and rounded once.
+
+    Args:
+        qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token.
+        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
+            or per kv head.
+        block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
+            sequence b owns page b.
+        query_norm_weight: [D] T1. Weight of the query heads' RMSNorm; absent: no norm.
+        key_norm_weight: [D] T1. Weight of the key heads' RMSNorm; absent: no norm.
+        cosine: [1, T, R] tensor(float). Cosines of the tokens' angles; the first 2 * R elements of a head
+            are rotated. Absent: no RoPE.
+        sine: [1, T, R] tensor(float). Sines, with cosine.
+        outputs: names of query [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        name: name of the node.
+        num_heads: Hq: query heads. Allowed: a multiple of Hkv.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
+            is no window).
+    """
+    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine,)
+    return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "sink": sink, "capacity": capacity})
+
+
+def rms_norm_add(
+    x: str,
+    norm_weight: str,
+    residual: str,
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    epsilon: float = 1e-06,
+) -> onnx.NodeProto:
+    """Build a RmsNormAdd node.
+
+    A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.
+
+    Args:
+        x: [T, I] T1. The branch.
+        norm_weight: [I] T1. Weight of the RMSNorm.
+        residual: [T, I] T1. Added to the norm.
+        outputs: names of y [T, I].
+        name: name of the node.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
+    """
+    inputs = (x, norm_weight, residual,)
+    return operator_node("RmsNormAdd", inputs, outputs, name, {"epsilon": epsilon})

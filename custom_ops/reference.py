@@ -194,3 +194,93 @@ def kv_compact(
                 keys[to_page, head, to_row] = key_cache[from_page, head, from_row]
                 values[to_page, head, to_row] = value_cache[from_page, head, from_row]
     return keys, values
+
+
+def _rms_norm(x: Array, weight: Array, epsilon: float) -> Floats:
+    """Normalise the last axis to a mean square of one, and scale it."""
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + epsilon)
+    return np.asarray(normed * weight.astype(np.float64))
+
+
+def _silu(gate: Floats) -> Floats:
+    return np.asarray(gate / (1 + np.exp(-gate)))
+
+
+def _gelu(gate: Floats) -> Floats:
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    return np.asarray(gate * (1 + erf(gate / math.sqrt(2))) / 2)
+
+
+def _gelu_tanh(gate: Floats) -> Floats:
+    return np.asarray(gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2)
+
+
+GATES: dict[str, Callable[[Floats], Floats]] = {"silu_mul": _silu, "gelu_mul": _gelu, "gelu_tanh_mul": _gelu_tanh}
+
+
+def fused_linear(
+    x: Array,
+    weight: Array,
+    norm_weight: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    activation: str = "none",
+) -> Floats:
+    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]."""
+    y = x.astype(np.float64) if norm_weight is None else _rms_norm(x, norm_weight, epsilon)
+    y = y @ weight.astype(np.float64).T
+    if bias is not None:
+        y = y + bias.astype(np.float64)
+    if activation != "none":
+        half = y.shape[1] // 2
+        y = GATES[activation](y[:, :half]) * y[:, half:]
+    return y if residual is None else residual.astype(np.float64) + y
+
+
+def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:
+    """Return residual + RMSNorm(x), [T, I]."""
+    return residual.astype(np.float64) + _rms_norm(x, norm_weight, epsilon)
+
+
+def _rotate(heads: Floats, cosine: Array, sine: Array) -> Floats:
+    """Rotate the first 2 * R elements of heads [T, H, D] by the angles of cosine and sine [1, T, R]."""
+    half = cosine.shape[2]
+    c, s = (angle[0].astype(np.float64)[:, None, :] for angle in (cosine, sine))
+    first, second, rest = np.split(heads, [half, 2 * half], axis=2)
+    return np.concatenate([first * c - second * s, second * c + first * s, rest], axis=2)
+
+
+def qkv_rope_append(
+    qkv: Array,
+    key_cache: Array,
+    value_cache: Array,
+    query_start: Array,
+    past_len: Array,
+    block_table: Array | None = None,
+    query_norm_weight: Array | None = None,
+    key_norm_weight: Array | None = None,
+    cosine: Array | None = None,
+    sine: Array | None = None,
+    *,
+    num_heads: int,
+    epsilon: float = 1e-6,
+    sink: int = 0,
+    capacity: int = 0,
+) -> tuple[Floats, Array, Array]:
+    """Return the queries [T, Hq, D] in float64, and copies of the caches with this step's keys and values."""
+    kv_heads, size = key_cache.shape[1], key_cache.shape[3]
+    heads = qkv.astype(np.float64).reshape(len(qkv), num_heads + 2 * kv_heads, size)
+    query, key, value = np.split(heads, [num_heads, num_heads + kv_heads], axis=1)
+    if query_norm_weight is not None:
+        query = _rms_norm(query, query_norm_weight, epsilon)
+    if key_norm_weight is not None:
+        key = _rms_norm(key, key_norm_weight, epsilon)
+    if cosine is not None and sine is not None:
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+    caches = ring_kv_append(
+        key, value, key_cache, value_cache, query_start, past_len, block_table, sink=sink, capacity=capacity
+    )
+    return query, *caches

@@ -44,13 +44,18 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator of the domain."""
+    """One operator of the domain.
+
+    Attributes:
+        cuda_only: no CPU kernel exists; only the fused graph uses such an operator.
+    """
 
     name: str
     doc: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     attributes: tuple[Attribute, ...] = ()
+    cuda_only: bool = False
 
 
 def _caches(alias_from: int) -> tuple[Port, Port]:
@@ -107,8 +112,9 @@ _SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor 
 _SOFTCAP = Attribute(
     name="softcap", default=0.0, allowed="0 and more", doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
 )
+_EPSILON = Attribute(name="epsilon", default=1e-6, allowed="0 and more", doc="Added to the mean square of an RMSNorm.")
 
-OPERATORS: tuple[Operator, ...] = (
+_CONTRACT: tuple[Operator, ...] = (
     Operator(
         name="RingKvAppend",
         doc="Writes this step's keys and values into their slots of the cache, in place.",
@@ -244,3 +250,116 @@ OPERATORS: tuple[Operator, ...] = (
         outputs=_caches(0),
     ),
 )
+
+_FUSED: tuple[Operator, ...] = (
+    Operator(
+        name="FusedLinear",
+        doc="A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32; "
+        "the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight and "
+        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
+            Port(name="weight", shape="[O, I] or [2 * O, I]", type=ELEMENT, doc="Weight; 2 * O rows if gated."),
+            Port(
+                name="norm_weight",
+                shape="[I]",
+                type=ELEMENT,
+                doc="Weight of an RMSNorm of x; absent: x is used as it is.",
+                optional=True,
+            ),
+            Port(name="bias", shape="[O] or [2 * O]", type=ELEMENT, doc="Added to the product.", optional=True),
+            Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
+        ),
+        outputs=(
+            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True),
+            Port(
+                name="y_float32",
+                shape="[T, O]",
+                type=FLOAT,
+                doc="The result, not rounded to T1.",
+                optional=True,
+            ),
+        ),
+        attributes=(
+            _EPSILON,
+            Attribute(
+                name="activation",
+                default="none",
+                allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
+                doc="Gated activation.",
+            ),
+        ),
+        cuda_only=True,
+    ),
+    Operator(
+        name="QkvRopeAppend",
+        doc="From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's "
+        "RotaryEmbedding with interleaved = 0), and RingKvAppend of keys and values, in float32 and rounded once.",
+        inputs=(
+            Port(
+                name="qkv",
+                shape="[T, (Hq + 2 * Hkv) * D]",
+                type=ELEMENT,
+                doc="Query heads, then key heads, then value heads of each token.",
+            ),
+            _KEY_CACHE,
+            _VALUE_CACHE,
+            _QUERY_START,
+            _PAST_LEN,
+            _BLOCK_TABLE,
+            Port(
+                name="query_norm_weight",
+                shape="[D]",
+                type=ELEMENT,
+                doc="Weight of the query heads' RMSNorm; absent: no norm.",
+                optional=True,
+            ),
+            Port(
+                name="key_norm_weight",
+                shape="[D]",
+                type=ELEMENT,
+                doc="Weight of the key heads' RMSNorm; absent: no norm.",
+                optional=True,
+            ),
+            Port(
+                name="cosine",
+                shape="[1, T, R]",
+                type=FLOAT,
+                doc="Cosines of the tokens' angles; the first 2 * R elements of a head are rotated. Absent: no RoPE.",
+                optional=True,
+            ),
+            Port(
+                name="sine",
+                shape="[1, T, R]",
+                type=FLOAT,
+                doc="Sines, with cosine.",
+                optional=True,
+            ),
+        ),
+        outputs=(
+            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
+            *_caches(1),
+        ),
+        attributes=(
+            Attribute(name="num_heads", default=0, allowed="a multiple of Hkv", doc="Hq: query heads."),
+            _EPSILON,
+            _SINK,
+            _CAPACITY,
+        ),
+        cuda_only=True,
+    ),
+    Operator(
+        name="RmsNormAdd",
+        doc="A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="The branch."),
+            Port(name="norm_weight", shape="[I]", type=ELEMENT, doc="Weight of the RMSNorm."),
+            Port(name="residual", shape="[T, I]", type=ELEMENT, doc="Added to the norm."),
+        ),
+        outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The sum."),),
+        attributes=(_EPSILON,),
+        cuda_only=True,
+    ),
+)
+
+OPERATORS: tuple[Operator, ...] = _CONTRACT + _FUSED
