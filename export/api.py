@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -23,12 +23,22 @@ from ortolan.export.weights import (
     CheckpointWeights,
     RandomWeights,
     WeightProvider,
+    place_weights,
     weight_bytes,
     write_weights,
 )
-from ortolan.graphs import GraphOptions, attach_external_data, build_evict_model, build_model, verify_model
+from ortolan.graphs import (
+    ExternalTensor,
+    GraphOptions,
+    attach_external_data,
+    build_evict_model,
+    build_model,
+    fuse_model,
+    verify_fused_pair,
+    verify_model,
+)
 from ortolan.graphs.config import ModelConfig
-from ortolan.manifest import DTYPES, EVICT_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
+from ortolan.manifest import DTYPES, EVICT_FILE, FUSED_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,6 +64,7 @@ class ExportOptions:
     snapkv_window: int
     paged: bool
     weights: str
+    fuse: bool
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -80,6 +91,7 @@ def export(
     snapkv_window: int = 64,
     paged: bool = False,
     weights: str = "checkpoint",
+    fuse: bool = True,
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Path:
@@ -95,6 +107,7 @@ def export(
         snapkv_window: queries captured for SnapKV; 0 exports a model that cannot evict.
         paged: not supported yet.
         weights: "checkpoint", or "random", which needs config.json alone.
+        fuse: write model.fused.onnx too, which CUDA runs: fewer, larger operators over the same weights file.
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
 
@@ -114,6 +127,7 @@ def export(
         snapkv_window=snapkv_window,
         paged=paged,
         weights=weights,
+        fuse=fuse,
     )
     source, target = Path(hf_dir), Path(out_dir)
     _check_target(target, overwrite)
@@ -203,11 +217,10 @@ def _write_folder(
     options: ExportOptions,
     progress: Callable[[int, int], object],
 ) -> None:
-    graph_options = GraphOptions(dtype=options.dtype, sink=options.sink, snapkv_window=options.snapkv_window)
-    model = build_model(config, graph_options)
     manifest = _manifest(config, options)
-    onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
-    verify_model(model)
+    placed = place_weights(config, options.dtype)
+    for name, model in _graphs(config, options, manifest, placed).items():
+        (folder / name).write_bytes(model.SerializeToString(deterministic=True))
     total, written = weight_bytes(config, options.dtype), 0
 
     def advance(count: int) -> None:
@@ -215,8 +228,7 @@ def _write_folder(
         written += count
         progress(written, total)
 
-    attach_external_data(model, write_weights(provider, config, options.dtype, folder / WEIGHTS_FILE, advance))
-    (folder / MODEL_FILE).write_bytes(model.SerializeToString(deterministic=True))
+    write_weights(provider, placed, options.dtype, folder / WEIGHTS_FILE, advance)
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
     for name in TOKENIZER_FILES:
@@ -224,6 +236,23 @@ def _write_folder(
             shutil.copyfile(source / name, folder / name)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
+
+
+def _graphs(
+    config: ModelConfig, options: ExportOptions, manifest: Manifest, placed: Mapping[str, ExternalTensor]
+) -> dict[str, onnx.ModelProto]:
+    """Build and verify the decoder graphs by file name; all read the one weights file."""
+    graph_options = GraphOptions(dtype=options.dtype, sink=options.sink, snapkv_window=options.snapkv_window)
+    model = build_model(config, graph_options)
+    onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
+    attach_external_data(model, placed)
+    graphs = {MODEL_FILE: model}
+    if options.fuse:
+        graphs[FUSED_FILE] = fuse_model(model)
+    for graph in graphs.values():
+        verify_model(graph)
+        verify_fused_pair(model, graph)
+    return graphs
 
 
 def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
@@ -251,5 +280,6 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         eos_token_ids=config.eos_token_ids,
         attention_scale=config.attention_scale,
         attention_softcap=config.attention_softcap,
+        fused_model=FUSED_FILE if options.fuse else None,
         ortolan_version=metadata.version("ortolan"),
     )

@@ -14,7 +14,7 @@ from ortolan.errors import CheckpointError
 from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
 from ortolan.export.families.base import Source
 from ortolan.graphs import ExternalTensor
-from ortolan.graphs.config import ModelConfig, weight_shapes
+from ortolan.graphs.config import ModelConfig, weight_groups, weight_shapes
 
 WEIGHTS_FILE = "model.onnx.data"
 NUMPY_TYPES = {
@@ -106,30 +106,53 @@ class RandomWeights:
             yield generator.standard_normal((count, shape[1]), dtype=np.float32) * self._deviation
 
 
+def place_weights(config: ModelConfig, dtype: str) -> dict[str, ExternalTensor]:
+    """Decide where each weight lies in the weights file.
+
+    A group of `weight_groups` starts at a multiple of the alignment and has no padding inside, so that a fused graph
+    can read its members as one tensor.
+    """
+    shapes, element_bytes = weight_shapes(config), int(NUMPY_TYPES[dtype].itemsize)
+    placed: dict[str, ExternalTensor] = {}
+    end = 0
+    for group in weight_groups(config):
+        end += -end % _ALIGNMENT
+        for name in group:
+            length = int(np.prod(shapes[name], dtype=np.int64)) * element_bytes
+            placed[name] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)
+            end += length
+    return placed
+
+
 def write_weights(
-    provider: WeightProvider, config: ModelConfig, dtype: str, path: Path, advance: Callable[[int], object]
-) -> dict[str, ExternalTensor]:
-    """Write all weights to one file and return where each lies.
+    provider: WeightProvider,
+    placed: Mapping[str, ExternalTensor],
+    dtype: str,
+    path: Path,
+    advance: Callable[[int], object],
+) -> None:
+    """Write all weights to one file.
 
     Args:
         provider: gives the values.
-        config: names and shapes of the weights.
+        placed: where each weight goes, ascending.
         dtype: element type of the file.
         path: of the file, which is created.
         advance: called with the number of bytes written.
+
+    Raises:
+        CheckpointError: a weight has another size than its place.
     """
     element = NUMPY_TYPES[dtype]
-    placed: dict[str, ExternalTensor] = {}
     with path.open("xb") as stream:
-        for name in weight_shapes(config):
-            stream.write(bytes(-stream.tell() % _ALIGNMENT))
-            offset = stream.tell()
+        for name, where in placed.items():
+            stream.write(bytes(where.offset - stream.tell()))
             for slab in provider.slabs(name):
                 data = np.ascontiguousarray(slab, dtype=element)
                 stream.write(data.view(np.uint8).data)
                 advance(data.nbytes)
-            placed[name] = ExternalTensor(location=path.name, offset=offset, length=stream.tell() - offset)
-    return placed
+            if stream.tell() != where.end:
+                raise CheckpointError(f"{name} has {stream.tell() - where.offset} bytes, expected {where.length}")
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:

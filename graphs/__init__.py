@@ -3,9 +3,11 @@
 from ortolan.graphs.decoder import build_model
 from ortolan.graphs.evict import SNAPKV_METADATA, build_evict_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
+from ortolan.graphs.fuse import count_fusions, fuse_model
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.summary import ModelSummary, summarize_model
 from ortolan.graphs.verify import verify_model
+from ortolan.graphs.verify_fused import verify_fused_pair
 
 __all__ = [
     "SNAPKV_METADATA",
@@ -15,6 +17,9 @@ __all__ = [
     "attach_external_data",
     "build_evict_model",
     "build_model",
+    "count_fusions",
+    "fuse_model",
     "summarize_model",
+    "verify_fused_pair",
     "verify_model",
 ]

@@ -96,6 +96,37 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
+# Linear layers of one input that a fused graph reads as one: their weights lie back to back in the file.
+JOINT_LINEARS = (
+    ("attention.query", "attention.key", "attention.value"),
+    ("mlp.gate", "mlp.up"),
+)
+
+
+def weight_groups(config: ModelConfig) -> list[tuple[str, ...]]:
+    """List the weights in the order of the file; those of a group have no padding between them."""
+    names = dict.fromkeys(weight_shapes(config))
+    groups = []
+    while names:
+        first = next(iter(names))
+        group = [name for name in _joint_names(first) if name in names] or [first]
+        for name in group:
+            del names[name]
+        groups.append(tuple(group))
+    return groups
+
+
+def _joint_names(name: str) -> list[str]:
+    """List the names that are joint with a weight's or bias's, itself included."""
+    for members in JOINT_LINEARS:
+        for member in members:
+            for kind in (".weight", ".bias"):
+                if name.endswith(f".{member}{kind}"):
+                    stem = name.removesuffix(member + kind)
+                    return [f"{stem}{other}{kind}" for other in members]
+    return []
+
+
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """List every weight of the graph by its canonical name, with its shape ([out, in] for linear layers)."""
     c, d = config, config.head_size

@@ -18,6 +18,11 @@ class ExternalTensor:
     offset: int
     length: int
 
+    @property
+    def end(self) -> int:
+        """First byte after the weight."""
+        return self.offset + self.length
+
 
 def attach_external_data(model: onnx.ModelProto, tensors: Mapping[str, ExternalTensor]) -> None:
     """Fill in the location of every external initializer of `model`, in place.
@@ -30,7 +35,29 @@ def attach_external_data(model: onnx.ModelProto, tensors: Mapping[str, ExternalT
     if missing or unused:
         raise ContractMismatchError(f"weights without data: {missing[:5]}; data without weights: {unused[:5]}")
     for name, tensor in external.items():
-        where = tensors[name]
-        del tensor.external_data[:]
-        for key, value in (("location", where.location), ("offset", where.offset), ("length", where.length)):
-            tensor.external_data.add(key=key, value=str(value))
+        point_to(tensor, tensors[name])
+
+
+def point_to(tensor: onnx.TensorProto, where: ExternalTensor) -> None:
+    """Make an initializer external, with its bytes at `where`."""
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in (("location", where.location), ("offset", where.offset), ("length", where.length)):
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def read_external_data(tensor: onnx.TensorProto) -> ExternalTensor:
+    """Read where the bytes of an external initializer lie.
+
+    Raises:
+        ContractMismatchError: it does not say.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    try:
+        return ExternalTensor(
+            location=entries["location"], offset=int(entries["offset"]), length=int(entries["length"])
+        )
+    except (KeyError, ValueError) as error:
+        raise ContractMismatchError(
+            f"weight '{tensor.name}' does not say where its bytes lie: {entries or 'nothing is attached'}"
+        ) from error

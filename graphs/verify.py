@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import onnx
 
 from ortolan import contract
 from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs.external_data import read_external_data
+from ortolan.graphs.verify_fused import check_fused_operators
+
+APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 
 
 def verify_model(model: onnx.ModelProto) -> None:
-    """Check names, operators and the order of cache reads of a decoder graph.
+    """Check names, operators and the order of cache reads of a decoder graph, plain or fused.
 
     The rules, in order:
         1. onnx.checker accepts the structure, and every operator of Ortolan's domain exists.
@@ -19,6 +25,8 @@ def verify_model(model: onnx.ModelProto) -> None:
         3. The step's inputs and the logits are there, and every cache comes with its output.
         4. Windows, sinks and capacities obey the operator contract.
         5. Attention reads the caches that an append of the same graph returned.
+        6. No two weights have bytes in common: a session would hold them twice.
+        7. Fused operators fit their weights and each other.
 
     Raises:
         ContractMismatchError: a rule does not hold; the message names the node or value.
@@ -31,6 +39,8 @@ def verify_model(model: onnx.ModelProto) -> None:
         if node.domain == OPERATOR_DOMAIN:
             _check_attributes(node)
     _check_reads(model.graph)
+    _check_weights(model.graph)
+    check_fused_operators(model.graph)
 
 
 def _check_onnx(model: onnx.ModelProto) -> None:
@@ -88,13 +98,23 @@ def _check_attributes(node: onnx.NodeProto) -> None:
 
 
 def _check_reads(graph: onnx.GraphProto) -> None:
-    appended = {o for n in graph.node if n.op_type == "RingKvAppend" for o in n.output}
-    for node in graph.node:
-        if node.op_type != "SwaAttention" or node.domain != OPERATOR_DOMAIN:
-            continue
-        for name in node.input[1:3]:
-            if name not in appended:
-                raise ContractMismatchError(
-                    f"rule 5: node '{node.name}' reads '{name}', which no RingKvAppend returned; "
-                    "it must read the append's output, or nothing orders the two"
-                )
+    appends = [n for n in graph.node if n.domain == OPERATOR_DOMAIN and n.op_type in APPENDS]
+    for index, kind in enumerate(("key", "value")):
+        returned = {name for n in appends for name in list(n.output)[APPENDS[n.op_type] + index :][:1]}
+        for node in graph.node:
+            if node.op_type != "SwaAttention" or node.domain != OPERATOR_DOMAIN or node.input[1 + index] in returned:
+                continue
+            raise ContractMismatchError(
+                f"rule 5: node '{node.name}' reads '{node.input[1 + index]}', which no {' or '.join(APPENDS)} returned "
+                f"as {kind} cache; it must read the append's output, or nothing orders the two"
+            )
+
+
+def _check_weights(graph: onnx.GraphProto) -> None:
+    placed = [(t.name, read_external_data(t)) for t in graph.initializer if t.external_data]
+    placed.sort(key=lambda entry: (entry[1].location, entry[1].offset))
+    for (name, where), (other, after) in pairwise(placed):
+        if where.location == after.location and where.end > after.offset:
+            raise ContractMismatchError(
+                f"rule 6: weights '{name}' and '{other}' have bytes of {where.location} in common"
+            )

@@ -12,6 +12,7 @@ from ortolan.errors import ConfigError, ContractMismatchError
 
 MANIFEST_FILE = "ortolan.json"
 MODEL_FILE = "model.onnx"
+FUSED_FILE = "model.fused.onnx"
 EVICT_FILE = "evict.onnx"
 FORMAT_VERSION = 1
 DTYPES = ("float32", "float16", "bfloat16")
@@ -42,6 +43,8 @@ class Manifest:
         rope_limits: for each RoPE variant, the longest sequence it serves, ascending; the last one
             equals `max_context`. More than one entry means the graph takes `rope_variant`.
         snapkv_window: rows of the capture buffers (Wq) by default; 0 where the graph captures nothing.
+        fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
+            there is none.
     """
 
     architecture: str
@@ -59,6 +62,7 @@ class Manifest:
     eos_token_ids: tuple[int, ...] = ()
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
+    fused_model: str | None = None
     ortolan_version: str = ""
     operator_version: int = 1
     format_version: int = FORMAT_VERSION

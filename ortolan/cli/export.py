@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--paged", action="store_true", help="paged caches (not supported yet)")
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
+    parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
     parser.set_defaults(run=run)
 
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
             snapkv_window=options.snapkv_window,
             paged=options.paged,
             weights=options.weights,
+            fuse=not options.no_fuse,
             overwrite=options.overwrite,
             progress=progress,
         )

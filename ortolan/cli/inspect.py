@@ -44,13 +44,15 @@ def run(options: argparse.Namespace) -> int:
 
     manifest = _read_manifest(options.model_dir)
     path = options.model_dir / MODEL_FILE
-    verify_model(load_structure(path))
+    plain = load_structure(path)
+    verify_model(plain)
     summary = summarize_model(path)
+    fused = _inspect_fused(options.model_dir, manifest, plain)
     plans = [plan_caches(manifest, c, options.chunk_size) for c in options.context or [manifest.max_context]]
     if options.json:
-        print(json.dumps(_as_json(manifest, summary, plans), indent=2))
+        print(json.dumps({**_as_json(manifest, summary, plans), "fused": fused}, indent=2))
     else:
-        _print(manifest, summary, plans)
+        _print(manifest, summary, fused, plans)
     if options.netron:
         _open_netron(path)
     return 0
@@ -66,6 +68,20 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
         )
     return Manifest.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, Any] | None:
+    """Check and count the fused graph; None where the folder has none."""
+    from ortolan.graphs import count_fusions, verify_fused_pair, verify_model
+    from ortolan.graphs.summary import load_structure
+
+    name = manifest.fused_model
+    if name is None or not (folder / name).is_file():
+        return None
+    fused = load_structure(folder / name)
+    verify_model(fused)
+    verify_fused_pair(plain, fused)
+    return {"file": name, "graph": "ok", "nodes": len(fused.graph.node), "operators": count_fusions(fused)}
 
 
 def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, Any]:
@@ -91,15 +107,25 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
     }
 
 
-def _print(manifest: Manifest, summary: Any, plans: list[Any]) -> None:
+def _print(manifest: Manifest, summary: Any, fused: dict[str, Any] | None, plans: list[Any]) -> None:
     print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
     print(format_table(["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]))
+    _print_fused(fused)
     for plan in plans:
         print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
         print(plan_table(plan))
+
+
+def _print_fused(fused: dict[str, Any] | None) -> None:
+    if fused is None:
+        print("\nfused graph: none; CUDA runs the plain one")
+        return
+    print(f"\nfused graph: ok ({fused['file']}, {fused['nodes']} nodes), which CUDA runs")
+    counts = [[name, str(count)] for name, count in fused["operators"].items() if count]
+    print(format_table(["fused operator, or plain one left", "count"], counts))
 
 
 def plan_table(plan: Any) -> str:

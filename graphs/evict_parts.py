@@ -1,0 +1,195 @@
+"""The pieces of an eviction graph that its policies share: inputs, scores, ranks and keep-lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ortolan import contract
+from ortolan.errors import ConfigError
+from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
+from ortolan.graphs.options import ONNX_TYPES
+from ortolan.manifest import Manifest
+
+POOLS = {"avg": "AveragePool", "max": "MaxPool"}
+GRANULARITIES = ("kv_head", "layer", "model")
+GROUP_REDUCES = ("mean", "max", "sum")
+FORCED = 1e30  # above any sum of probabilities
+EMPTY = -1.0  # below any of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictOptions:
+    """What shapes an eviction graph; budget, window and sink are inputs of it.
+
+    Attributes:
+        policy: which positions are kept: a name of `ortolan.graphs.policies.POLICIES`.
+        kernel: odd width of the pooling along positions (stride 1, same length).
+        pool: "avg" (padding counted, as PyTorch's avg_pool1d) or "max".
+        granularity: who shares a keep-list: each "kv_head" has its own, all of a "layer", or the "model".
+        group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
+
+    Raises:
+        ConfigError: an option is not one of these.
+    """
+
+    policy: str = "snapkv"
+    kernel: int = 5
+    pool: str = "avg"
+    granularity: str = "kv_head"
+    group_reduce: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"kernel is {self.kernel}; it must be an odd number of positions")
+        for name, value, allowed in (
+            ("pool", self.pool, POOLS),
+            ("granularity", self.granularity, GRANULARITIES),
+            ("group_reduce", self.group_reduce, GROUP_REDUCES),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """One evictable layer's buffers."""
+
+    capture: Tensor  # [B, Wq, Hq, D]
+    key: Tensor  # [N, Hkv, P, D]
+    value: Tensor  # [N, Hkv, P, D]
+    kv_len: Tensor  # [B, Hkv] int32
+
+
+class EvictParts:
+    """An eviction graph under construction: its inputs, and what is computed from them."""
+
+    def __init__(self, manifest: Manifest, options: EvictOptions, doc_string: str) -> None:
+        self.manifest, self.options = manifest, options
+        self.graph = GraphBuilder("evict", doc_string)
+        self.budget = self.graph.input(contract.EVICT_BUDGET, INT64, [1])
+        self.window = self.graph.input(contract.EVICT_WINDOW, INT64, [1])
+        self.sink = self.graph.input(contract.EVICT_SINK, INT64, [1])
+        layers = [i for i, layer in enumerate(manifest.layers) if layer.evictable]
+        self.layers = {i: self._declare(i) for i in layers}
+
+    def _declare(self, i: int) -> LayerInputs:
+        layer, graph, dtype = self.manifest.layers[i], self.graph, ONNX_TYPES[self.manifest.dtype]
+        heads = self.manifest.num_heads
+        cache = self.cache_shape(i)
+        return LayerInputs(
+            capture=graph.input(contract.capture(i), dtype, ["B", "snapkv_window", heads, layer.head_size]),
+            key=graph.input(contract.key_cache(i), dtype, cache),
+            value=graph.input(contract.value_cache(i), dtype, cache),
+            kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
+        )
+
+    def cache_shape(self, i: int) -> Shape:
+        """Shape of one layer's key or value cache."""
+        layer = self.manifest.layers[i]
+        return [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
+
+    def pooled_score(self, i: int) -> Tensor:
+        """Score one layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""
+        path, graph, layer = f"layers.{i}/evict", self.graph, self.layers[i]
+        (score,) = graph.operator(
+            f"{path}/SnapKvScore",
+            emitters.snap_kv_score,
+            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len},
+            scale=self.manifest.attention_scale,
+            softcap=self.manifest.attention_softcap,
+            group_reduce=self.options.group_reduce,
+        )
+        half = self.options.kernel // 2
+        attributes: dict[str, Any] = {"kernel_shape": [self.options.kernel], "strides": [1], "pads": [half, half]}
+        if self.options.pool == "avg":
+            attributes["count_include_pad"] = 1
+        op = POOLS[self.options.pool]
+        return graph.node(f"{path}/{op}", op, [score], attributes)
+
+    def shared_scores(self) -> dict[int, Tensor]:
+        """Score every layer as the granularity says: [B, Hkv, C], or [B, 1, C] where heads share a list."""
+        scores = {i: self.pooled_score(i) for i in self.layers}
+        if self.options.granularity == "kv_head":
+            return scores
+        axis = self.graph.constant("axes/heads", [1], np.int64)
+        for i, score in scores.items():
+            path = f"layers.{i}/evict/ReduceSum"
+            scores[i] = self.graph.node(path, "ReduceSum", [score, axis], {"keepdims": 1})
+        if self.options.granularity == "model":
+            total = self.graph.node("model/Sum", "Sum", list(scores.values()))
+            return dict.fromkeys(scores, total)
+        return scores
+
+    def slots(self, path: str, score: Tensor) -> Tensor:
+        """Return C of a score [B, heads, C], as int64 [1]."""
+        shape = self.graph.node(f"{path}/Shape", "Shape", [score])
+        return self.graph.node(f"{path}/slots", "Gather", [shape, self.graph.constant("index/slots", [2], np.int64)])
+
+    def scalar(self, path: str, vector: Tensor) -> Tensor:
+        """Reshape [1] to []."""
+        return self.graph.node(path, "Reshape", [vector, self.graph.constant("shapes/scalar", [], np.int64)])
+
+    def positions(self, path: str, slots: Tensor) -> Tensor:
+        """Return 0 .. C, int64 [C]."""
+        start, one = self.graph.constant("range/start", 0, np.int64), self.graph.constant("range/step", 1, np.int64)
+        return self.graph.node(f"{path}/positions", "Range", [start, self.scalar(f"{path}/slots/Reshape", slots), one])
+
+    def lengths(self, path: str, kv_len: Tensor, *, shared: bool) -> Tensor:
+        """Lengths as int64 [B, heads, 1]; heads that share a list hold equal lengths, and are one."""
+        graph = self.graph
+        wide = graph.node(f"{path}/kv_len/Cast", "Cast", [kv_len], {"to": INT64})
+        column = graph.node(f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)])
+        if not shared:
+            return column
+        axis = graph.constant("axes/heads", [1], np.int64)
+        return graph.node(f"{path}/kv_len/ReduceMin", "ReduceMin", [column, axis], {"keepdims": 1})
+
+    def rank(self, path: str, score: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """Lift sinks and the last window above every score, and put empty slots below."""
+        graph = self.graph
+        is_sink = graph.node(f"{path}/is_sink", "Less", [positions, self.sink])
+        window_start = graph.node(f"{path}/window_start", "Sub", [lengths, self.window])
+        in_window = graph.node(f"{path}/in_window", "GreaterOrEqual", [positions, window_start])
+        forced = graph.node(f"{path}/forced", "Or", [is_sink, in_window])
+        top = graph.constant("float/forced", FORCED, np.float32)
+        lifted = graph.node(f"{path}/lifted", "Where", [forced, top, score])
+        return self.held_or(path, lifted, lengths, positions)
+
+    def held_or(self, path: str, ranked: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
+        """Put slots at and past the length below everything."""
+        graph = self.graph
+        is_held = graph.node(f"{path}/is_held", "Less", [positions, lengths])
+        empty = graph.constant("float/empty", EMPTY, np.float32)
+        return graph.node(f"{path}/ranked", "Where", [is_held, ranked, empty])
+
+    def best(self, path: str, ranked: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose the `count` best: which of them are held, and their indices; ties keep the lower index."""
+        attributes = {"axis": -1, "largest": 1, "sorted": 1}
+        values, chosen = self.graph.nodes(f"{path}/TopK", "TopK", [ranked, count], 2, attributes)
+        zero = self.graph.constant("float/zero", 0, np.float32)
+        return self.graph.node(f"{path}/held", "GreaterOrEqual", [values, zero]), chosen
+
+    def ascending(self, path: str, held: Tensor, chosen: Tensor, slots: Tensor, count: Tensor) -> Tensor:
+        """Sort chosen positions [B, heads, count]; those not held become -1 at the tail; int32."""
+        graph = self.graph
+        padded = graph.node(f"{path}/padded", "Where", [held, chosen, slots])
+        attributes = {"axis": -1, "largest": 0, "sorted": 1}
+        ordered, _ = graph.nodes(f"{path}/sort/TopK", "TopK", [padded, count], 2, attributes)
+        tail = graph.node(f"{path}/tail", "Equal", [ordered, slots])
+        minus_one = graph.constant("int64/minus_one", -1, np.int64)
+        keep = graph.node(f"{path}/keep", "Where", [tail, minus_one, ordered])
+        return graph.node(f"{path}/keep/Cast", "Cast", [keep], {"to": INT32})
+
+    def keep_best(self, i: int, score: Tensor, budget: Tensor, *, shared: bool) -> Tensor:
+        """Keep the best of each list: sinks, the last window, and the highest scores up to `budget` [1]."""
+        path = f"layers.{i}/evict"
+        slots = self.slots(path, score)
+        positions = self.positions(path, slots)
+        lengths = self.lengths(path, self.layers[i].kv_len, shared=shared)
+        ranked = self.rank(path, score, lengths, positions)
+        count = self.graph.node(f"{path}/count", "Min", [budget, slots])
+        held, chosen = self.best(path, ranked, count)
+        return self.ascending(path, held, chosen, slots, count)

@@ -1,0 +1,1 @@
+"""The rewrites that turn the plain decoder graph into the fused one, one pattern per file."""

@@ -1,0 +1,26 @@
+"""Eviction policies, one file each: which positions a budget keeps.
+
+A policy is a function from the parts of an eviction graph to a keep-list for each evictable layer, [B, heads, K]
+int32, ascending, -1 at its tail, heads = Hkv or 1. A new policy is a new file and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ortolan.graphs.builder import Tensor
+from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.policies.adakv import keep_adakv
+from ortolan.graphs.policies.pyramidkv import keep_pyramidkv
+from ortolan.graphs.policies.snapkv import keep_snapkv
+from ortolan.graphs.policies.streaming import keep_streaming
+
+Policy: TypeAlias = Callable[[EvictParts], dict[int, Tensor]]
+
+POLICIES: dict[str, Policy] = {
+    "snapkv": keep_snapkv,
+    "streaming": keep_streaming,
+    "pyramidkv": keep_pyramidkv,
+    "adakv": keep_adakv,
+}

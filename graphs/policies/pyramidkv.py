@@ -1,0 +1,51 @@
+"""PyramidKV: SnapKV whose budget shrinks from the first layers to the last.
+
+Source: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv 2406.02069, section 3.2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortolan.errors import ConfigError
+from ortolan.graphs.builder import Tensor
+from ortolan.graphs.evict_parts import EvictParts
+
+STEEPNESS = 20  # beta of the paper: the last layer keeps about 1 / beta of the average beyond the window
+
+
+def keep_pyramidkv(parts: EvictParts) -> dict[int, Tensor]:
+    """Keep as SnapKV does, each layer within a budget of its own; they average to `budget`.
+
+    Raises:
+        ConfigError: lists that are shared by all layers cannot have budgets of their own.
+    """
+    if parts.options.granularity == "model":
+        raise ConfigError("policy pyramidkv gives each layer a budget; granularity must be kv_head or layer")
+    shared = parts.options.granularity == "layer"
+    budgets = _budgets(parts)
+    scores = parts.shared_scores()
+    return {i: parts.keep_best(i, score, budgets[i], shared=shared) for i, score in scores.items()}
+
+
+def _budgets(parts: EvictParts) -> dict[int, Tensor]:
+    """Fall linearly from the first evictable layer to the last; no layer falls below window and sinks."""
+    graph, layers = parts.graph, list(parts.layers)
+
+    def whole(name: str, op: str, left: Tensor, right: Tensor | int) -> Tensor:
+        if isinstance(right, int):
+            right = graph.constant(f"int64/{right}", [right], np.int64)
+        return graph.node(f"pyramid/{name}", op, [left, right])
+
+    rest = whole("rest", "Sub", parts.budget, parts.window)  # the average beyond the window
+    smallest = whole("smallest", "Div", rest, STEEPNESS)
+    largest = whole("largest", "Sub", whole("twice", "Mul", rest, 2), smallest)
+    span = whole("span", "Sub", largest, smallest)
+    least = whole("least", "Add", parts.window, parts.sink)
+    budgets = {}
+    for order, i in enumerate(layers):
+        fall = whole(f"fall_{i}/Mul", "Mul", span, order)
+        fall = whole(f"fall_{i}", "Div", fall, max(len(layers) - 1, 1))
+        own = whole(f"own_{i}", "Sub", largest if len(layers) > 1 else rest, fall)
+        budgets[i] = whole(f"budget_{i}", "Max", whole(f"with_window_{i}", "Add", own, parts.window), least)
+    return budgets

@@ -1,0 +1,130 @@
+"""Checks what only a fused graph has: that fused operators fit their weights, and that it stands for the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import onnx
+
+from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.errors import ContractMismatchError
+
+ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")
+
+
+def check_fused_operators(graph: onnx.GraphProto) -> None:
+    """Check the sizes and ports of the fused operators, as far as the graph alone tells them.
+
+    Raises:
+        ContractMismatchError: an operator would be refused when it runs, or read weights wrongly.
+    """
+    checker = _Checker(graph)
+    checks = {
+        "FusedLinear": checker.linear,
+        "QkvRopeAppend": checker.qkv,
+        "RmsNormAdd": checker.norm_add,
+    }
+    for node in graph.node:
+        if node.domain == OPERATOR_DOMAIN and node.op_type in checks:
+            checks[node.op_type](node)
+
+
+def verify_fused_pair(plain: onnx.ModelProto, fused: onnx.ModelProto) -> None:
+    """Check that a fused graph takes the inputs and gives the outputs of the plain one.
+
+    Raises:
+        ContractMismatchError: a value is missing, new, or of another type or shape.
+    """
+    for side in ("input", "output"):
+        values = [{v.name: v.type for v in getattr(model.graph, side)} for model in (plain, fused)]
+        differing = sorted(n for n in values[0].keys() | values[1].keys() if values[0].get(n) != values[1].get(n))
+        if differing:
+            raise ContractMismatchError(
+                f"the fused graph's {side}s {differing[:5]} are not those of the plain graph; export the model again"
+            )
+
+
+class _Checker:
+    """Follows the number of features of each value from operator to operator."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._dims = {t.name: list(t.dims) for t in graph.initializer}
+        self._caches = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+        self._features: dict[str, int] = {}
+
+    def linear(self, node: onnx.NodeProto) -> None:
+        """Check a FusedLinear: weights, activation, and that one output is asked for."""
+        x, weight, norm_weight, bias, residual = _ports(node.input, 5)
+        activation = _attribute(node, "activation", b"none").decode()
+        if activation not in ACTIVATIONS:
+            raise _mismatch(node, f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        rows, columns = self._weight_dims(node, "weight", weight, 2)
+        gated = activation != "none"
+        if gated and rows % 2:
+            raise _mismatch(node, f"weight '{weight}' has {rows} rows; a gated activation needs an even number")
+        size = rows // 2 if gated else rows
+        self._expect(node, "x", x, columns)
+        self._expect(node, "residual", residual, size)
+        self._expect_dims(node, "norm_weight", norm_weight, [columns])
+        self._expect_dims(node, "bias", bias, [rows])
+        asked = [name for name in _ports(node.output, 2) if name]
+        if len(asked) != 1:
+            raise _mismatch(node, f"exactly one of the outputs y and y_float32 must be asked for, not {len(asked)}")
+        self._features[asked[0]] = size
+
+    def qkv(self, node: onnx.NodeProto) -> None:
+        """Check a QkvRopeAppend: heads, norms, angles and caches."""
+        qkv, key_cache, value_cache, *_ = _ports(node.input, 10)
+        query_norm, key_norm, cosine, sine = _ports(node.input, 10)[6:]
+        if bool(cosine) != bool(sine):
+            raise _mismatch(node, "cosine and sine belong together; one is missing")
+        shapes = [self._caches.get(name, []) for name in (key_cache, value_cache)]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 4:
+            raise _mismatch(
+                node, f"caches '{key_cache}' and '{value_cache}' must be inputs of one shape [N, Hkv, P, D]"
+            )
+        _, kv_heads, _, size = shapes[0]
+        heads = _attribute(node, "num_heads", 0)
+        if heads < 1 or heads % kv_heads:
+            raise _mismatch(node, f"num_heads {heads} must be a positive multiple of the {kv_heads} kv heads")
+        self._expect(node, "qkv", qkv, (heads + 2 * kv_heads) * size)
+        self._expect_dims(node, "query_norm_weight", query_norm, [size])
+        self._expect_dims(node, "key_norm_weight", key_norm, [size])
+
+    def norm_add(self, node: onnx.NodeProto) -> None:
+        """Check an RmsNormAdd: one number of features throughout."""
+        x, weight, residual = _ports(node.input, 3)
+        (size,) = self._weight_dims(node, "norm_weight", weight, 1)
+        self._expect(node, "x", x, size)
+        self._expect(node, "residual", residual, size)
+        self._features[node.output[0]] = size
+
+    def _weight_dims(self, node: onnx.NodeProto, port: str, name: str, rank: int) -> list[int]:
+        dims = self._dims.get(name)
+        if dims is None or len(dims) != rank:
+            raise _mismatch(node, f"{port} '{name}' must be a weight of rank {rank}; it is {dims or 'no weight'}")
+        return dims
+
+    def _expect_dims(self, node: onnx.NodeProto, port: str, name: str, expected: list[int]) -> None:
+        if name and self._dims.get(name) != expected:
+            raise _mismatch(node, f"{port} '{name}' must be a weight {expected}; it is {self._dims.get(name, 'none')}")
+
+    def _expect(self, node: onnx.NodeProto, port: str, name: str, features: int) -> None:
+        """Check a value's features where an operator before told them."""
+        if self._features.get(name, features) != features:
+            raise _mismatch(node, f"{port} '{name}' has {self._features[name]} features, expected {features}")
+
+
+def _ports(names: Iterable[str], count: int) -> list[str]:
+    """Return `count` names; an optional port that is left out is empty."""
+    return [*names, *[""] * count][:count]
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    found = next((a for a in node.attribute if a.name == name), None)
+    return default if found is None else onnx.helper.get_attribute_value(found)
+
+
+def _mismatch(node: onnx.NodeProto, problem: str) -> ContractMismatchError:
+    return ContractMismatchError(f"rule 7: node '{node.name}', a {node.op_type}: {problem}")

@@ -1,0 +1,45 @@
+"""A small manifest, random caches and captures for the eviction graph, and a way to run it."""
+
+import numpy as np
+import onnxruntime
+
+import ortolan.custom_ops
+from ortolan.manifest import LayerInfo, Manifest
+
+SLOTS, WINDOW, HEADS, KV_HEADS, SIZE = 96, 8, 4, 2, 16
+
+
+def manifest(evictable: bool = True) -> Manifest:
+    full = LayerInfo(window=-1, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=evictable)
+    ring = LayerInfo(window=12, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=False)
+    return Manifest(
+        architecture="test",
+        dtype="float32",
+        vocab_size=10,
+        num_heads=HEADS,
+        max_context=SLOTS,
+        chunk_size=8,
+        sink=0,
+        snapkv_window=WINDOW,
+        paged=False,
+        layers=(full, ring, full),
+        rope_limits=(SLOTS,),
+    )
+
+
+def draw_feeds(rng, lengths):
+    feeds = {"budget": np.array([30]), "window": np.array([WINDOW]), "sink": np.array([3])}
+    for layer in (0, 2):
+        shape = (len(lengths), KV_HEADS, SLOTS, SIZE)
+        feeds[f"layer.{layer}.capture"] = rng.standard_normal((len(lengths), WINDOW, HEADS, SIZE)).astype(np.float32)
+        feeds[f"layer.{layer}.key_cache"] = rng.standard_normal(shape).astype(np.float32)
+        feeds[f"layer.{layer}.value_cache"] = rng.standard_normal(shape).astype(np.float32)
+        feeds[f"layer.{layer}.kv_len"] = np.repeat(np.array(lengths, np.int32)[:, None], KV_HEADS, axis=1)
+    return feeds
+
+
+def run(model, feeds):
+    options = onnxruntime.SessionOptions()
+    ortolan.custom_ops.register(options)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))

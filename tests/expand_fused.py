@@ -1,0 +1,144 @@
+"""Writes the CUDA-only operators of a fused graph out in standard operators, so that a CPU can run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from ortolan.custom_ops import emitters
+from ortolan.manifest import MANIFEST_FILE, MODEL_FILE, Manifest
+
+GATES = {"silu_mul": None, "gelu_mul": "none", "gelu_tanh_mul": "tanh"}
+
+
+def expand_fused(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a float32 fused model without CUDA-only operators; weights stay external."""
+    expanded = onnx.ModelProto()
+    expanded.CopyFrom(model)
+    expander = _Expander(expanded)
+    nodes = [new for node in model.graph.node for new in expander.expand(node)]
+    del expanded.graph.node[:]
+    expanded.graph.node.extend(nodes)
+    return expanded
+
+
+def expanded_folder(folder: Path, target: Path) -> Path:
+    """Copy a model folder, with the expanded fused graph in the place of model.onnx."""
+    copytree(folder, target)
+    manifest = Manifest.from_json((folder / MANIFEST_FILE).read_text())
+    model = onnx.load(folder / manifest.fused_model, load_external_data=False)
+    (target / MODEL_FILE).write_bytes(expand_fused(model).SerializeToString())
+    manifest.files[MODEL_FILE] = (target / MODEL_FILE).stat().st_size
+    (target / MANIFEST_FILE).write_text(manifest.to_json())
+    return target
+
+
+class _Expander:
+    """Expands nodes one by one; constants go into the model."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._graph = model.graph
+        self._sizes = {t.name: list(t.dims) for t in model.graph.initializer}
+        for value in model.graph.input:
+            self._sizes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
+
+    def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+        by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv, "RmsNormAdd": self._norm_add}
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        inputs = [*node.input, *[""] * 12]
+        yield from by_name[node.op_type](node, inputs, attributes) if node.op_type in by_name else [node]
+
+    def _constant(self, name: str, values) -> str:
+        self._graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    def _norm(self, path: str, x: str, weight: str, epsilon: float) -> onnx.NodeProto:
+        return helper.make_node(
+            "RMSNormalization", [x, weight], [f"{path}/normed"], name=f"{path}/norm", epsilon=epsilon
+        )
+
+    def _linear(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        path = node.name
+        x, weight, norm_weight, bias, residual = inputs[:5]
+        if norm_weight:
+            yield self._norm(path, x, norm_weight, attributes["epsilon"])
+            x = f"{path}/normed"
+        last = f"{path}/product"
+        yield helper.make_node(
+            "Gemm", [x, weight, bias] if bias else [x, weight], [last], name=f"{path}/gemm", transB=1
+        )
+        activation = attributes["activation"].decode()
+        if activation != "none":
+            yield from self._gate(path, last, self._sizes[weight][0] // 2, activation)
+            last = f"{path}/gated"
+        output = next(name for name in node.output if name)
+        if residual:
+            yield helper.make_node("Add", [residual, last], [output], name=f"{path}/add")
+        else:
+            yield helper.make_node("Identity", [last], [output], name=f"{path}/identity")
+
+    def _gate(self, path: str, joint: str, size: int, activation: str) -> Iterator[onnx.NodeProto]:
+        sizes = self._constant(f"{path}/sizes", [size, size])
+        gate, up, active = f"{path}/gate", f"{path}/up", f"{path}/active"
+        yield helper.make_node("Split", [joint, sizes], [gate, up], name=f"{path}/split", axis=1)
+        if activation == "silu_mul":
+            yield helper.make_node("Sigmoid", [gate], [f"{path}/sigmoid"], name=f"{path}/sigmoid")
+            yield helper.make_node("Mul", [gate, f"{path}/sigmoid"], [active], name=f"{path}/silu")
+        else:
+            yield helper.make_node("Gelu", [gate], [active], name=f"{path}/gelu", approximate=GATES[activation])
+        yield helper.make_node("Mul", [active, up], [f"{path}/gated"], name=f"{path}/mul")
+
+    def _norm_add(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        yield self._norm(node.name, inputs[0], inputs[1], attributes["epsilon"])
+        yield helper.make_node("Add", [inputs[2], f"{node.name}/normed"], list(node.output), name=f"{node.name}/add")
+
+    def _qkv(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        path, caches = node.name, inputs[1:6]
+        query_norm, key_norm, cosine, sine = inputs[6:10]
+        _, kv_heads, _, size = self._sizes[caches[0]]
+        heads = [attributes["num_heads"], kv_heads, kv_heads]
+        sizes = self._constant(f"{path}/sizes", [size * count for count in heads])
+        parts = [f"{path}/{name}" for name in ("q", "k", "v")]
+        yield helper.make_node("Split", [inputs[0], sizes], parts, name=f"{path}/split", axis=1)
+        norms, outputs = [query_norm, key_norm, ""], [node.output[0], f"{path}/key", f"{path}/value"]
+        for part, count, norm, output in zip(parts, heads, norms, outputs, strict=True):
+            rotation = [] if part == parts[2] or not cosine else [cosine, sine]
+            yield from self._heads(part, count, size, norm, rotation, attributes["epsilon"], output)
+        yield emitters.ring_kv_append(
+            *outputs[1:],
+            *caches,
+            outputs=tuple(node.output[1:]),
+            name=f"{path}/append",
+            sink=attributes["sink"],
+            capacity=attributes["capacity"],
+        )
+
+    def _heads(self, part, count, size, norm, rotation, epsilon, output) -> Iterator[onnx.NodeProto]:
+        shape, last = self._constant(f"{part}/shape", [-1, count, size]), f"{part}/heads"
+        yield helper.make_node("Reshape", [part, shape], [last], name=f"{part}/reshape")
+        if norm:
+            yield self._norm(part, last, norm, epsilon)
+            last = f"{part}/normed"
+        if rotation:
+            flat = self._constant(f"{part}/flat_shape", [1, -1, count * size])
+            yield helper.make_node("Reshape", [last, flat], [f"{part}/flat"], name=f"{part}/flatten")
+            attributes = {"num_heads": count, "rotary_embedding_dim": 2 * self._rotary_half(rotation[0], size)}
+            if attributes["rotary_embedding_dim"] == size:
+                del attributes["rotary_embedding_dim"]
+            names = [f"{part}/flat", *rotation]
+            yield helper.make_node("RotaryEmbedding", names, [f"{part}/rotated"], name=f"{part}/rope", **attributes)
+            yield helper.make_node("Reshape", [f"{part}/rotated", shape], [output], name=f"{part}/unflatten")
+        else:
+            yield helper.make_node("Identity", [last], [output], name=f"{part}/identity")
+
+    def _rotary_half(self, cosine: str, size: int) -> int:
+        """Read R from the cosine, where it is an input, or from the frequencies that it comes from."""
+        if cosine in self._sizes:
+            return self._sizes[cosine][-1]
+        frequencies = [t.dims[-1] for t in self._graph.initializer if t.name == f"{cosine.split('/')[0]}/inv_freq"]
+        return frequencies[0] if frequencies else size // 2

@@ -1,0 +1,157 @@
+"""The fused graph computes what the plain one does, over the same weights, for every family."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+from expand_fused import expanded_folder
+from families import FAMILIES, tiny_checkpoint
+from parity import relative_difference
+from tolerances import LOGITS_RELATIVE
+
+import ortolan
+from ortolan.graphs import count_fusions, fuse_model
+from ortolan.graphs.external_data import read_external_data
+from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
+
+LAYERS = 4
+PROJECTION_NORM = ("olmo2", "olmo3")
+SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "olmo2", "olmo3")
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def exported(request, tmp_path_factory):
+    """Export one tiny checkpoint; yields (family, model folder)."""
+    root = tmp_path_factory.mktemp(request.param)
+    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=5)
+    return request.param, ortolan.export(checkpoint, root / "model", max_context=512, chunk_size=16)
+
+
+def load_graphs(folder):
+    return [onnx.load(folder / name, load_external_data=False) for name in (MODEL_FILE, FUSED_FILE)]
+
+
+def test_logits_are_those_of_the_plain_graph(exported, tmp_path):
+    _, folder = exported
+    fused = expanded_folder(folder, tmp_path / "fused")
+    prompt = np.random.default_rng(7).integers(3, 100, 77).tolist()
+    sessions = [ortolan.load(path, device="cpu").session(chunk_size=16) for path in (folder, fused)]
+    rows = [[session.prefill(prompt)] for session in sessions]
+    for token in range(3, 15):
+        for session, logits in zip(sessions, rows, strict=True):
+            logits.append(session.step(token))
+    differences = [relative_difference(ours, plain) for plain, ours in zip(*rows, strict=True)]
+    assert max(differences) <= LOGITS_RELATIVE, differences
+
+
+def test_an_eviction_reads_the_same_captures(exported, tmp_path):
+    _, folder = exported
+    if not any(layer.evictable for layer in read_manifest(folder).layers):
+        pytest.skip("this family has no full-attention layer")
+    fused = expanded_folder(folder, tmp_path / "fused")
+    snapkv = ortolan.SnapKv(budget=24, window=8)
+    sessions = [ortolan.load(path, device="cpu").session(chunk_size=16, snapkv=snapkv) for path in (folder, fused)]
+    for session in sessions:
+        session.prefill(list(range(3, 70)))
+    plain, ours = (session.step(5) for session in sessions)
+    assert relative_difference(ours, plain) <= LOGITS_RELATIVE
+
+
+def test_patterns_fuse_wherever_they_hold(exported):
+    family, folder = exported
+    plain, fused = load_graphs(folder)
+    counts = count_fusions(fused)
+    projection = family in PROJECTION_NORM
+    assert counts == {
+        "FusedLinear": 4 * LAYERS + 1,
+        "QkvRopeAppend": 0 if projection else LAYERS,
+        "RmsNormAdd": 2 * LAYERS if family in SANDWICH_OR_POST_NORM else 0,
+        "Gemm": 0,
+        "RMSNormalization": 2 * LAYERS if projection else 0,
+        "RotaryEmbedding": 2 * LAYERS if projection else 0,
+        "RingKvAppend": LAYERS if projection else 0,
+    }
+    assert json.loads(next(p.value for p in fused.metadata_props if p.key == "ortolan.fusions")) == counts
+    assert len(fused.graph.node) < len(plain.graph.node)
+
+
+def describe(node):
+    """Say which operator a node is; of a FusedLinear also where it stands and what is folded in."""
+    if node.op_type != "FusedLinear":
+        return node.op_type
+    ports = dict(zip(("x", "weight", "norm", "bias", "residual"), node.input, strict=False))
+    folded = [port for port in ("norm", "bias", "residual") if ports.get(port)]
+    activation = next(a.s.decode() for a in node.attribute if a.name == "activation")
+    return " ".join([node.name.split("/")[-2], *folded, *([activation] if activation != "none" else [])])
+
+
+def expected_layer(family):
+    """List what `describe` says of each layer of a family, SnapKvCapture aside."""
+    before = "" if family in PROJECTION_NORM else " norm"
+    after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
+    bias = " bias" if family == "llama_biased" else ""
+    qkv_bias = " bias" if family in ("llama_biased", "qwen2") else ""
+    residual = "" if after else " residual"
+    append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
+    activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
+    attention = [f"qkv{before}{qkv_bias}", append, "SwaAttention", f"output{bias}{residual}", *after]
+    return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after]
+
+
+def test_layers_are_these_operators(exported):
+    family, folder = exported
+    fused = load_graphs(folder)[1]
+    ours = [node for node in fused.graph.node if node.domain == "ortolan" and node.op_type != "SnapKvCapture"]
+    for layer in range(LAYERS):
+        found = [describe(node) for node in ours if node.name.startswith(f"layers.{layer}/")]
+        assert found == expected_layer(family), f"layer {layer}"
+    assert describe(ours[-1]) == "head norm"
+    left = [n.op_type for n in fused.graph.node if n.name.startswith("layers.") and not n.domain]
+    assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
+
+
+def test_bindings_and_metadata_stay(exported):
+    _, folder = exported
+    plain, fused = load_graphs(folder)
+    for side in ("input", "output"):
+        values = [[v.SerializeToString() for v in getattr(model.graph, side)] for model in (plain, fused)]
+        assert values[0] == values[1]
+    metadata = [{p.key: p.value for p in model.metadata_props} for model in (plain, fused)]
+    assert metadata[0].items() <= metadata[1].items()
+    assert all(node.doc_string for node in fused.graph.node if node.domain == "ortolan")
+
+
+def test_every_byte_of_the_weights_is_read_once(exported):
+    _, folder = exported
+    covered = []
+    for model in load_graphs(folder):
+        places = [read_external_data(t) for t in model.graph.initializer if t.external_data]
+        bytes_read = np.zeros((folder / "model.onnx.data").stat().st_size, np.uint8)
+        for place in places:
+            bytes_read[place.offset : place.end] += 1
+        assert bytes_read.max() == 1
+        covered.append(bytes_read)
+    np.testing.assert_array_equal(*covered)
+
+
+def test_fusing_is_repeatable_and_leaves_its_input_alone(exported):
+    _, folder = exported
+    plain, fused = load_graphs(folder)
+    before = plain.SerializeToString(deterministic=True)
+    assert fuse_model(plain).SerializeToString(deterministic=True) == fused.SerializeToString(deterministic=True)
+    assert plain.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_rotates_by_unrounded_angles(tmp_path, dtype):
+    checkpoint = tiny_checkpoint("llama", tmp_path / "hf")
+    folder = ortolan.export(checkpoint, tmp_path / "model", dtype=dtype, max_context=64)
+    _, fused = load_graphs(folder)
+    producers = {name: node for node in fused.graph.node for name in node.output}
+    appends = [node for node in fused.graph.node if node.op_type == "QkvRopeAppend"]
+    assert len(appends) == LAYERS
+    angles = {name for node in appends for name in node.input[8:10]}
+    assert {producers[producers[name].input[0]].op_type for name in angles} == {"Cos", "Sin"}
+    head = next(node for node in fused.graph.node if node.name == "head/FusedLinear")
+    assert list(head.output) == ["", "logits"], "the head gives float32 without a Cast"

@@ -1,0 +1,146 @@
+"""verify_model accepts fused graphs, and says what is wrong with a broken one."""
+
+import copy
+
+import onnx
+import pytest
+from families import tiny_checkpoint
+
+import ortolan
+from ortolan.errors import ContractMismatchError
+from ortolan.graphs import verify_fused_pair, verify_model
+from ortolan.manifest import FUSED_FILE, MODEL_FILE
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory):
+    """The plain and the fused graph of a model with head norms, norms after branches and gated GELU."""
+    root = tmp_path_factory.mktemp("gemma3")
+    folder = ortolan.export(tiny_checkpoint("gemma3", root / "hf"), root / "model", max_context=64)
+    return tuple(onnx.load(folder / name, load_external_data=False) for name in (MODEL_FILE, FUSED_FILE))
+
+
+def find(model, ending):
+    return next(node for node in model.graph.node if node.name.endswith(ending))
+
+
+def attribute(node, name):
+    return next(a for a in node.attribute if a.name == name)
+
+
+def weight(model, ending):
+    return next(t for t in model.graph.initializer if t.name.endswith(ending))
+
+
+def read_old_cache(model):
+    find(model, "SwaAttention").input[1] = "layer.0.key_cache"
+
+
+def swap_caches(model):
+    node = find(model, "SwaAttention")
+    node.input[1], node.input[2] = node.input[2], node.input[1]
+
+
+def overlap_weights(model):
+    weight(model, "0.mlp.gate_up.weight").external_data[1].value = "0"
+
+
+def rename_activation(model):
+    attribute(find(model, "gate_up/FusedLinear"), "activation").s = b"relu"
+
+
+def odd_gate(model):
+    weight(model, "0.mlp.gate_up.weight").dims[0] -= 1
+
+
+def drop_gate(model):
+    attribute(find(model, "gate_up/FusedLinear"), "activation").s = b"none"
+
+
+def ask_for_both(model):
+    find(model, "mlp/down/FusedLinear").output.append("other")
+
+
+def narrow_norm(model):
+    weight(model, "0.attention_norm.weight").dims[0] = 8
+
+
+def wrong_heads(model):
+    attribute(find(model, "QkvRopeAppend"), "num_heads").i = 3
+
+
+def no_heads(model):
+    attribute(find(model, "QkvRopeAppend"), "num_heads").i = 0
+
+
+def drop_sine(model):
+    find(model, "QkvRopeAppend").input[9] = ""
+
+
+def norm_of_a_hidden_state(model):
+    find(model, "QkvRopeAppend").input[6] = "layers.0.attention_norm.weight"
+
+
+def drop_query(model):
+    """Let what reads layer 1's queries read layer 0's."""
+    first, second = (find(model, f"layers.{i}/attention/QkvRopeAppend") for i in range(2))
+    for node in model.graph.node:
+        node.input[:] = [first.output[0] if name == second.output[0] else name for name in node.input]
+    second.output[0] = ""
+
+
+def norm_of_a_value(model):
+    find(model, "attention_residual/RmsNormAdd").input[1] = find(model, "embedding/Gather").output[0]
+
+
+def norm_of_an_input(model):
+    vector = onnx.helper.make_tensor_value_info("vector", onnx.TensorProto.FLOAT, [48])
+    model.graph.input.append(vector)
+    find(model, "attention_residual/RmsNormAdd").input[1] = "vector"
+
+
+def narrow_norm_add(model):
+    weight(model, "0.attention_post_norm.weight").dims[0] = 8
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (read_old_cache, r"rule 5.*layers.0/attention/SwaAttention.*layer.0.key_cache"),
+        (swap_caches, "rule 5.*as key cache"),
+        (overlap_weights, "rule 6"),
+        (rename_activation, "rule 7.*gate_up/FusedLinear.*'relu'"),
+        (odd_gate, "rule 7.*159 rows"),
+        (drop_gate, "rule 7.*mlp/down/FusedLinear.*160 features, expected 80"),
+        (ask_for_both, "rule 7.*exactly one of the outputs"),
+        (narrow_norm, r"rule 7.*norm_weight 'layers.0.attention_norm.weight' must be a weight \[48\]"),
+        (wrong_heads, "rule 7.*96 features, expected 80"),
+        (no_heads, "rule 7.*num_heads 0"),
+        (drop_sine, "rule 7.*cosine and sine"),
+        (norm_of_a_hidden_state, r"rule 7.*query_norm_weight.*\[16\]"),
+        (drop_query, "rule 1.*layers.1/attention/QkvRopeAppend.*output 0"),
+        (norm_of_a_value, "rule 1.*'norm_weight' has rank 2"),
+        (norm_of_an_input, "rule 7.*norm_weight .* must be a weight of rank 1; it is no weight"),
+        (narrow_norm_add, "rule 7.*RmsNormAdd.*48 features, expected 8"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_graphs_are_refused(graphs, break_it, message):
+    broken = copy.deepcopy(graphs[1])
+    break_it(broken)
+    with pytest.raises(ContractMismatchError, match=message):
+        verify_model(broken)
+
+
+def test_a_fused_graph_stands_for_its_plain_one(graphs):
+    plain, fused = graphs
+    verify_model(fused)
+    verify_fused_pair(plain, fused)
+    other = copy.deepcopy(fused)
+    del other.graph.input[0]
+    with pytest.raises(ContractMismatchError, match=r"inputs \['query_start'\]"):
+        verify_fused_pair(plain, other)
+    other = copy.deepcopy(fused)
+    other.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    with pytest.raises(ContractMismatchError, match=r"outputs \['logits'\]"):
+        verify_fused_pair(plain, other)
