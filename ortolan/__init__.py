@@ -19,13 +19,14 @@ _SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
 _RUNTIME_NAMES = ("Model", "Sampling", "Session", "SnapKv")
 
 
-def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0) -> Model:
+def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:
     """Open an exported model.
 
     Args:
         folder: what `ortolan.export` wrote.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
+        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
 
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
@@ -34,20 +35,14 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0)
     """
     from ortolan import runtime
 
-    return runtime.load(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph)
+    return runtime.load(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
 
 
 def _build_evict_graph(manifest: Manifest, options: SnapKv) -> bytes:
     """Build evict.onnx for options that differ from those of the model folder."""
     from ortolan import graphs
 
-    model = graphs.build_evict_model(
-        manifest,
-        kernel=options.kernel,
-        pool=options.pool,
-        granularity=options.granularity,
-        group_reduce=options.group_reduce,
-    )
+    model = graphs.build_evict_model(manifest, **options.structure)
     graph: bytes = model.SerializeToString()
     return graph
 

@@ -85,12 +85,14 @@ class Sample:
         answer: the value asked for; a newline follows it in training.
         needle_start: byte offset of the asked fact's line in the prompt.
         fact: the fact asked for.
+        task: what was asked for.
     """
 
     prompt: str
     answer: str
     needle_start: int
     fact: Fact
+    task: Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ def make_sample(corpus: Corpus, task: Task) -> Sample:
     asked = facts[0]
     filler = task.length - len(asked.question) - sum(len(fact.line) for fact in facts)
     text, starts = hide(corpus.lines(rng, filler), facts, depths)
-    return Sample(prompt=text + asked.question, answer=asked.value, needle_start=starts[0], fact=asked)
+    return Sample(prompt=text + asked.question, answer=asked.value, needle_start=starts[0], fact=asked, task=task)
 
 
 def _facts_of_kind(rng: random.Random, kind: str) -> list[Fact]:

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import ml_dtypes
-import numpy as np
-import numpy.typing as npt
 
 from ortolan import contract
-from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.buffers import Array, Buffers
 from ortolan.runtime.plan import CachePlan
-
-Array: TypeAlias = npt.NDArray[Any]
-
-NUMPY_TYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 
 
 @dataclass(slots=True)
@@ -39,9 +26,9 @@ class LayerCache:
 class CacheBuffers:
     """All caches of one sequence; `generation` rises whenever a buffer is replaced."""
 
-    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int) -> None:
-        self._dtype = NUMPY_TYPES[manifest.dtype]
+    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> None:
         self._manifest = manifest
+        self.buffers = buffers
         self.generation = 0
         self.layers = [self._allocate(index, layer.capacity) for index, layer in enumerate(plan.layers)]
         self.captures = {
@@ -53,16 +40,33 @@ class CacheBuffers:
     @property
     def bytes(self) -> int:
         """Bytes that key and value caches hold now."""
-        return sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+        return int(sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers))
+
+    @property
+    def capture_bytes(self) -> int:
+        """Bytes of the captured queries."""
+        return int(sum(capture.nbytes for capture in self.captures.values()))
 
     def resize(self, index: int, capacity: int, held: int) -> None:
         """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""
         old = self.layers[index]
         new = self._allocate(index, capacity)
-        new.key[:, :, :held] = old.key[:, :, :held]
-        new.value[:, :, :held] = old.value[:, :, :held]
+        with self.buffers.scope():
+            new.key[:, :, :held] = old.key[:, :, :held]
+            new.value[:, :, :held] = old.value[:, :, :held]
         self.layers[index] = new
         self.generation += 1
+
+    def copy_captures(self) -> dict[int, Array]:
+        """Copy the captured queries of all layers."""
+        with self.buffers.scope():
+            return {index: capture.copy() for index, capture in self.captures.items()}
+
+    def restore_captures(self, copies: dict[int, Array]) -> None:
+        """Put copied queries back."""
+        with self.buffers.scope():
+            for index, capture in copies.items():
+                self.captures[index][:] = capture
 
     def named(self) -> dict[str, Array]:
         """Map the graph's input names to the buffers; each output is bound to the same one."""
@@ -78,8 +82,4 @@ class CacheBuffers:
         return LayerCache(self._empty(shape), self._empty(shape))
 
     def _empty(self, shape: tuple[int, ...]) -> Array:
-        try:
-            return np.empty(shape, self._dtype)
-        except MemoryError as error:
-            size = int(np.prod(shape, dtype=np.int64)) * self._dtype.itemsize
-            raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error
+        return self.buffers.empty(shape, self._manifest.dtype)

@@ -1,7 +1,10 @@
-"""Chooses the execution provider that a device name stands for."""
+"""Chooses the execution provider that a device name stands for, and its options."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import re
 
 from ortolan.custom_ops import library_info
@@ -31,6 +34,11 @@ def resolve_device(device: str | None) -> str:
     return CUDA_PROVIDER
 
 
+def device_number(device: str | None) -> int:
+    """Return N of "cuda:N"; 0 for every other name."""
+    return int(device.partition(":")[2] or 0) if device else 0
+
+
 def cuda_problem() -> str | None:
     """Say what keeps CUDA from being used, or None."""
     if "cuda" not in library_info().providers:
@@ -39,4 +47,60 @@ def cuda_problem() -> str | None:
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():
         return onnxruntime_problem() or "onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
-    return None
+    if importlib.util.find_spec("cupy") is None:
+        return "cupy, which holds the caches there, is not installed; run `pip install cupy-cuda13x`"
+    return driver_problem()
+
+
+def driver_problem() -> str | None:
+    """Say what cupy finds wrong with the driver or the devices, or None."""
+    try:
+        import cupy
+
+        count = device_count()
+    except ImportError as error:
+        return f"cupy cannot be imported ({error}); run `pip install --force-reinstall cupy-cuda13x`"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"the CUDA driver says: {error}; check that nvidia-smi lists a device and that the driver is recent"
+    return None if count else "the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def device_count() -> int:
+    """Return how many devices the CUDA driver shows."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
+
+
+def check_device_number(number: int) -> None:
+    """Raise ConfigError where there is no such CUDA device."""
+    count = device_count()
+    if number >= count:
+        raise ConfigError(f"device 'cuda:{number}' does not exist; this machine has cuda:0 .. cuda:{count - 1}")
+
+
+def preload_cuda_libraries() -> None:
+    """Load the CUDA and cuDNN libraries of installed wheels, where ONNX Runtime can; it needs them to start."""
+    import onnxruntime
+
+    preload = getattr(onnxruntime, "preload_dlls", None)
+    if preload:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it misses; opening the model then says so
+            preload()
+
+
+def cuda_options(number: int, stream_pointer: int, *, graph: bool) -> dict[str, str]:
+    """Return the provider options: one stream, memory as it is asked for, and graph capture where wanted.
+
+    Args:
+        number: of the device.
+        stream_pointer: address of the stream that all work goes to.
+        graph: whether runs may be captured as CUDA graphs.
+    """
+    return {
+        "device_id": str(number),
+        "user_compute_stream": str(stream_pointer),
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_cuda_graph": "1" if graph else "0",
+        "use_tf32": "0",
+    }

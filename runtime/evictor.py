@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import numpy.typing as npt
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
+from ortolan.runtime.buffers import Array, wrap
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.options import SnapKv
-from ortolan.runtime.stepper import wrap
 
 
 def evict(
@@ -31,40 +32,61 @@ def evict(
         logical: tokens read so far.
 
     Returns:
-        For each layer, the physical positions kept, [Hkv or 1, K], ascending.
+        For each layer, the physical positions kept, [Hkv or 1, K], ascending, -1 behind those of a head that
+        keeps fewer than K.
 
     Raises:
         OrtolanError: ONNX Runtime failed; the caches must then be taken as lost.
     """
-    binding = ort_session.io_binding()
-    arrays: dict[str, npt.NDArray[Any]] = {
+    binding, buffers = ort_session.io_binding(), caches.buffers
+    small: dict[str, npt.NDArray[Any]] = {
         contract.EVICT_BUDGET: np.array([options.budget], np.int64),
         contract.EVICT_WINDOW: np.array([options.window], np.int64),
         contract.EVICT_SINK: np.array([options.sink], np.int64),
     }
-    shared: dict[str, npt.NDArray[Any]] = {}
-    for index, lengths in physical.items():
-        # Rows were written by logical position, and are read by physical position.
-        shift = (int(lengths[0]) - logical) % options.window
-        arrays[contract.capture(index)] = np.roll(caches.captures[index], shift, axis=1)
-        arrays[contract.kv_len(index)] = lengths[None].astype(np.int32)
-        shared[contract.key_cache(index)] = caches.layers[index].key
-        shared[contract.value_cache(index)] = caches.layers[index].value
-    for name, array in arrays.items():
+    small |= {contract.kv_len(index): lengths[None].astype(np.int32) for index, lengths in physical.items()}
+    for name, array in small.items():
         binding.bind_ortvalue_input(name, wrap(array))
-    for name, array in shared.items():
-        value = wrap(array)
-        binding.bind_ortvalue_input(name, value)
-        binding.bind_ortvalue_output(contract.output(name), value)
+    turned = _turn_captures(caches, options, physical, logical)
+    for index, capture in turned.items():
+        buffers.bind_input(binding, contract.capture(index), capture)
+    shared = {contract.key_cache(index): caches.layers[index].key for index in physical}
+    shared |= {contract.value_cache(index): caches.layers[index].value for index in physical}
+    for name, cache in shared.items():
+        buffers.bind_in_place(binding, name, cache)
     for index in physical:
         binding.bind_output(contract.keep(index))
         binding.bind_output(contract.output(contract.kv_len(index)))
     try:
-        ort_session.run_with_iobinding(binding)
+        ort_session.run_with_iobinding(binding, buffers.rare_run_options())
     except Exception as error:  # the binding raises its own exception types, one per status code
         raise OrtolanError(f"the eviction graph failed: {error}") from error
     results = dict(zip(_names(shared, physical), binding.get_outputs(), strict=True))
     return {index: results[contract.keep(index)].numpy()[0].copy() for index in physical}
+
+
+def _turn_captures(
+    caches: CacheBuffers, options: SnapKv, physical: dict[int, npt.NDArray[np.int32]], logical: int
+) -> dict[int, Array]:
+    """Turn captured rows, written by logical position, to where they are read, by each kv head's physical one."""
+    turned = {}
+    with caches.buffers.scope():
+        for index, lengths in physical.items():
+            capture = caches.captures[index]
+            turned[index] = capture.copy()
+            group = capture.shape[2] // len(lengths)
+            for first, last in _equal_runs(lengths):
+                heads = slice(first * group, last * group)
+                shift = (int(lengths[first]) - logical) % options.window
+                turned[index][:, shift:, heads] = capture[:, : options.window - shift, heads]
+                turned[index][:, :shift, heads] = capture[:, options.window - shift :, heads]
+    return turned
+
+
+def _equal_runs(lengths: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Split kv heads into half-open ranges of equal lengths."""
+    edges = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
+    return list(itertools.pairwise(edges))
 
 
 def _names(shared: dict[str, Any], physical: dict[int, Any]) -> list[str]:

@@ -30,7 +30,7 @@ class Lengths:
         self.evicted_at = 0  # logical length at the last eviction; nothing before it can be rewound to
         self.captured_from = 0  # queries from here to the logical length, at most a window's, are captured
         self.physical = {i: np.zeros(heads, np.int32) for i, heads in self._kv_heads.items()}
-        self.kept: dict[int, Positions] = {}
+        self.kept: dict[int, Positions] = {}  # [Hkv, K] of the last eviction, -1 behind those of a shorter list
 
     def advance(self, count: int) -> None:
         """Record that `count` tokens were appended everywhere."""
@@ -53,17 +53,19 @@ class Lengths:
         self.captured_from = max(self.captured_from, min(self.logical, written - capture_rows))
 
     def record_eviction(self, keep: dict[int, npt.NDArray[Any]]) -> None:
-        """Record which physical positions each layer kept, [Hkv or 1, K]."""
+        """Record which physical positions each layer kept, [Hkv or 1, K], -1 behind those of a shorter list."""
         for index, positions in keep.items():
-            heads = self._kv_heads[index]
-            chosen = np.broadcast_to(positions, (heads, positions.shape[1]))
-            self.kept[index] = np.take_along_axis(self._logical_of(index), chosen, axis=1)
-            self.physical[index] = np.full(heads, positions.shape[1], np.int32)
+            chosen = np.broadcast_to(positions, (self._kv_heads[index], positions.shape[1]))
+            kept = np.full(chosen.shape, -1, np.int32)
+            for head, logical in enumerate(self._logical_of(index)):
+                held = chosen[head] >= 0
+                kept[head, held] = logical[chosen[head, held]]
+            self.kept[index] = kept
+            self.physical[index] = (kept >= 0).sum(axis=1, dtype=np.int32)
         self.evicted_at = self.logical
 
-    def _logical_of(self, index: int) -> Positions:
-        """Return the logical position of each physical one, [Hkv, physical]."""
-        heads, physical = self._kv_heads[index], int(self.physical[index][0])
-        kept = self.kept.get(index, np.zeros((heads, 0), np.int32))
-        newer = np.arange(self.logical - (physical - kept.shape[1]), self.logical, dtype=np.int32)
-        return np.concatenate([kept, np.broadcast_to(newer, (heads, len(newer)))], axis=1)
+    def _logical_of(self, index: int) -> list[Positions]:
+        """Return the logical position of each physical one, ascending, for each kv head."""
+        newer = np.arange(self.evicted_at, self.logical, dtype=np.int32)
+        kept = self.kept.get(index, np.zeros((self._kv_heads[index], 0), np.int32))
+        return [np.concatenate([row[row >= 0], newer]) for row in kept]

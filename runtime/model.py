@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,21 @@ from typing import Any
 from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
+from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
-from ortolan.runtime.device import resolve_device
+from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.cuda_stepper import is_out_of_memory
+from ortolan.runtime.device import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    check_device_number,
+    cuda_options,
+    device_number,
+    preload_cuda_libraries,
+    resolve_device,
+)
+from ortolan.runtime.device_session import DeviceModel, DeviceSession
+from ortolan.runtime.memory import capture_bytes, check_room, estimate_chunk_bytes, weight_file_bytes
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.session import Session
@@ -32,6 +45,9 @@ class Model:
         provider: str,
         num_threads: int,
         evict_builder: EvictBuilder | None,
+        *,
+        buffers: CudaBuffers | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -40,8 +56,14 @@ class Model:
         self._evict_builder = evict_builder
         self._evict_sessions: dict[str, Any] = {}
         self._tokenizer: Tokenizer | None = None
-        self._session = self._open(str(folder / MODEL_FILE))
+        self._buffers = buffers
+        free_before = buffers.memory()[0] if buffers else 0
+        self._session = self._open(str(folder / self._choose_file(fused)), graph=True)
         _check_graph(self._session, manifest)
+        self._device: DeviceModel | None = None
+        if buffers:
+            weights = max(0, free_before - buffers.memory()[0])
+            self._device = DeviceModel(buffers, itertools.count(1), free_before, weights)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -56,7 +78,7 @@ class Model:
 
     def plan(self, max_context: int | None = None, chunk_size: int | None = None) -> CachePlan:
         """Plan the caches of a session without making it. Raises as `session` does."""
-        return plan_caches(self.manifest, max_context, chunk_size)
+        return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None)
 
     def session(
         self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
@@ -70,16 +92,38 @@ class Model:
 
         Raises:
             ConfigError: a number is not allowed, or the model was exported without SnapKV.
-            CapacityError: there is no memory for the caches.
+            CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
-        plan = plan_caches(self.manifest, max_context, chunk_size)
+        plan = self.plan(max_context, chunk_size)
         if snapkv is not None and not any(layer.evictable for layer in self.manifest.layers):
             raise ConfigError(
                 "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
                 "snapkv_window=0"
             )
         evict_session = None if snapkv is None else self._evict_session(snapkv)
-        return Session(self.manifest, self._session, plan, snapkv, evict_session)
+        if self._device is None:
+            weights = weight_file_bytes(self.manifest)
+            return Session(self.manifest, self._session, plan, snapkv, evict_session, weights_bytes=weights)
+        self._check_room(plan, snapkv)
+        return DeviceSession(self.manifest, self._session, plan, snapkv, evict_session, self._device)
+
+    def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
+        """Refuse a plan that the device has no memory for."""
+        assert self._device is not None
+        self._device.buffers.trim()
+        captured = capture_bytes(self.manifest, snapkv.window if snapkv else 0)
+        chunk = max(0, estimate_chunk_bytes(self.manifest, plan) - self._device.arena_bytes())
+        check_room(plan, captured, chunk, self._device.buffers.memory(), self._device.name)
+
+    def _choose_file(self, fused: bool | None) -> str:
+        """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""
+        name = getattr(self.manifest, "fused_model", None)
+        if fused and not name:
+            raise ConfigError(f"{self.folder} has no fused graph; export the model again with fusion, or load it plain")
+        if fused and self._provider == CPU_PROVIDER:
+            raise ConfigError("the fused graph runs on CUDA only; load with device='cuda', or without fused=True")
+        wanted = self._provider == CUDA_PROVIDER if fused is None else fused
+        return str(name) if wanted and name else MODEL_FILE
 
     def _evict_session(self, options: SnapKv) -> Any:
         """Open the eviction graph for these options, once for each structure."""
@@ -104,17 +148,33 @@ class Model:
             )
         return self._open(self._evict_builder(self.manifest, options))
 
-    def _open(self, model: str | bytes) -> Any:
+    def _open(self, model: str | bytes, *, graph: bool = False) -> Any:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = self._num_threads
+        providers: list[Any] = [self._provider]
+        if self._buffers:
+            options.enable_mem_pattern = False  # patterns of every prompt length would each keep their memory
+            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+            settings = cuda_options(self._buffers.device_id, self._buffers.stream_pointer, graph=graph)
+            providers = [(self._provider, settings), CPU_PROVIDER]
         register(options)
         try:
-            return onnxruntime.InferenceSession(model, options, providers=[self._provider])
+            session = onnxruntime.InferenceSession(model, options, providers=providers)
         except Exception as error:  # the binding raises its own exception types, one per status code
+            if self._buffers and is_out_of_memory(error):
+                raise CapacityError(
+                    f"cuda:{self._buffers.device_id} has no memory for {self.folder}: {error}"
+                ) from error
             raise ContractMismatchError(f"ONNX Runtime cannot open the graph of {self.folder}: {error}") from error
+        if session.get_providers()[0] != self._provider:
+            raise OpLibraryError(
+                f"ONNX Runtime cannot start {self._provider}: it offers {session.get_providers()} instead; check that "
+                "the CUDA and cuDNN libraries of onnxruntime-gpu can be loaded"
+            )
+        return session
 
 
 def load(
@@ -123,6 +183,7 @@ def load(
     *,
     num_threads: int = 0,
     evict_builder: EvictBuilder | None = None,
+    fused: bool | None = None,
 ) -> Model:
     """Open an exported model.
 
@@ -131,6 +192,7 @@ def load(
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
+        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
 
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
@@ -148,7 +210,13 @@ def load(
         provider = resolve_device(device)
     except ModuleNotFoundError as error:
         raise OpLibraryError(onnxruntime_problem() or str(error)) from error
-    return Model(folder, manifest, provider, num_threads, evict_builder)
+    buffers = None
+    if provider == CUDA_PROVIDER:
+        number = device_number(device)
+        check_device_number(number)
+        preload_cuda_libraries()
+        buffers = CudaBuffers(number)
+    return Model(folder, manifest, provider, num_threads, evict_builder, buffers=buffers, fused=fused)
 
 
 def _check_graph(ort_session: Any, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ortolan.errors import ConfigError
 
+POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv")
 POOLS = ("avg", "max")
 GRANULARITIES = ("kv_head", "layer", "model")
 GROUP_REDUCES = ("mean", "max", "sum")
@@ -24,8 +25,11 @@ class SnapKv:
         sink: first positions, always kept.
         granularity: who shares a keep-list: "kv_head", "layer" or "model".
         group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
+        policy: what is kept: "snapkv" (the best-scored), "streaming" (sinks and the latest), "pyramidkv" (SnapKV with
+            more for early layers; `budget` is the average) or "adakv" (SnapKV whose kv heads share `budget` times
+            their number).
 
-    Source: arXiv 2404.14469.
+    Source: arXiv 2404.14469; the policies name theirs in `ortolan.graphs.policies`.
     """
 
     budget: int = 2048
@@ -35,6 +39,7 @@ class SnapKv:
     sink: int = 4
     granularity: str = "kv_head"
     group_reduce: str = "mean"
+    policy: str = "snapkv"
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("window", 1), ("kernel", 1), ("sink", 0)):
@@ -52,6 +57,7 @@ class SnapKv:
             ("pool", POOLS),
             ("granularity", GRANULARITIES),
             ("group_reduce", GROUP_REDUCES),
+            ("policy", POLICIES),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"SnapKv {name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
@@ -60,6 +66,7 @@ class SnapKv:
     def structure(self) -> dict[str, int | str]:
         """The options that shape the eviction graph; the others are inputs of it."""
         return {
+            "policy": self.policy,
             "kernel": self.kernel,
             "pool": self.pool,
             "granularity": self.granularity,

@@ -9,6 +9,9 @@ from ortolan.errors import ConfigError
 from ortolan.manifest import Manifest
 
 RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
+CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
+STEPS_AHEAD = 2  # decode steps on CUDA that may be under way past the last token read; rings hold room for them
+CUDA_GROWTH_ROOM = 1024  # slots; each growth captures the decode graph anew
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -38,11 +41,21 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The caches of one sequence."""
+    """The caches of one sequence.
+
+    Attributes:
+        max_context: longest sequence, tokens.
+        chunk_size: most tokens of one prefill step.
+        layers: the cache of each layer.
+        slot_tile: capacities of full-attention caches that shrink and grow are multiples of it.
+        growth_room: slots beyond what is needed now that such a cache gets.
+    """
 
     max_context: int
     chunk_size: int
     layers: tuple[LayerPlan, ...]
+    slot_tile: int = RING_TILE
+    growth_room: int = 256
 
     @property
     def bytes(self) -> int:
@@ -54,19 +67,26 @@ class CachePlan:
         """Bytes that caches of the whole context would take."""
         return sum(layer.full_length_bytes for layer in self.layers)
 
+    def grown_capacity(self, index: int, needed: int) -> int:
+        """Return the slots of a full-attention cache that must hold `needed` tokens and will go on growing."""
+        return min(_round_up(needed + self.growth_room, self.slot_tile), self.layers[index].capacity)
+
 
 def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
     """Return the slots of a ring: every chunk is appended before its queries attend."""
     return _round_up(sink + window + chunk_size, RING_TILE)
 
 
-def plan_caches(manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None) -> CachePlan:
+def plan_caches(
+    manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None, *, cuda: bool = False
+) -> CachePlan:
     """Plan the caches of one sequence.
 
     Args:
         manifest: of the model.
         max_context: longest sequence, tokens; None takes the manifest's.
         chunk_size: most tokens of one prefill step; None takes the manifest's.
+        cuda: round capacities up to whole tiles of the CUDA kernels.
 
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
@@ -84,20 +104,30 @@ def plan_caches(manifest: Manifest, max_context: int | None = None, chunk_size: 
     layers = []
     for layer in manifest.layers:
         slot_bytes = 2 * layer.num_kv_heads * layer.head_size * ELEMENT_BYTES[manifest.dtype]
-        capacity = max(context, manifest.sink + 1)
-        if layer.window > 0:
-            ring = ring_capacity(manifest.sink, layer.window, min(chunk, context))
-            capacity = max(min(ring, context), manifest.sink + layer.window)
         layers.append(
             LayerPlan(
                 kind="ring" if layer.window > 0 else "full",
                 window=layer.window,
-                capacity=capacity,
+                capacity=_capacity(manifest.sink, layer.window, context, chunk, cuda),
                 slot_bytes=slot_bytes,
                 full_length_bytes=context * slot_bytes,
             )
         )
-    return CachePlan(max_context=context, chunk_size=chunk, layers=tuple(layers))
+    if not cuda:
+        return CachePlan(max_context=context, chunk_size=chunk, layers=tuple(layers), growth_room=min(chunk, 256))
+    return CachePlan(
+        max_context=context, chunk_size=chunk, layers=tuple(layers), slot_tile=CUDA_TILE, growth_room=CUDA_GROWTH_ROOM
+    )
+
+
+def _capacity(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
+    """Return the slots of a cache: at most the context's, where a ring would be longer."""
+    if window > 0:
+        largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
+        capacity = max(min(ring_capacity(sink, window, largest_step), context), sink + window)
+    else:
+        capacity = max(context, sink + 1)
+    return _round_up(capacity, CUDA_TILE) if cuda else capacity
 
 
 def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:

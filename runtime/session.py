@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.lengths import Lengths
+from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
 from ortolan.runtime.sampler import Sampler
@@ -35,6 +37,8 @@ class Session:
         plan: CachePlan,
         snapkv: SnapKv | None,
         evict_session: Any,
+        buffers: Buffers | None = None,
+        weights_bytes: int = 0,
     ) -> None:
         self.plan = plan
         self.stats = Stats()
@@ -42,14 +46,15 @@ class Session:
         self._manifest = manifest
         self._snapkv = snapkv
         self._evict_session = evict_session
+        self._weights_bytes = weights_bytes
         self._capture_rows = snapkv.window if snapkv else 0
-        self._caches = CacheBuffers(manifest, plan, self._capture_rows)
-        self._stepper = Stepper(ort_session, manifest, self._caches)
+        self._caches = CacheBuffers(manifest, plan, self._capture_rows, buffers or HostBuffers())
+        self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
         self._history: list[int] = []  # every token fed so far
         self._pending: list[int] = []  # yielded by generate, not fed yet
         self._variant = 0
-        self._captured_at_eviction: dict[int, npt.NDArray[Any]] = {}
+        self._captured_at_eviction: dict[int, Array] = {}
 
     @property
     def logical_length(self) -> int:
@@ -74,7 +79,10 @@ class Session:
         return self._caches.layers[layer].capacity
 
     def kept_positions(self, layer: int) -> npt.NDArray[np.int32] | None:
-        """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one."""
+        """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one.
+
+        Where kv heads keep different numbers, -1 follows those of a head with fewer.
+        """
         self._check_layer(layer)
         kept = self._lengths.kept.get(layer)
         return None if kept is None else kept.copy()
@@ -97,18 +105,13 @@ class Session:
             NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
                 before the chunk that failed; `logical_length` says where.
         """
-        tokens = self._checked(token_ids)
-        self._prepare_capture(len(tokens))
-        start = time.perf_counter()
-        logits = self._feed(tokens, progress)
-        self.stats.prefill_seconds += time.perf_counter() - start
-        self.stats.prefill_tokens += len(tokens)
-        self._evict_if_due()
-        return logits
+        return self._fetch(self._read_prompt(token_ids, progress))
 
     def step(self, token_id: int) -> Logits:
         """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
-        return self._decode(self._checked([token_id]))
+        tokens = self._checked([token_id])
+        self._settle()
+        return self._decode(tokens)
 
     def generate(
         self,
@@ -129,10 +132,9 @@ class Session:
         """
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        sampler = Sampler(sampling or Sampling())
         self.finish_reason = None
-        logits = self.prefill(token_ids, progress)
-        return self._continue(logits, max_new_tokens, sampler)
+        logits = self._read_prompt(token_ids, progress)
+        return self._continue(logits, max_new_tokens, sampling or Sampling())
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.
@@ -145,6 +147,7 @@ class Session:
         """
         if not 0 <= length <= self.logical_length:
             raise ConfigError(f"rewind({length}) must lie in 0 .. logical_length = {self.logical_length}")
+        self._settle()
         if length == 0:
             self._lengths.clear()
             self._variant = 0
@@ -154,7 +157,44 @@ class Session:
         del self._history[length:]
         self._pending.clear()
 
-    def _continue(self, logits: Logits, max_new_tokens: int, sampler: Sampler) -> Iterator[int]:
+    def memory_report(self) -> MemoryReport:
+        """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
+        return MemoryReport(
+            device="cpu",
+            weights_bytes=self._weights_bytes,
+            cache_bytes=self.cache_bytes,
+            planned_cache_bytes=self.plan.bytes,
+            capture_bytes=self._caches.capture_bytes,
+            step_bytes=self._stepper.bytes,
+        )
+
+    def _make_stepper(self, ort_session: Any) -> Any:
+        return Stepper(ort_session, self._manifest, self._caches)
+
+    def _settle(self) -> None:
+        """Take note that the session is used otherwise than by the generation under way, if there is one."""
+
+    def _fetch(self, logits: Any) -> Logits:
+        """Return logits [V] of a read on the host."""
+        result: Logits = logits
+        return result
+
+    def _read_prompt(
+        self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None
+    ) -> Any:
+        """Do what `prefill` says; the logits stay where the steps left them."""
+        tokens = self._checked(token_ids)
+        self._settle()
+        self._prepare_capture(len(tokens))
+        start = time.perf_counter()
+        logits = self._feed(tokens, progress)
+        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.prefill_tokens += len(tokens)
+        self._evict_if_due()
+        return logits
+
+    def _continue(self, logits: Any, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        sampler = Sampler(sampling)
         for count in range(1, max_new_tokens + 1):
             token = sampler.choose(logits, self._history)
             if token in self._manifest.eos_token_ids:
@@ -173,9 +213,9 @@ class Session:
             logits = self._decode(self._with_pending(np.empty(0, np.int64)))
 
     def _decode(self, tokens: npt.NDArray[np.int64]) -> Logits:
-        start = time.perf_counter()
-        logits = self._feed(tokens, None)
-        self.stats.decode_seconds += time.perf_counter() - start
+        start, captured = time.perf_counter(), self.stats.graph_capture_seconds
+        logits = self._fetch(self._feed(tokens, None))
+        self.stats.decode_seconds += time.perf_counter() - start - (self.stats.graph_capture_seconds - captured)
         self.stats.decode_tokens += len(tokens)
         return logits
 
@@ -208,31 +248,42 @@ class Session:
             raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
         return tokens
 
-    def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Logits:
+    def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
         after = self.logical_length + len(tokens)
         variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
         if variant != self._variant:
             tokens = self._restart(tokens, variant)
         self._make_room(len(tokens))
-        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
-            logits = self._run(tokens[begin:end])
+
+        def note(count: int) -> None:
             self._pending.clear()
             if progress:
-                progress(end - begin)
+                progress(count)
+
+        return self._read(tokens, note)
+
+    def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
+        """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
+        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+            logits = self._run(tokens[begin:end])
+            note(end - begin)
         return logits
 
     def _run(self, chunk: npt.NDArray[np.int64]) -> Logits:
         lengths = self._lengths
         lengths.discard(len(chunk), self._capture_rows)  # written even where the run fails
-        logits = self._stepper.run(chunk, lengths.logical, lengths.physical, self._variant).copy()
+        logits: Logits = self._stepper.run(chunk, lengths.logical, lengths.physical, self._variant).copy()
         if not np.isfinite(logits.sum(dtype=np.float64)):
-            raise NumericError(
-                f"the logits after position {lengths.logical + len(chunk) - 1} hold NaN or infinity; "
-                "rewind, or export with a wider dtype"
-            )
+            raise self._numeric_error(len(chunk))
         lengths.advance(len(chunk))
         self._history.extend(chunk.tolist())
         return logits
+
+    def _numeric_error(self, count: int) -> NumericError:
+        return NumericError(
+            f"the logits after position {self._lengths.logical + count - 1} hold NaN or infinity; "
+            "rewind, or export with a wider dtype"
+        )
 
     def _restart(self, tokens: npt.NDArray[np.int64], variant: int) -> npt.NDArray[np.int64]:
         """Read the whole sequence again with the frequencies of its new length, as transformers does."""
@@ -252,12 +303,11 @@ class Session:
         for index, lengths in self._lengths.physical.items():
             held = int(lengths.max())
             if held + count > self.cache_capacity(index):
-                self._caches.resize(index, self._full_capacity(held + count), held)
+                self._caches.resize(index, self._grown(index, held + count), held)
 
-    def _full_capacity(self, needed: int) -> int:
-        """Return the slots for `needed` tokens, with room for a chunk, at most the context's."""
-        room = min(self.plan.chunk_size, 256)
-        return max(min(-(-(needed + room) // 64) * 64, self.plan.max_context), self._manifest.sink + 1)
+    def _grown(self, index: int, needed: int) -> int:
+        """Return the slots that a full-attention cache of `needed` tokens gets."""
+        return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
 
     def _is_due(self, count: int) -> bool:
         """Say whether `count` more tokens make a full-attention cache pass the budget."""
@@ -275,9 +325,11 @@ class Session:
             self.rewind(0)
             raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
         self._lengths.record_eviction(keep)
-        self._captured_at_eviction = {index: capture.copy() for index, capture in caches.captures.items()}
-        for index in physical:
-            caches.resize(index, self._full_capacity(self._snapkv.budget), self._snapkv.budget)
+        self._captured_at_eviction = caches.copy_captures()
+        for index, lengths in self._lengths.physical.items():
+            held = int(lengths.max())
+            caches.resize(index, self._grown(index, held), held)
+        caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
 
@@ -298,13 +350,12 @@ class Session:
         tail = np.array(self._history[first:], np.int64)
         self._check_rewind(first)
         if begin < lengths.evicted_at:
-            for index, captured in self._captured_at_eviction.items():
-                self._caches.captures[index][:] = captured
+            self._caches.restore_captures(self._captured_at_eviction)
         lengths.rewind(first, self._capture_rows)
         lengths.captured_from = begin
         del self._history[first:]
-        for start, end in split_chunks(len(tail), self.plan.chunk_size):
-            self._run(tail[start:end])
+        if len(tail):
+            self._read(tail, lambda _: None)
 
     def _check_rewind(self, length: int) -> None:
         if length < self._lengths.evicted_at:

@@ -9,12 +9,20 @@ from typing import Any
 
 @dataclass(slots=True)
 class Stats:
-    """Counters of one session; times are wall-clock seconds."""
+    """Counters of one session; times are wall-clock seconds.
+
+    On CUDA, where steps are enqueued ahead, a generated token takes its step's time on the device or the time that
+    `generate` waited for it, whichever is longer; `decode_device_seconds` has the former alone. Capturing decode
+    graphs counts apart from decoding.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    decode_device_seconds: float = 0.0
+    graph_captures: int = 0
+    graph_capture_seconds: float = 0.0
     evictions: int = 0
     eviction_seconds: float = 0.0
 
@@ -23,5 +31,6 @@ class Stats:
         rates = {
             "prefill_tokens_per_second": self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else None,
             "decode_tokens_per_second": self.decode_tokens / self.decode_seconds if self.decode_seconds else None,
+            "decode_ms_per_token": 1000 * self.decode_seconds / self.decode_tokens if self.decode_tokens else None,
         }
         return dataclasses.asdict(self) | rates

@@ -7,15 +7,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.runtime.buffers import wrap
 from ortolan.runtime.caches import CacheBuffers
 
 Logits: TypeAlias = npt.NDArray[np.float32]
-BFLOAT16 = 16
 
 
 @dataclass(slots=True)
@@ -27,13 +26,6 @@ class _Bound:
     positions: npt.NDArray[np.int64]
     rope_variant: npt.NDArray[np.int64]
     query_start: npt.NDArray[np.int32]
-
-
-def wrap(array: npt.NDArray[Any]) -> Any:
-    """Make an OrtValue over an array's memory; the array must outlive it."""
-    if array.dtype.name == "bfloat16":
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 class Stepper:
@@ -52,6 +44,14 @@ class Stepper:
             if layer.evictable
         }
         self._inputs = {i.name for i in ort_session.get_inputs()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the arrays that steps read and write besides the caches."""
+        arrays: list[npt.NDArray[Any]] = [self._logits, self._past_len, *self._kv_len.values()]
+        for bound in self._bound.values():
+            arrays += [bound.token_ids, bound.positions, bound.rope_variant, bound.query_start]
+        return sum(array.nbytes for array in arrays)
 
     def run(
         self,
@@ -110,8 +110,6 @@ class Stepper:
             if name in self._inputs:
                 binding.bind_ortvalue_input(name, wrap(array))
         for name, array in self._caches.named().items():
-            value = wrap(array)
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(contract.output(name), value)
+            self._caches.buffers.bind_in_place(binding, name, array)
         binding.bind_ortvalue_output(contract.LOGITS, wrap(self._logits))
         return bound

@@ -35,6 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
+    parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
     parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
     parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
     parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     )
     snapkv = _snapkv(options)
     prompt = _read_prompt(options)
-    model = ortolan.load(options.model_dir, device=options.device)
+    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     session = model.session(options.max_context, options.chunk_size, snapkv)
     if options.chat:
         token_ids = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
@@ -133,6 +134,7 @@ def _write_stats(target: str, session: Any) -> None:
         "logical_length": session.logical_length,
         "cache_bytes": session.cache_bytes,
         "full_length_cache_bytes": session.plan.full_length_bytes,
+        "memory": session.memory_report().as_dict(),
     }
     text = json.dumps(stats, indent=2) + "\n"
     if target == "-":

@@ -57,6 +57,7 @@ def test_options_are_frozen_and_keyword_only(options):
 
 def test_the_smallest_budget_holds_window_and_sink():
     assert SnapKv(budget=68, window=64, sink=4).structure == {
+        "policy": "snapkv",
         "kernel": 5,
         "pool": "avg",
         "granularity": "kv_head",

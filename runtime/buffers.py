@@ -1,0 +1,85 @@
+"""Memory for caches, captures and step inputs: NumPy arrays on the host, or what a device module provides."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from ortolan import contract
+from ortolan.errors import CapacityError
+
+Array: TypeAlias = Any  # numpy.ndarray on the host, cupy.ndarray on a device
+
+NUMPY_TYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16
+
+
+class Buffers(Protocol):
+    """Where the arrays of a session live."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return the context in which array arithmetic belongs: a device and its stream."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Allocate an array that holds anything; `dtype` is a manifest's. Raises CapacityError."""
+
+    def bind_input(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array, which must outlive the binding's runs, as an input."""
+
+    def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an input and as the output that aliases it."""
+
+    def rare_run_options(self) -> Any:
+        """Return run options for a graph that runs rarely, and should hold no memory in between; None: the usual."""
+
+    def trim(self) -> None:
+        """Give memory that no array uses back to the system."""
+
+
+class HostBuffers:
+    """Arrays in host memory."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Allocate an array that holds anything."""
+        try:
+            return np.empty(shape, NUMPY_TYPES[dtype])
+        except MemoryError as error:
+            size = int(np.prod(shape, dtype=np.int64)) * NUMPY_TYPES[dtype].itemsize
+            raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error
+
+    def bind_input(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an input."""
+        binding.bind_ortvalue_input(name, wrap(array))
+
+    def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an input and as the output that aliases it."""
+        value = wrap(array)
+        binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output(contract.output(name), value)
+
+    def rare_run_options(self) -> Any:
+        """Return None: the usual run options."""
+        return None
+
+    def trim(self) -> None:
+        """Do nothing: NumPy frees arrays at once."""
+
+
+def wrap(array: npt.NDArray[Any]) -> Any:
+    """Make an OrtValue over an array's memory; the array must outlive it."""
+    if array.dtype.name == "bfloat16":
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, BFLOAT16)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)

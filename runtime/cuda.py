@@ -1,0 +1,171 @@
+"""Holds one CUDA device for one model: its stream, its memory, and how arrays are bound to ONNX Runtime.
+
+All work of a model, ONNX Runtime's own included, goes to one stream, so that nothing waits for the host and memory
+that the pool hands out again is reused in stream order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan import contract
+from ortolan.errors import CapacityError, OrtolanError
+from ortolan.runtime.buffers import BFLOAT16, Array
+
+# Storage types and ONNX element types; cupy has no bfloat16, so its bits are held as uint16, which nothing else uses.
+STORAGE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "uint16": BFLOAT16}
+MIN_BYTES = 256  # an array without elements still gets an address
+
+
+class CudaBuffers:
+    """Arrays in the memory of one CUDA device, on one stream."""
+
+    def __init__(self, device_id: int) -> None:
+        import cupy
+
+        self._cupy: ModuleType = cupy
+        self.device_id = device_id
+        self._device = cupy.cuda.Device(device_id)
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._pool = cupy.cuda.MemoryPool()
+
+    @property
+    def stream_pointer(self) -> int:
+        """The stream, as an address."""
+        return int(self._stream.ptr)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory that this pool holds, used or not."""
+        return int(self._pool.total_bytes())
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Make the device and the stream current for array arithmetic; out of memory becomes CapacityError."""
+        try:
+            with self._device, self._stream:
+                yield
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Allocate an array that holds anything."""
+        return self.allocate(shape, STORAGE_TYPES[dtype])
+
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Allocate an array of any element type.
+
+        Raises:
+            CapacityError: the device has no memory for it.
+        """
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        try:
+            with self.scope():
+                memory = self._pool.malloc(max(size, MIN_BYTES))
+                return self._cupy.ndarray(shape, dtype, memory)
+        except CapacityError as error:
+            free, total = self.memory()
+            raise CapacityError(
+                f"no memory for an array of {size} bytes, shape {list(shape)}: cuda:{self.device_id} has {free} of "
+                f"{total} bytes free"
+            ) from error
+
+    def upload(self, array: npt.NDArray[Any]) -> Array:
+        """Copy a host array to the device; the host array may be changed at once."""
+        result = self.allocate(array.shape, array.dtype)
+        self.write(result, array)
+        return result
+
+    def write(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Overwrite a device array with a host array of its shape and type; the latter may be changed at once."""
+        with self.scope():
+            target.set(np.ascontiguousarray(source))
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Wait for all work before, and copy an array to the host."""
+        with self.scope(), self._failures():
+            result: npt.NDArray[Any] = array.get()
+            return result
+
+    def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Allocate host memory that kernels can write; its address is the same on the device."""
+        size = int(np.prod(shape, dtype=np.int64))
+        with self._device:
+            memory = self._cupy.cuda.alloc_pinned_memory(max(size * np.dtype(dtype).itemsize, MIN_BYTES))
+        return np.frombuffer(memory, dtype, size).reshape(shape)
+
+    def event(self) -> Any:
+        """Make an event that `record` marks and `wait` waits for."""
+        with self._device:
+            return self._cupy.cuda.Event()
+
+    def record(self, event: Any) -> None:
+        """Mark the end of all work enqueued so far."""
+        event.record(self._stream)
+
+    def wait(self, event: Any) -> None:
+        """Wait until the work before an event is done.
+
+        Raises:
+            OrtolanError: a kernel failed; the device cannot be used by this process any more.
+        """
+        with self._failures():
+            event.synchronize()
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Return the device time between two events that have passed."""
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1000
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream. Raises as `wait`."""
+        with self._failures():
+            self._stream.synchronize()
+
+    def bind_input(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an input."""
+        binding.bind_input(name, "cuda", self.device_id, ELEMENT_TYPES[array.dtype.name], array.shape, array.data.ptr)
+
+    def bind_output(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an output."""
+        binding.bind_output(name, "cuda", self.device_id, ELEMENT_TYPES[array.dtype.name], array.shape, array.data.ptr)
+
+    def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an input and as the output that aliases it."""
+        self.bind_input(binding, name, array)
+        self.bind_output(binding, contract.output(name), array)
+
+    def rare_run_options(self) -> Any:
+        """Return run options under which ONNX Runtime gives its intermediate results' memory back afterwards."""
+        import onnxruntime
+
+        options = onnxruntime.RunOptions()
+        options.add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self.device_id}")
+        return options
+
+    def trim(self) -> None:
+        """Give memory that no array uses back to the device; waits for the stream."""
+        self.synchronize()
+        with self._device:
+            self._pool.free_all_blocks()
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free and all bytes of the device, whoever uses them."""
+        with self._device:
+            free, total = self._cupy.cuda.runtime.memGetInfo()
+        return int(free), int(total)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turn errors of the CUDA runtime into OrtolanError."""
+        try:
+            yield
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise OrtolanError(f"cuda:{self.device_id} failed: {error}; start a new process") from error

@@ -1,0 +1,291 @@
+"""A session whose caches and decode loop live on a CUDA device.
+
+Reading a prompt enqueues its chunks back to back; generating enqueues steps and choices ahead of the tokens that the
+caller has taken, at most `STEPS_AHEAD`, so that the device never waits for Python. A token counts as read once the
+step that feeds it is known to be sound; steps past that are forgotten by their lengths alone, as a rewind does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.errors import ConfigError, OrtolanError
+from ortolan.manifest import Manifest
+from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.cuda_stepper import CudaStepper
+from ortolan.runtime.device_loop import TokenChooser
+from ortolan.runtime.memory import MemoryReport
+from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.plan import STEPS_AHEAD, CachePlan, split_chunks
+from ortolan.runtime.session import Session
+from ortolan.runtime.stepper import Logits
+
+CHUNKS_AHEAD = 2  # chunks enqueued before the first of them is waited for
+BAD = -1  # in place of a token: the logits are no numbers
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A chunk under way."""
+
+    tokens: npt.NDArray[np.int64]
+    slot: Slot
+    failure: OrtolanError | None = None
+
+
+@dataclass(slots=True)
+class Slot:
+    """Where one choice arrives, and the events around the work that leads to it."""
+
+    produced: npt.NDArray[np.int32]  # [1], pinned
+    begin: Any
+    end: Any
+    is_step: bool = False  # whether a step comes before the choice
+
+
+class DeviceModel:
+    """What the sessions of one model share on a device."""
+
+    def __init__(self, buffers: CudaBuffers, graph_ids: Iterator[int], free_before: int, weights_bytes: int) -> None:
+        self.buffers, self.graph_ids = buffers, graph_ids
+        self.weights_bytes = weights_bytes
+        self._free_before = free_before
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return f"cuda:{self.buffers.device_id}"
+
+    def used_bytes(self) -> int:
+        """Device memory taken since the model began to open; other programs on the device blur it."""
+        return max(0, self._free_before - self.buffers.memory()[0])
+
+    def arena_bytes(self) -> int:
+        """Device memory that is neither weights nor buffers of sessions."""
+        return max(0, self.used_bytes() - self.weights_bytes - self.buffers.pool_bytes)
+
+
+class DeviceSession(Session):
+    """Reads and continues one sequence on a CUDA device. Made by `Model.session`; not thread-safe.
+
+    May move between threads, one at a time; its first decode step on each captures the CUDA graph there.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        ort_session: Any,
+        plan: CachePlan,
+        snapkv: SnapKv | None,
+        evict_session: Any,
+        model: DeviceModel,
+    ) -> None:
+        self._model, self._device = model, model.buffers
+        super().__init__(manifest, ort_session, plan, snapkv, evict_session, model.buffers, model.weights_bytes)
+        self._chooser = TokenChooser(self._device, self._stepper.logits, self._stepper.state)
+        self._slots = [self._make_slot() for _ in range(max(STEPS_AHEAD, CHUNKS_AHEAD) + 2)]
+        self._waiting: deque[Slot] = deque()  # choices enqueued by the generation under way, not taken yet
+        self._turn: object | None = None  # identifies the generation under way
+
+    def memory_report(self) -> MemoryReport:
+        """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
+        free, total = self._device.memory()
+        step_bytes = self._stepper.bytes + self._chooser.bytes
+        own = self.cache_bytes + self._caches.capture_bytes + step_bytes
+        return MemoryReport(
+            device=self._model.name,
+            weights_bytes=self._weights_bytes,
+            cache_bytes=self.cache_bytes,
+            planned_cache_bytes=self.plan.bytes,
+            capture_bytes=self._caches.capture_bytes,
+            step_bytes=step_bytes,
+            other_session_bytes=max(0, self._device.pool_bytes - own),
+            arena_bytes=self._model.arena_bytes(),
+            used_bytes=self._model.used_bytes(),
+            free_bytes=free,
+            total_bytes=total,
+        )
+
+    def _make_stepper(self, ort_session: Any) -> CudaStepper:
+        return CudaStepper(ort_session, self._manifest, self._caches, self._model.graph_ids)
+
+    def _make_slot(self) -> Slot:
+        return Slot(self._device.pinned((1,), np.int32), self._device.event(), self._device.event())
+
+    def _settle(self) -> None:
+        """End the generation under way; steps enqueued past its last token count as written, not as read."""
+        self._turn = None
+        self._lengths.discard(self._steps_ahead(), self._capture_rows)
+        self._waiting.clear()
+
+    def _steps_ahead(self) -> int:
+        return sum(slot.is_step for slot in self._waiting)
+
+    def _fetch(self, logits: Any) -> Logits:
+        result: Logits = self._device.download(logits)[0]
+        return result
+
+    def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
+        """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
+        chunks = list(split_chunks(len(tokens), self.plan.chunk_size))
+        enqueue = self._prepare(tokens, chunks)
+        reading: deque[Chunk] = deque()
+        for number, (begin, end) in enumerate(chunks):
+            if len(reading) > CHUNKS_AHEAD:
+                self._confirm(reading, note)
+            chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
+            reading.append(chunk)
+            try:
+                enqueue(number)
+                self._chooser.check(chunk.slot.produced)
+                self._device.record(chunk.slot.end)
+            except OrtolanError as error:
+                chunk.failure = error
+                break
+        while reading:
+            self._confirm(reading, note)
+        return self._stepper.logits
+
+    def _prepare(self, tokens: npt.NDArray[np.int64], chunks: list[tuple[int, int]]) -> Callable[[int], None]:
+        """Bring inputs to the device; returns what enqueues a chunk. One token is a decode step."""
+        before = (self._lengths.logical, self._lengths.physical)
+        if len(tokens) == 1:
+            self._stepper.load(int(tokens[0]), before, self._variant)
+            self._capture_graph()
+            return lambda _: self._stepper.enqueue_step()
+        prompt = self._stepper.upload(tokens, chunks, before, self._variant)
+        return lambda chunk: self._stepper.enqueue_chunk(prompt, chunk)
+
+    def _capture_graph(self) -> None:
+        """Capture the decode graph where there is none, by a step that the next one repeats."""
+        if self._stepper.is_captured:
+            return
+        start = time.perf_counter()
+        self._lengths.discard(1, self._capture_rows)
+        self._stepper.enqueue_step()
+        self._device.synchronize()
+        self.stats.graph_captures += 1
+        self.stats.graph_capture_seconds += time.perf_counter() - start
+
+    def _confirm(self, reading: deque[Chunk], note: Callable[[int], object]) -> None:
+        """Wait for the first chunk under way and count it as read; where it failed, all are only written."""
+        chunk, lengths = reading[0], self._lengths
+        try:
+            if chunk.failure:
+                raise chunk.failure
+            self._device.wait(chunk.slot.end)
+            if chunk.slot.produced[0] == BAD:
+                raise self._numeric_error(len(chunk.tokens))
+        except OrtolanError:
+            lengths.discard(sum(len(other.tokens) for other in reading), self._capture_rows)
+            reading.clear()
+            raise
+        reading.popleft()
+        self._count(chunk.tokens)
+        note(len(chunk.tokens))
+
+    def _count(self, tokens: npt.NDArray[np.int64]) -> None:
+        """Count tokens as read."""
+        self._lengths.discard(len(tokens), self._capture_rows)
+        self._lengths.advance(len(tokens))
+        self._history.extend(tokens.tolist())
+
+    def _continue(self, logits: Any, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        self._turn = turn = object()
+        return self._generate(turn, max_new_tokens, sampling)
+
+    def _generate(self, turn: object, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """Yield tokens; the device is `STEPS_AHEAD` steps further, at most."""
+        for count in range(1, max_new_tokens + 1):
+            start = time.perf_counter()
+            self._check_turn(turn)
+            if count == 1:
+                self._chooser.start([sampling], [self._history])
+            if not self._waiting:
+                self._start_chain(count)
+            if self._stepper.is_captured:  # else the first token does not wait for the capture
+                self._enqueue_ahead(count, max_new_tokens)
+            token = self._take(start)
+            if token in self._manifest.eos_token_ids:
+                self.finish_reason = "eos"
+                self._settle()
+                return
+            self._pending = [token]
+            yield token
+            self._check_turn(turn)
+            if count == max_new_tokens:
+                self.finish_reason = "length"
+            elif self.logical_length + 1 > self.plan.max_context:
+                self.finish_reason = "context"
+            if self.finish_reason:
+                self._turn = None
+                return
+
+    def _check_turn(self, turn: object) -> None:
+        if self._turn is not turn:
+            raise ConfigError("the session was used otherwise since the last token; start a new generate")
+
+    def _start_chain(self, count: int) -> None:
+        """Feed the pending token, if this generation has one, as `step` does; choose the next from its logits."""
+        if count > 1:
+            self._decode(self._with_pending(np.empty(0, np.int64)))
+        self._stepper.load(0, (self._lengths.logical, self._lengths.physical), self._variant)
+        self._choose(count, is_step=False)
+
+    def _enqueue_ahead(self, count: int, max_new_tokens: int) -> None:
+        """Enqueue the steps that lead to the tokens after the one that is waited for."""
+        longest = self._longest_chain()
+        for number in range(count + len(self._waiting), min(count + STEPS_AHEAD, max_new_tokens) + 1):
+            if self.logical_length + self._steps_ahead() + 1 > longest:
+                return
+            self._choose(number, is_step=True)
+
+    def _longest_chain(self) -> int:
+        """Return the logical length up to which steps can follow one another without a change of caches or RoPE."""
+        lengths = self._lengths
+        room = [self.cache_capacity(i) - int(held.max()) for i, held in lengths.physical.items()]
+        limits = [self.plan.max_context, self._manifest.rope_limits[self._variant]]
+        return min(*limits, lengths.logical + min(room, default=self.plan.max_context))
+
+    def _choose(self, number: int, *, is_step: bool) -> None:
+        """Enqueue the choice of the generation's token `number`, after the step that it needs."""
+        slot = self._slots[number % len(self._slots)]
+        slot.is_step = is_step
+        self._waiting.append(slot)
+        try:
+            self._device.record(slot.begin)
+            if is_step:
+                self._stepper.enqueue_step()
+            self._chooser.choose(slot.produced, draw=number - 1, advance_tokens=int(is_step))
+            self._device.record(slot.end)
+        except OrtolanError:
+            self._settle()
+            raise
+
+    def _take(self, start: float) -> int:
+        """Wait for the next token; the one before it, which its step fed, is read then."""
+        slot = self._waiting[0]
+        try:
+            self._device.wait(slot.end)
+            token = int(slot.produced[0])
+            if token == BAD:
+                raise self._numeric_error(int(slot.is_step))
+        except OrtolanError:
+            self._settle()
+            raise
+        self._waiting.popleft()
+        if slot.is_step:
+            self._count(np.array(self._pending, np.int64))
+            self._pending.clear()
+            device_seconds = self._device.seconds_between(slot.begin, slot.end)
+            self.stats.decode_tokens += 1
+            self.stats.decode_device_seconds += device_seconds
+            self.stats.decode_seconds += max(device_seconds, time.perf_counter() - start)
+        return token

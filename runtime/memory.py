@@ -1,0 +1,93 @@
+"""Says what holds how much memory, and whether a plan fits before anything is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ortolan.errors import CapacityError
+from ortolan.manifest import Manifest
+from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
+
+# Intermediate results of a chunk that live at once, in hidden rows per token: residual, norm, query, key and value,
+# and the MLP's two wide rows; wide rows are about four hidden ones. Fragmentation is counted in.
+ROWS_PER_TOKEN = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Bytes of one session and of its model; None where the device does not tell.
+
+    Attributes:
+        device: "cpu" or "cuda:N".
+        weights_bytes: of the model: on CUDA what opening it took, elsewhere the size of its files.
+        cache_bytes: key and value caches now.
+        planned_cache_bytes: key and value caches before any eviction.
+        capture_bytes: queries captured for SnapKV.
+        step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
+        other_session_bytes: caches and buffers of the model's other sessions.
+        arena_bytes: what ONNX Runtime holds besides the weights, by difference: intermediate results, libraries.
+        used_bytes: all of the above.
+        free_bytes: free on the device, for anyone.
+        total_bytes: of the device.
+    """
+
+    device: str
+    weights_bytes: int
+    cache_bytes: int
+    planned_cache_bytes: int
+    capture_bytes: int
+    step_bytes: int
+    other_session_bytes: int | None = None
+    arena_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary."""
+        return dataclasses.asdict(self)
+
+
+def weight_file_bytes(manifest: Manifest) -> int:
+    """Return the bytes of the model's weights on disk."""
+    return sum(size for name, size in manifest.files.items() if name.endswith((".data", ".safetensors")))
+
+
+def capture_bytes(manifest: Manifest, rows: int) -> int:
+    """Return the bytes that `rows` captured queries of all evictable layers take."""
+    row = sum(manifest.num_heads * layer.head_size for layer in manifest.layers if layer.evictable)
+    return rows * row * ELEMENT_BYTES[manifest.dtype]
+
+
+def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
+    """Estimate the intermediate results of one prefill step."""
+    hidden = manifest.num_heads * max(layer.head_size for layer in manifest.layers)
+    tokens = min(plan.chunk_size, plan.max_context)
+    return tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype] + 2 * manifest.vocab_size * 4
+
+
+def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, int], device: str) -> None:
+    """Refuse a plan that does not fit the device.
+
+    Args:
+        plan: the caches.
+        captured: bytes of captured queries.
+        chunk: bytes that a chunk's intermediate results still need, estimated.
+        memory: free and all bytes of the device.
+        device: its name.
+
+    Raises:
+        CapacityError: the sum is more than what is free.
+    """
+    needed = plan.bytes + captured + chunk
+    free, total = memory
+    if needed <= free:
+        return
+    raise CapacityError(
+        f"a session of max_context {plan.max_context} and chunk_size {plan.chunk_size} needs {needed} bytes on "
+        f"{device}: {plan.bytes} of caches, {captured} of captured queries, about {chunk} for a chunk; {free} of "
+        f"{total} are free, {needed - free} too few; lower max_context (about {plan.bytes // plan.max_context} bytes "
+        "a token) or chunk_size, or free memory on the device"
+    )
