@@ -7,9 +7,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import devices
 import numpy as np
 import onnxruntime as ort
-from harness import build_model, empty_caches, open_session
+from harness import build_model, empty_caches, open_session, run_session
 
 import ortolan.custom_ops
 from ortolan.custom_ops import reference
@@ -41,7 +42,7 @@ class Shape:
     sink: int = 0
     capacity: int = 0
     page_slots: int = 0  # 0: contiguous
-    dtype: type = np.float32
+    dtype: np.dtype = field(default_factory=devices.element)
     per_head_past: Sequence[Sequence[int]] | None = None
     options: dict[str, float] = field(default_factory=dict)  # scale, softcap
     sink_logits: bool = False
@@ -130,7 +131,10 @@ def _fill(
 
 
 @functools.cache
-def _session(name: str, layout: tuple[tuple[str, str, int], ...], attributes: tuple) -> ort.InferenceSession:
+def _session(
+    device: str, name: str, layout: tuple[tuple[str, np.dtype, int], ...], attributes: tuple
+) -> ort.InferenceSession:
+    assert device == devices.current()
     feeds = {port: np.empty((1,) * rank, kind) for port, kind, rank in layout}
     assert build_model(name, feeds, dict(attributes)).graph.node
     return open_session(name, feeds, dict(attributes))
@@ -138,8 +142,9 @@ def _session(name: str, layout: tuple[tuple[str, str, int], ...], attributes: tu
 
 def run_cached(name: str, feeds: Feeds, **attributes: object) -> list[np.ndarray]:
     """Run one operator through ONNX Runtime; sessions are kept by input layout and attributes."""
-    layout = tuple((port, array.dtype.name, array.ndim) for port, array in feeds.items())
-    return _session(name, layout, tuple(sorted(attributes.items()))).run(None, feeds)
+    layout = tuple((port, array.dtype, array.ndim) for port, array in feeds.items())
+    session = _session(devices.current(), name, layout, tuple(sorted(attributes.items())))
+    return run_session(session, name, feeds, attributes)
 
 
 def run_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import devices
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -14,12 +15,6 @@ from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS, Operator
-
-ONNX_TYPES = {
-    np.dtype(np.float32): onnx.TensorProto.FLOAT,
-    np.dtype(np.float16): onnx.TensorProto.FLOAT16,
-    np.dtype(np.int32): onnx.TensorProto.INT32,
-}
 
 
 def find_operator(name: str) -> Operator:
@@ -34,13 +29,13 @@ def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[
     emit = getattr(emitters, snake_case(name))
     node = emit(**{k: k for k in feeds}, outputs=outputs, name=f"test/{name}", **attributes)
     inputs = [
-        onnx.helper.make_tensor_value_info(k, ONNX_TYPES[v.dtype], [f"{k}_{axis}" for axis in range(v.ndim)])
+        onnx.helper.make_tensor_value_info(k, devices.ONNX_TYPES[v.dtype], [f"{k}_{axis}" for axis in range(v.ndim)])
         for k, v in feeds.items()
     ]
     results = [
         onnx.helper.make_tensor_value_info(
             port.name,
-            ONNX_TYPES[element] if port.type == "T1" else onnx.TensorProto.FLOAT,
+            devices.ONNX_TYPES[element] if port.type == "T1" else onnx.TensorProto.FLOAT,
             [f"{port.name}_{axis}" for axis in range(port.shape.count(",") + 1)],
         )
         for port in operator.outputs
@@ -56,17 +51,54 @@ def open_session(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping
     options.intra_op_num_threads = 2
     ortolan.custom_ops.register(options)
     model = build_model(name, feeds, attributes).SerializeToString()
-    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, options, providers=[devices.PROVIDERS[devices.current()]])
 
 
 def run_op(name: str, feeds: Mapping[str, np.ndarray], **attributes: object) -> list[np.ndarray]:
     """Run one operator on fresh output buffers; the inputs stay as they are."""
-    return open_session(name, feeds, attributes).run(None, dict(feeds))
+    return run_session(open_session(name, feeds, attributes), name, feeds, attributes)
+
+
+def run_session(
+    session: ort.InferenceSession, name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
+) -> list[np.ndarray]:
+    """Run a session that holds one operator."""
+    if devices.current() == "cpu":
+        return session.run(None, dict(feeds))
+    return list(devices.run(session, feeds, output_types(name, feeds, attributes)).values())
+
+
+def output_types(
+    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of each output of an operator."""
+    operator = find_operator(name)
+    types = {}
+    for port in operator.outputs:
+        if port.alias >= 0:
+            source = feeds[operator.inputs[port.alias].name]
+            types[port.name] = (source.shape, source.dtype)
+        elif port.name == "output":
+            types[port.name] = (feeds["query"].shape, feeds["query"].dtype)
+        elif port.name == "lse":
+            tokens, heads, _ = feeds["query"].shape
+            types[port.name] = ((heads, tokens), np.dtype(np.float32))
+        else:
+            assert port.name == "score"
+            _, heads, slots, _ = feeds["key_cache"].shape
+            if "block_table" in feeds:
+                slots *= feeds["block_table"].shape[1]
+            types[port.name] = ((len(feeds["capture"]), heads, slots), np.dtype(np.float32))
+    return types
 
 
 def run_in_place(name: str, feeds: Mapping[str, np.ndarray], **attributes: object) -> dict[str, np.ndarray]:
     """Run one operator with each aliased output bound to its input's buffer; returns outputs by name."""
     session = open_session(name, feeds, attributes)
+    if devices.current() == "cuda":
+        operator = find_operator(name)
+        aliases = {p.name: operator.inputs[p.alias].name for p in operator.outputs if p.alias >= 0}
+        return devices.run(session, feeds, output_types(name, feeds, attributes), aliases)
     binding = session.io_binding()
     buffers = {k: v.copy() for k, v in feeds.items()}  # an OrtValue does not keep its array alive
     values = {k: ort.OrtValue.ortvalue_from_numpy(v) for k, v in buffers.items()}
@@ -102,12 +134,12 @@ def random_batch(
     heads: int = 4,
     kv_heads: int = 2,
     head_size: int = 16,
-    dtype: type = np.float32,
+    dtype: np.dtype | None = None,
 ) -> Batch:
     total = sum(tokens)
 
     def draw(count: int) -> np.ndarray:
-        return rng.standard_normal((total, count, head_size)).astype(dtype)
+        return rng.standard_normal((total, count, head_size)).astype(dtype or devices.element())
 
     return Batch(
         query=draw(heads),
@@ -118,6 +150,8 @@ def random_batch(
     )
 
 
-def empty_caches(pages: int, kv_heads: int, slots: int, head_size: int, dtype: type = np.float32) -> list[np.ndarray]:
+def empty_caches(
+    pages: int, kv_heads: int, slots: int, head_size: int, dtype: np.dtype | None = None
+) -> list[np.ndarray]:
     """Return a key and a value cache whose empty slots hold NaN."""
-    return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype) for _ in range(2)]
+    return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype or devices.element()) for _ in range(2)]

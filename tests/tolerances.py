@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 # End to end, float32: largest difference of logits relative to their standard deviation.
@@ -28,7 +29,7 @@ def largest_error(actual: np.ndarray, expected: np.ndarray) -> float:
 def allowed_error(plain: np.ndarray, expected: np.ndarray, stored: np.dtype) -> float:
     """Return the error that the rule allows for values that are kept as `stored`."""
     size = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-    rounding = ROUNDING_UNITS * float(np.finfo(stored).eps) * float(size)
+    rounding = ROUNDING_UNITS * float(ml_dtypes.finfo(stored).eps) * float(size)
     return ERROR_FACTOR * largest_error(plain.astype(stored), expected) + rounding
 
 

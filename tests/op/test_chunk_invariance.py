@@ -1,11 +1,16 @@
-"""A token's attention has the same bits however its prompt was cut and whatever shares its batch."""
+"""A token's attention has the same bits however its prompt was cut and whatever shares its batch.
+
+On CUDA 16-bit types have two families of kernels, chosen by how many tokens a sequence has in a step; within each the
+bits are the same.
+"""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import devices
 import numpy as np
 import pytest
-from attention_cases import ISA_NAMES, limit_isa, run_cached, unlimit_isa
+from attention_cases import run_cached
 from harness import empty_caches
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +26,20 @@ class Layer:
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 16
-    dtype: type = np.float32
+    dtype: np.dtype = field(default_factory=devices.element)
+
+
+DECODE_TOKENS = 16  # the CUDA decode kernels take a sequence with at most this many
+
+
+def families() -> dict[str, tuple[int, int]]:
+    """Return the smallest and the largest chunk of each family of kernels, up to what LAYERS' rings allow."""
+    if devices.current() == "cpu" or devices.element() == np.float32:
+        return {"all": (1, 43)}
+    return {"decode": (1, DECODE_TOKENS), "prefill": (DECODE_TOKENS + 1, 43)}
+
+
+pytestmark = pytest.mark.usefixtures("target")
 
 
 def draw_prompt(layer: Layer, tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -71,74 +89,100 @@ def run_chunks(layer: Layer, prompt: dict[str, np.ndarray], chunks: list[int]) -
 
 def assert_same_bits(actual: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for a, b in zip(actual, expected, strict=True):
-        assert np.array_equal(a, b, equal_nan=True)
+        devices.assert_same_bits(a, b)
 
 
-def cut(tokens: int, chunk: int) -> list[int]:
-    """Cut into chunks of one size; the last may be shorter."""
-    return [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
+def cut(tokens: int, chunk: int, smallest: int = 1) -> list[int]:
+    """Cut into chunks of one size; the last may be shorter, but not than `smallest`."""
+    chunks = [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
+    if chunks[-1] < smallest:
+        chunks[-2:] = [chunks[-2] - smallest + chunks[-1], smallest]
+    return chunks
 
 
-LAYERS = {
-    "full": Layer(),
-    "window": Layer(window=20),
-    "ring": Layer(window=20, sink=3, capacity=23 + 42),
-    "half ring": Layer(window=20, sink=3, capacity=23 + 42, dtype=np.float16),
-    "head size 24": Layer(window=33, sink=1, head_size=24, heads=6, kv_heads=1),
-    "head size 8, groups of 8": Layer(heads=8, kv_heads=1, head_size=8),
-}
+def layers() -> dict[str, Layer]:
+    """Return the layers to test, of the element type that is tested now."""
+    return {
+        "full": Layer(),
+        "window": Layer(window=20),
+        "ring": Layer(window=20, sink=3, capacity=23 + 42),
+        "ring of whole tiles": Layer(window=20, capacity=128, head_size=64),
+        "head size 24": Layer(window=33, sink=1, head_size=24, heads=6, kv_heads=1),
+        "head size 8, groups of 8": Layer(heads=8, kv_heads=1, head_size=8),
+        "head size 64": Layer(head_size=64),
+        "head size 128, window": Layer(head_size=128, window=50, sink=5),
+        "head size 256": Layer(head_size=256, heads=2, kv_heads=1),
+    }
 
 
-@pytest.mark.parametrize("isa", ISA_NAMES)
-@pytest.mark.parametrize("name", LAYERS)
+LAYER_NAMES = sorted(layers())
+
+
+@pytest.mark.parametrize("name", LAYER_NAMES)
 def test_any_fixed_chunk(name, isa):
-    if not limit_isa(isa):
-        pytest.skip(f"this machine has no {isa}")
-    try:
-        prompt = draw_prompt(LAYERS[name], 150)
-        one_by_one = run_chunks(LAYERS[name], prompt, [1] * 150)
-        for chunk in (2, 7, 19, 20, 21, 43):
-            assert_same_bits(run_chunks(LAYERS[name], prompt, cut(150, chunk)), one_by_one)
-    finally:
-        unlimit_isa()
+    layer = layers()[name]
+    prompt = draw_prompt(layer, 150)
+    for smallest, largest in families().values():
+        expected = run_chunks(layer, prompt, cut(150, largest, smallest))
+        for chunk in (1, 2, 7, 19, 20, 21, 38):
+            if smallest <= chunk <= largest:
+                assert_same_bits(run_chunks(layer, prompt, cut(150, chunk, smallest)), expected)
 
 
 def test_one_block_equals_one_by_one_across_spans():
     layer = Layer(capacity=2200, heads=2, kv_heads=1, head_size=8)
     prompt = draw_prompt(layer, 2200)
     whole = run_chunks(layer, prompt, [2200])
-    tail = run_chunks(layer, prompt, [1020, *[1] * 8, 1000, *[1] * 172])
-    assert_same_bits(tail, whole)
+    assert_same_bits(run_chunks(layer, prompt, [1020, 1000, 180]), whole)
+    if len(families()) == 1:
+        assert_same_bits(run_chunks(layer, prompt, [1020, *[1] * 8, 1000, *[1] * 172]), whole)
+
+
+def test_decode_in_steps_equals_decode_at_once_across_spans():
+    layer = Layer(capacity=1100, heads=4, kv_heads=1, head_size=64)
+    prompt = draw_prompt(layer, 1100)
+    at_once = run_chunks(layer, prompt, [1000, *[10] * 10])
+    assert_same_bits(run_chunks(layer, prompt, [1000, *[1] * 100]), at_once)
+    assert_same_bits(run_chunks(layer, prompt, [1000, *[4] * 25]), at_once)
 
 
 @st.composite
-def chunkings(draw: st.DrawFn, largest: int) -> list[int]:
-    """Draw chunk sizes, some of them 0, that sum to 130."""
-    left, chunks = 130, []
-    while left:
-        chunks.append(min(left, draw(st.integers(0, largest))))
-        left -= chunks[-1]
-        if len(chunks) > 60:
-            chunks.append(min(left, largest))
-            left -= chunks[-1]
-    return chunks
+def chunkings(draw: st.DrawFn) -> tuple[int, list[float]]:
+    """Draw which family, and where in its range of sizes each chunk lies."""
+    return draw(st.integers(0, 1)), draw(st.lists(st.floats(0, 1), min_size=3, max_size=40))
+
+
+def chunks_of(tokens: int, smallest: int, largest: int, sizes: list[float]) -> list[int]:
+    """Cut into chunks whose sizes lie in smallest .. largest, as drawn; `sizes` repeats."""
+    chunks, left = [], tokens
+    for size in itertools.cycle(sizes):
+        chunk = smallest + round(size * (largest - smallest))
+        if left <= largest or left - chunk < smallest:
+            break
+        chunks.append(chunk)
+        left -= chunk
+    return [*chunks, *cut(left, largest, smallest)]
 
 
 @settings(max_examples=25, deadline=None)
-@given(chunks=chunkings(43), name=st.sampled_from(sorted(LAYERS)), seed=st.integers(0, 3))
-def test_any_chunking(chunks, name, seed):
-    prompt = draw_prompt(LAYERS[name], 130, seed)
-    assert_same_bits(run_chunks(LAYERS[name], prompt, chunks), run_chunks(LAYERS[name], prompt, cut(130, 43)))
+@given(chunking=chunkings(), name=st.sampled_from(LAYER_NAMES), seed=st.integers(0, 3))
+def test_any_chunking(chunking, name, seed):
+    family, sizes = chunking
+    smallest, largest = list(families().values())[family % len(families())]
+    layer = layers()[name]
+    prompt = draw_prompt(layer, 130, seed)
+    expected = run_chunks(layer, prompt, cut(130, largest, smallest))
+    assert_same_bits(run_chunks(layer, prompt, chunks_of(130, smallest, largest, sizes)), expected)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 43), min_size=2, max_size=5),
     steps=st.integers(1, 4),
-    name=st.sampled_from(sorted(LAYERS)),
+    name=st.sampled_from(LAYER_NAMES),
 )
 def test_a_sequence_alone_equals_it_in_a_batch(lengths, steps, name):
-    layer = LAYERS[name]
+    layer = layers()[name]
     batch, alone = Cache(layer, len(lengths)), [Cache(layer) for _ in lengths]
     for step in range(steps):
         counts = [length if step == 0 else (length + step * (b + 1)) % 3 for b, length in enumerate(lengths)]

@@ -2,7 +2,9 @@
 
 import itertools
 
+import devices
 import numpy as np
+import pytest
 from attention_cases import block_table, run_cached
 from harness import empty_caches, random_batch, run_in_place
 from hypothesis import given, settings
@@ -11,30 +13,29 @@ from hypothesis import strategies as st
 from ortolan.custom_ops import reference
 
 HEADS, SIZE = 2, 8
+pytestmark = pytest.mark.usefixtures("target")
 
 
 def assert_same_bits(actual, expected):
     for got, want in zip(actual, expected, strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(got, want)
+        devices.assert_same_bits(got, want)
 
 
 @st.composite
 def append_steps(draw):
     """Draw a cache and one step of a batch: ring or not, paged or not, a length per sequence or per kv head."""
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    dtype = draw(st.sampled_from([np.float32, np.float16]))
     tokens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
     page, pages = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     slots = page * pages
     capacity = draw(st.sampled_from([0, slots, draw(st.integers(1, slots))]))
     sink = draw(st.integers(0, (capacity or slots) - 1))
     past = draw(st.lists(st.integers(0, 60), min_size=len(tokens) * HEADS, max_size=len(tokens) * HEADS))
-    batch = random_batch(rng, tokens, past[: len(tokens)], kv_heads=HEADS, head_size=SIZE, dtype=dtype)
+    batch = random_batch(rng, tokens, past[: len(tokens)], kv_heads=HEADS, head_size=SIZE)
     feeds = {"key": batch.key, "value": batch.value}
     paged = draw(st.booleans())
     shape = (len(tokens) * pages + 2, HEADS, page, SIZE) if paged else (len(tokens), HEADS, slots, SIZE)
-    feeds |= dict(zip(("key_cache", "value_cache"), empty_caches(*shape, dtype), strict=True))
+    feeds |= dict(zip(("key_cache", "value_cache"), empty_caches(*shape), strict=True))
     feeds["query_start"] = batch.query_start
     per_head = draw(st.booleans())
     feeds["past_len"] = np.array(past, np.int32).reshape(-1, HEADS) if per_head else batch.past_len
@@ -92,7 +93,7 @@ def test_append_in_chunks_equals_one_block(step, cuts):
 def test_capture_equals_the_reference_and_a_token_loop(tokens, rows, past, seed):
     lengths = [past + 3 * b for b in range(len(tokens))]
     batch = random_batch(np.random.default_rng(seed), tokens, lengths, head_size=SIZE)
-    empty = np.full((len(tokens), rows, 4, SIZE), np.nan, np.float32)
+    empty = np.full((len(tokens), rows, 4, SIZE), np.nan, devices.element())
     feeds = {"query": batch.query, "capture": empty, "query_start": batch.query_start, "past_len": batch.past_len}
     block = run_cached("SnapKvCapture", feeds)
     assert_same_bits(block, [reference.snapkv_capture(**feeds)])
@@ -114,7 +115,6 @@ def test_capture_equals_the_reference_and_a_token_loop(tokens, rows, past, seed)
 def compactions(draw):
     """Draw a full pool and keep-lists of uneven lengths, shared by all heads or not, paged or not."""
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    dtype = draw(st.sampled_from([np.float32, np.float16]))
     sequences, page, pages = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
     slots = page * pages
     paged = draw(st.booleans())
@@ -124,7 +124,7 @@ def compactions(draw):
     for index in np.ndindex(keep.shape[:2]):
         count = draw(st.integers(0, width))
         keep[index][:count] = np.sort(rng.choice(slots, count, replace=False))
-    feeds = {name: rng.standard_normal(shape).astype(dtype) for name in ("key_cache", "value_cache")}
+    feeds = {name: rng.standard_normal(shape).astype(devices.element()) for name in ("key_cache", "value_cache")}
     table = {"block_table": block_table(sequences, pages, rng)} if paged else {}
     return {**feeds, "keep": keep, **table}
 

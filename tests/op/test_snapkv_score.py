@@ -1,30 +1,25 @@
 """SnapKvScore through ONNX Runtime against the float64 reference."""
 
+import devices
 import numpy as np
 import pytest
-from attention_cases import ISA_NAMES, limit_isa, run_cached, unlimit_isa
+from attention_cases import run_cached
 from tolerances import assert_as_good_as_plain
 
 from ortolan.custom_ops import reference
 
-
-@pytest.fixture(params=ISA_NAMES)
-def isa(request):
-    if not limit_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    unlimit_isa()
+pytestmark = pytest.mark.usefixtures("target")
 
 
-def draw(kv_len, *, rows=8, heads=4, kv_heads=2, size=16, slots=0, dtype=np.float32, seed=0):
+def draw(kv_len, *, rows=8, heads=4, kv_heads=2, size=16, slots=0, seed=0):
     """Draw captured queries and a key cache whose slots at and past kv_len hold NaN."""
     rng = np.random.default_rng(seed)
     lengths = np.array(kv_len, np.int32)
     slots = slots or max(int(lengths.max()), 1)
-    keys = rng.standard_normal((len(lengths), kv_heads, slots, size)).astype(dtype)
+    keys = rng.standard_normal((len(lengths), kv_heads, slots, size)).astype(devices.element())
     per_head = np.broadcast_to(lengths.reshape(len(lengths), -1), (len(lengths), kv_heads))
     keys[np.arange(slots) >= per_head[..., None]] = np.nan
-    capture = rng.standard_normal((len(lengths), rows, heads, size)).astype(dtype)
+    capture = rng.standard_normal((len(lengths), rows, heads, size)).astype(devices.element())
     return {"capture": capture, "key_cache": keys, "kv_len": lengths}
 
 
@@ -63,9 +58,8 @@ def test_lengths_around_the_window_and_the_tile(kv_len, rows):
 
 
 @pytest.mark.parametrize("head_size", [8, 24, 64, 80, 96, 128, 256, 512])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_head_sizes(head_size, dtype, isa):
-    check(draw([90], size=head_size, dtype=dtype))
+def test_head_sizes(head_size, isa):
+    check(draw([90], size=head_size))
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
@@ -122,12 +116,11 @@ def test_every_query_sees_its_own_key_and_no_later_one():
 
 
 @pytest.mark.parametrize("page_slots", [16, 32])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype):
-    feeds = draw([96, 33], slots=96, dtype=dtype)
+def test_paged_equals_contiguous_bit_for_bit(page_slots):
+    feeds = draw([96, 33], slots=96)
     pages = 96 // page_slots
     table = np.random.default_rng(1).permutation(2 * pages + 2)[: 2 * pages].reshape(2, pages).astype(np.int32)
-    pool = np.full((2 * pages + 2, 2, page_slots, 16), np.nan, dtype)
+    pool = np.full((2 * pages + 2, 2, page_slots, 16), np.nan, devices.element())
     for (b, m), page in np.ndenumerate(table):
         pool[page] = feeds["key_cache"][b, :, m * page_slots : (m + 1) * page_slots]
     (contiguous,) = run_cached("SnapKvScore", feeds)

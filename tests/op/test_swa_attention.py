@@ -1,16 +1,14 @@
 """SwaAttention through ONNX Runtime against the float64 reference."""
 
+import devices
 import numpy as np
 import pytest
 from attention_cases import (
-    ISA_NAMES,
     Shape,
     attention_feeds,
     expected_attention,
-    limit_isa,
     plain_attention,
     run_attention,
-    unlimit_isa,
 )
 from tolerances import assert_as_good_as_plain
 
@@ -19,12 +17,7 @@ CHUNKS = {"1": 1, "W-1": WINDOW - 1, "W": WINDOW, "W+1": WINDOW + 1, "2W+3": 2 *
 HEAD_SIZES = (8, 24, 64, 80, 96, 128, 256, 512)
 
 
-@pytest.fixture(params=ISA_NAMES)
-def isa(request):
-    if not limit_isa(request.param):
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    unlimit_isa()
+pytestmark = pytest.mark.usefixtures("target")
 
 
 def check(shape: Shape, seed: int = 0) -> None:
@@ -52,10 +45,9 @@ def test_full_attention(tokens, past):
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_head_sizes(head_size, dtype, isa):
-    check(Shape(tokens=[5, 1], past=[66, 3], head_size=head_size, dtype=dtype))
-    check(Shape(tokens=[7], past=[150], head_size=head_size, dtype=dtype, window=WINDOW, sink=3))
+def test_head_sizes(head_size, isa):
+    check(Shape(tokens=[5, 1], past=[66, 3], head_size=head_size))
+    check(Shape(tokens=[7], past=[150], head_size=head_size, window=WINDOW, sink=3))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
@@ -108,10 +100,9 @@ def test_wrap_at_any_slot(capacity, past):
     check(Shape(tokens=[6], past=[past], window=WINDOW, sink=3, capacity=capacity, head_size=8))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("window", [-1, WINDOW])
-def test_packed_batch_of_many_lengths(window, dtype):
-    check(Shape(tokens=[3, 0, 1, 44, 0, 9], past=[0, 12, 101, 0, 0, 64], window=window, sink=2, dtype=dtype))
+def test_packed_batch_of_many_lengths(window):
+    check(Shape(tokens=[3, 0, 1, 44, 0, 9], past=[0, 12, 101, 0, 0, 64], window=window, sink=2))
 
 
 def test_no_tokens_at_all():
@@ -126,10 +117,9 @@ def test_lengths_per_kv_head(window):
 
 
 @pytest.mark.parametrize("page_slots", [16, 32])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("window", "sink"), [(-1, 0), (WINDOW, 0), (WINDOW, 5)])
-def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype, window, sink):
-    shape = Shape(tokens=[9, 1, 4], past=[0, 131, 70], window=window, sink=sink, dtype=dtype)
+def test_paged_equals_contiguous_bit_for_bit(page_slots, window, sink):
+    shape = Shape(tokens=[9, 1, 4], past=[0, 131, 70], window=window, sink=sink)
     paged = Shape(**{**shape.__dict__, "page_slots": page_slots})
     feeds, paged_feeds = attention_feeds(shape, 1), attention_feeds(paged, 1)
     assert np.array_equal(feeds["query"], paged_feeds["query"])
@@ -140,7 +130,7 @@ def test_paged_equals_contiguous_bit_for_bit(page_slots, dtype, window, sink):
 def uniform_lse(shape: Shape) -> np.ndarray:
     """Run with keys of zeros: the log-sum-exp of a query is the log of how many keys it sees, [Hq, T]."""
     feeds = attention_feeds(shape)
-    feeds["key_cache"] = np.where(np.isnan(feeds["key_cache"]), np.nan, 0).astype(np.float32)
+    feeds["key_cache"] = np.where(np.isnan(feeds["key_cache"]), np.nan, 0).astype(devices.element())
     return run_attention(shape, feeds)[1]
 
 

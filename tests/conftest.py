@@ -1,0 +1,11 @@
+"""Skips what needs a GPU where there is none."""
+
+import devices
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    problem = devices.cuda_problem()
+    for item in items:
+        if problem and "cuda" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"no CUDA here: {problem}"))

@@ -1,0 +1,143 @@
+"""Where operator tests run: on the host, or on a GPU through buffers that start as NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+
+import ortolan.custom_ops
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+ONNX_TYPES = {
+    np.dtype(np.float32): 1,
+    np.dtype(np.int32): 6,
+    np.dtype(np.int64): 7,
+    np.dtype(np.float16): 10,
+    BFLOAT16: 16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A device and the element type that its operators are tested with."""
+
+    device: str
+    element: np.dtype
+
+
+TARGETS = {
+    f"{device}-{element.name}": Target(device=device, element=element)
+    for device, elements in {
+        "cpu": (np.dtype(np.float32), np.dtype(np.float16)),
+        "cuda": (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16),
+    }.items()
+    for element in elements
+}
+_target: contextvars.ContextVar[Target] = contextvars.ContextVar("target", default=TARGETS["cpu-float32"])
+
+
+def current() -> str:
+    """Return the device that tests run on now: "cpu" or "cuda"."""
+    return _target.get().device
+
+
+def element() -> np.dtype:
+    """Return the element type that tests draw now."""
+    return _target.get().element
+
+
+@contextlib.contextmanager
+def using(target: Target) -> Iterator[None]:
+    """Run what follows on another target."""
+    token = _target.set(target)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+@functools.cache
+def cuda_problem() -> str | None:
+    """Say why nothing can run on a GPU here, or None."""
+    if "cuda" not in ortolan.custom_ops.library_info().providers:
+        return "the operator library was built without CUDA kernels"
+    if PROVIDERS["cuda"] not in ort.get_available_providers():
+        return "onnxruntime has no CUDA provider"
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    try:
+        import cupy
+
+        return None if cupy.cuda.runtime.getDeviceCount() else "no GPU"
+    except Exception as error:  # a missing package, or a driver that does not answer
+        return f"cupy finds no GPU: {error}"
+
+
+def run(
+    session: ort.InferenceSession,
+    feeds: Mapping[str, np.ndarray],
+    outputs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    in_place: Mapping[str, str] | None = None,
+) -> dict[str, np.ndarray]:
+    """Run a session on copies of `feeds`; `in_place` binds an output to the buffer of an input.
+
+    Args:
+        session: made for the current device.
+        feeds: inputs by name.
+        outputs: shape and type of every output; its buffer starts as NaN, so that what is not written shows.
+        in_place: input name by output name.
+    """
+    import cupy
+
+    binding = session.io_binding()
+    buffers = {name: _upload(array) for name, array in feeds.items()}
+    for name, array in feeds.items():
+        binding.bind_input(name, "cuda", 0, ONNX_TYPES[array.dtype], array.shape, buffers[name].data.ptr)
+    results = {}
+    for name, (shape, dtype) in outputs.items():
+        source = (in_place or {}).get(name)
+        results[name] = buffers[source] if source else poison(shape, dtype)
+        binding.bind_output(name, "cuda", 0, ONNX_TYPES[dtype], shape, results[name].data.ptr)
+    cupy.cuda.runtime.deviceSynchronize()  # the session has a stream of its own
+    session.run_with_iobinding(binding)
+    cupy.cuda.runtime.deviceSynchronize()
+    for name, array in feeds.items():
+        if name not in (in_place or {}).values():
+            after = cupy.asnumpy(buffers[name])[: array.size]
+            assert np.array_equal(after.view(np.uint8), _storage(array).view(np.uint8)), f"input {name} was changed"
+    return {
+        name: cupy.asnumpy(results[name]).view(dtype)[: np.prod(shape, dtype=int)].reshape(shape)
+        for name, (shape, dtype) in outputs.items()
+    }
+
+
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    """Assert equal shapes, types and bits; NaN equals itself, which bfloat16 arrays do not know."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    np.testing.assert_array_equal(*(np.ascontiguousarray(a).view(f"u{a.itemsize}") for a in (actual, expected)))
+
+
+def poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Return device memory, flat, that holds NaN; one element at least, as a buffer of none has no address."""
+    return _upload(np.full(max(1, np.prod(shape, dtype=int)), np.nan, dtype))
+
+
+def _upload(array: np.ndarray) -> Any:
+    import cupy
+
+    return cupy.asarray(_storage(array) if array.size else np.zeros(1, np.uint8))
+
+
+def _storage(array: np.ndarray) -> np.ndarray:
+    """Flatten, and view bfloat16 as integers: cupy has no such type."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint16) if array.dtype == BFLOAT16 else flat

@@ -1,0 +1,220 @@
+"""FusedLinear, QkvRopeAppend and RmsNormAdd on a GPU against the float64 reference; a CPU has no kernels for them."""
+
+import dataclasses
+
+import devices
+import numpy as np
+import pytest
+from fused_cases import (
+    LinearCase,
+    QkvCase,
+    linear_feeds,
+    linear_outputs,
+    plain_heads,
+    plain_linear,
+    plain_norm,
+    qkv_feeds,
+    qkv_outputs,
+    run_fused,
+)
+from tolerances import assert_as_good_as_plain
+
+from ortolan.custom_ops import reference
+
+CUDA_TARGETS = {name: target for name, target in devices.TARGETS.items() if target.device == "cuda"}
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("target")]
+
+TOKENS = (1, 2, 5, 8, 16, 17, 64, 300)
+# (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
+SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
+HEAD = (64, 20011)
+LINEARS = [
+    LinearCase(),
+    LinearCase(norm=True),
+    LinearCase(bias=True),
+    LinearCase(residual=True),
+    LinearCase(norm=True, bias=True, residual=True),
+    LinearCase(float32=True),
+    LinearCase(float32=True, norm=True, bias=True),
+    LinearCase(activation="silu_mul"),
+    LinearCase(activation="silu_mul", norm=True, bias=True),
+    LinearCase(activation="gelu_mul", norm=True),
+    LinearCase(activation="gelu_tanh_mul", norm=True),
+    LinearCase(activation="gelu_tanh_mul", bias=True, residual=True),
+]
+
+
+@pytest.fixture(scope="module", params=CUDA_TARGETS)
+def target(request):
+    """Run the module's tests with each element type of the GPU."""
+    with devices.using(CUDA_TARGETS[request.param]):
+        yield request.param
+
+
+LINEARS_OF_SIZES = [
+    pytest.param(case, *sizes, id="-".join(map(str, (case, *sizes))))
+    for case in LINEARS
+    for sizes in ([*SIZES, HEAD] if case.activation == "none" else SIZES)
+]
+
+
+@pytest.mark.parametrize(("case", "size", "outputs"), LINEARS_OF_SIZES)
+def test_linear_is_as_good_as_plain_operators(case, size, outputs):
+    for tokens in TOKENS:
+        feeds = linear_feeds(case, tokens, size, outputs)
+        (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+        expected = reference.fused_linear(**feeds, **case.attributes)
+        assert_as_good_as_plain(y, plain_linear(case, feeds), expected)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("case", [LinearCase(residual=True), LinearCase(activation="silu_mul", residual=True)], ids=str)
+def test_linear_may_write_over_its_residual(case, tokens):
+    feeds = linear_feeds(case, tokens, 1152, 256)
+    outputs = linear_outputs(case, feeds)
+    apart = run_fused("FusedLinear", feeds, outputs, **case.attributes)
+    again = run_fused("FusedLinear", feeds, outputs, **case.attributes)
+    in_place = run_fused("FusedLinear", feeds, outputs, {"y": "residual"}, **case.attributes)
+    np.testing.assert_array_equal(bits(again["y"]), bits(apart["y"]))
+    np.testing.assert_array_equal(bits(in_place["y"]), bits(apart["y"]))
+
+
+def test_linear_of_no_tokens_is_empty():
+    case = LinearCase(norm=True)
+    feeds = linear_feeds(case, 0, 64, 32)
+    assert run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"].shape == (0, 32)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_a_row_of_nan_stays_in_its_row(tokens):
+    case = LinearCase(norm=True)
+    feeds = linear_feeds(case, tokens, 104, 40)
+    feeds["x"][tokens // 2] = np.nan
+    y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
+    wrong = np.isnan(y.astype(np.float32))
+    assert wrong[tokens // 2].all()
+    assert not np.delete(wrong, tokens // 2, axis=0).any()
+
+
+BOTH = ("query", "key")
+QKVS = {
+    "llama": QkvCase(tokens=(1,), past=(5,), heads=32, kv_heads=8, size=64, pairs=32),
+    "qwen3": QkvCase(tokens=(3, 1), past=(5, 0), heads=16, kv_heads=8, size=128, pairs=64, norms=BOTH),
+    "gemma3": QkvCase(tokens=(70,), past=(20,), heads=4, kv_heads=1, size=256, pairs=128, norms=BOTH, slots=128),
+    "no-rope": QkvCase(tokens=(9, 0, 2), past=(0, 3, 60), pairs=0, slots=128),
+    "norm-without-rope": QkvCase(tokens=(9,), past=(3,), pairs=0, norms=BOTH),
+    "one-norm": QkvCase(tokens=(4,), past=(3,), norms=("key",)),
+    "partial-rotary": QkvCase(tokens=(20,), past=(3,), size=80, pairs=30, norms=BOTH),
+    "odd-pairs": QkvCase(tokens=(20,), past=(3,), size=72, pairs=7),
+    "ring": QkvCase(tokens=(1, 40, 7), past=(300, 61, 63), slots=64, sink=4),
+    "chunk-longer-than-the-ring": QkvCase(tokens=(150, 3), past=(10, 0), slots=64, sink=5, norms=BOTH),
+    "paged": QkvCase(tokens=(30, 1), past=(70, 12), slots=112, page_slots=16),
+    "paged-ring": QkvCase(tokens=(30, 1), past=(170, 12), slots=60, sink=2, page_slots=16, norms=BOTH),
+    "per-head-lengths": QkvCase(tokens=(5, 1), past=((9, 2), (0, 33))),
+    "head-512": QkvCase(tokens=(2,), past=(0,), heads=2, kv_heads=1, size=512, pairs=256, norms=BOTH),
+    "many-groups": QkvCase(tokens=(6,), past=(0,), heads=16, kv_heads=1, size=64, pairs=32),
+}
+
+
+@pytest.mark.parametrize("name", QKVS)
+def test_queries_and_keys_are_as_good_as_plain_operators(name):
+    case = dataclasses.replace(QKVS[name], tokens=(sum(QKVS[name].tokens),), past=(0,), slots=200, sink=0, page_slots=0)
+    feeds = qkv_feeds(case)
+    results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    wide = {cache: feeds[cache].astype(np.float64) for cache in ("key_cache", "value_cache")}
+    query, keys, _ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    plain_query, plain_key = plain_heads(case, feeds)
+    assert_as_good_as_plain(results["query"], plain_query, query)
+    assert_as_good_as_plain(keys_of(case, results), plain_key, keys[0, :, : sum(case.tokens)].transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("name", QKVS)
+def test_caches_are_those_of_an_append_of_the_same_keys(name):
+    case = QKVS[name]
+    feeds = qkv_feeds(case)
+    results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    aliases = {f"{cache}_out": cache for cache in ("key_cache", "value_cache")}
+    in_place = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), aliases, **case.attributes)
+    straight = dataclasses.replace(case, tokens=(sum(case.tokens),), past=(0,), slots=200, sink=0, page_slots=0)
+    rows = {**feeds, **{k: v for k, v in qkv_feeds(straight).items() if k in POSITIONED}}
+    rows.pop("block_table", None)
+    once = run_fused("QkvRopeAppend", rows, qkv_outputs(straight, rows), **straight.attributes)
+    value = feeds["qkv"].reshape(sum(case.tokens), -1, case.size)[:, -case.kv_heads :]
+    step = {k: feeds[k] for k in (*POSITIONED, "block_table") if k in feeds}
+    append = {"sink": case.sink, "capacity": case.slots}
+    expected = reference.ring_kv_append(keys_of(straight, once), value, **step, **append)
+    for got in (results, in_place):
+        np.testing.assert_array_equal(bits(got["query"]), bits(once["query"]))
+        for cache, want in zip(("key_cache_out", "value_cache_out"), expected, strict=True):
+            np.testing.assert_array_equal(bits(got[cache]), bits(want))
+
+
+POSITIONED = ("key_cache", "value_cache", "query_start", "past_len")
+
+
+def keys_of(case, results):
+    """Return the keys [T, Hkv, D] of a step that began an empty cache."""
+    return results["key_cache_out"][0, :, : sum(case.tokens)].transpose(1, 0, 2)
+
+
+def bits(array):
+    """View values as integers, so that NaN equals itself and zeros have signs."""
+    return np.ascontiguousarray(array).view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 300])
+@pytest.mark.parametrize("size", [48, 104, 1152, 2048, 5376])
+def test_norm_add_is_as_good_as_plain_operators(tokens, size):
+    rng = np.random.default_rng(size)
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
+    feeds = {name: (3 * rng.standard_normal(shape)).astype(devices.element()) for name, shape in shapes.items()}
+    outputs = {"y": ((tokens, size), devices.element())}
+    y = run_fused("RmsNormAdd", feeds, outputs, epsilon=1e-6)["y"]
+    plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"].astype(np.float32)
+    assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+    for source in ("residual", "x"):
+        in_place = run_fused("RmsNormAdd", feeds, outputs, {"y": source}, epsilon=1e-6)["y"]
+        np.testing.assert_array_equal(bits(in_place), bits(y))
+
+
+REFUSALS = {
+    "exactly one of the outputs": ({}, {"y": (2, 8), "y_float32": (2, 8)}, {}),
+    "weight' has shape": ({"weight": (8, 15)}, {"y": (2, 8)}, {}),
+    "even number of rows": ({"weight": (7, 16)}, {"y": (2, 3)}, {"activation": "silu_mul"}),
+    "norm_weight' has shape": ({"norm_weight": (8,)}, {"y": (2, 8)}, {}),
+    "bias' has shape": ({"bias": (4,)}, {"y": (2, 8)}, {}),
+    "residual' has shape": ({"residual": (1, 8)}, {"y": (2, 8)}, {}),
+    "activation is 'relu'": ({}, {"y": (2, 8)}, {"activation": "relu"}),
+    "epsilon is": ({}, {"y": (2, 8)}, {"epsilon": -1.0}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_linear_refuses(message):
+    changes, shapes, attributes = REFUSALS[message]
+    element = devices.element()
+    feeds = {name: np.zeros(shape, element) for name, shape in ({"x": (2, 16), "weight": (8, 16)} | changes).items()}
+    types = {"y": element, "y_float32": np.dtype(np.float32)}
+    with pytest.raises(Exception, match=message) as error:
+        run_fused("FusedLinear", feeds, {k: (shape, types[k]) for k, shape in shapes.items()}, **attributes)
+    assert "FusedLinear" in str(error.value)
+
+
+QKV_REFUSALS = {
+    "num_heads Hq = 3": (QkvCase(), {"num_heads": 3}, ()),
+    "num_heads Hq = 0": (QkvCase(), {"num_heads": 0}, ()),
+    "qkv' has shape": (QkvCase(), {"num_heads": 2}, ()),
+    "'sine' is missing": (QkvCase(), {}, ("sine",)),
+    "'cosine' is missing": (QkvCase(), {}, ("cosine",)),
+    "2 \\* R at most D = 16": (QkvCase(pairs=9), {}, ()),
+    "multiple of 8 up to 512": (QkvCase(size=12, pairs=6), {}, ()),
+}
+
+
+@pytest.mark.parametrize("message", QKV_REFUSALS)
+def test_qkv_refuses(message):
+    case, attributes, missing = QKV_REFUSALS[message]
+    feeds = {k: v for k, v in qkv_feeds(case).items() if k not in missing}
+    with pytest.raises(Exception, match=message) as error:
+        run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **{**case.attributes, **attributes})
+    assert "QkvRopeAppend" in str(error.value)

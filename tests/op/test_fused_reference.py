@@ -1,0 +1,70 @@
+"""The reference of the fused operators, against the standard operators that they stand for."""
+
+import devices
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from expand_fused import expand_fused
+from fused_cases import (
+    LinearCase,
+    QkvCase,
+    build_fused_model,
+    linear_feeds,
+    linear_outputs,
+    plain_heads,
+    plain_linear,
+    plain_norm,
+    qkv_feeds,
+    qkv_outputs,
+)
+from tolerances import assert_as_good_as_plain
+
+import ortolan.custom_ops
+from ortolan.custom_ops import reference
+
+
+def run_expanded(name, feeds, outputs, **attributes):
+    """Run standard operators in the place of a fused one, on the CPU."""
+    model = build_fused_model(name, feeds, outputs, attributes)
+    for value in model.graph.input:
+        value.CopyFrom(
+            onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, feeds[value.name].shape)
+        )
+    options = ort.SessionOptions()
+    ortolan.custom_ops.register(options)
+    expanded = expand_fused(model).SerializeToString()
+    session = ort.InferenceSession(expanded, options, providers=[devices.PROVIDERS["cpu"]])
+    return dict(zip(outputs, session.run(list(outputs), dict(feeds)), strict=True))
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul", "gelu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("around", [{}, {"norm": True}, {"norm": True, "bias": True, "residual": True}])
+def test_linear(activation, around):
+    case = LinearCase(activation=activation, **around)
+    feeds = linear_feeds(case, 5, 104, 40)
+    (y,) = run_expanded("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+    assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+
+
+def test_norm_add():
+    rng = np.random.default_rng(0)
+    shapes = {"x": (5, 104), "norm_weight": (104,), "residual": (5, 104)}
+    feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    y = run_expanded("RmsNormAdd", feeds, {"y": ((5, 104), np.dtype(np.float32))}, epsilon=1e-6)["y"]
+    plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"]
+    assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+
+
+@pytest.mark.parametrize("norms", [(), ("query", "key"), ("key",)])
+@pytest.mark.parametrize("pairs", [0, 5, 8])
+def test_qkv(norms, pairs):
+    case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), pairs=pairs, norms=norms, sink=2, slots=32)
+    feeds = qkv_feeds(case)
+    results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    query, keys, values = reference.qkv_rope_append(**feeds, **case.attributes)
+    assert_as_good_as_plain(results["query"], plain_heads(case, feeds)[0], query)
+    written = ~np.isnan(keys)
+    np.testing.assert_array_equal(np.isnan(results["key_cache_out"]), ~written)
+    assert_as_good_as_plain(results["key_cache_out"][written], keys[written], keys[written])
+    np.testing.assert_array_equal(results["value_cache_out"], values)

@@ -1,0 +1,74 @@
+"""Runs small cases of every operator on a GPU once, without tests around them, for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool racecheck python tests/sanitize.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import devices
+import numpy as np
+from attention_cases import Shape, attention_feeds, run_attention
+from harness import empty_caches, random_batch, run_in_place, run_op
+
+
+def attention() -> None:
+    """Decode and prefill, with every feature of a mask, over contiguous, ring and paged caches."""
+    for head_size in (64, 80, 128, 256):
+        for tokens in ([1, 3], [40, 1], [130]):
+            past = [70, 5][: len(tokens)]
+            sizes = {"tokens": tokens, "past": past, "head_size": head_size}
+            for shape in (
+                Shape(**sizes),
+                Shape(**sizes, window=20, sink=3, sink_logits=True, options={"softcap": 5.0}),
+                Shape(**sizes, window=50, capacity=256, page_slots=16),
+            ):
+                run_attention(shape, attention_feeds(shape))
+
+
+def copies() -> None:
+    """Appends past a wrap, captures of long chunks, and compaction over itself."""
+    rng = np.random.default_rng(0)
+    batch = random_batch(rng, [100, 7], [3, 61])
+    caches = dict(zip(("key_cache", "value_cache"), empty_caches(2, 2, 32, 16), strict=True))
+    lengths = {"query_start": batch.query_start, "past_len": batch.past_len}
+    run_in_place("RingKvAppend", {"key": batch.key, "value": batch.value, **caches, **lengths}, sink=5)
+    capture = np.zeros((2, 8, 4, 16), devices.element())
+    run_in_place("SnapKvCapture", {"query": batch.query, "capture": capture, **lengths})
+    full = {name: rng.standard_normal((2, 2, 300, 64)).astype(devices.element()) for name in caches}
+    keep = np.sort(rng.permuted(np.tile(np.arange(300, dtype=np.int32), (2, 2, 1)), axis=2)[..., :150], axis=2)
+    run_in_place("KvCompact", {**full, "keep": keep})
+
+
+def scores() -> None:
+    """Scores of lengths around the window."""
+    rng = np.random.default_rng(0)
+    for size in (64, 128):
+        feeds = {
+            "capture": rng.standard_normal((2, 32, 4, size)).astype(devices.element()),
+            "key_cache": rng.standard_normal((2, 2, 300, size)).astype(devices.element()),
+            "kv_len": np.array([300, 20], np.int32),
+        }
+        run_op("SnapKvScore", feeds)
+
+
+def main() -> None:
+    """Run everything for every element type."""
+    if problem := devices.cuda_problem():
+        raise SystemExit(f"no CUDA here: {problem}")
+    for name, target in devices.TARGETS.items():
+        if target.device == "cuda":
+            with devices.using(target):
+                attention()
+                copies()
+                scores()
+            print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
