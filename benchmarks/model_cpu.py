@@ -26,40 +26,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
-from safetensors.numpy import save_file
+from model_shapes import make_checkpoint, save_float32
 
 import ortolan
 from ortolan.cli.demo import shipped_model
-from ortolan.export.hf_config import read_hf_config
-from ortolan.export.registry import find_family
-from ortolan.graphs.config import weight_shapes
 
 WORKER = Path(__file__).with_name("genai_worker.py")
 CHUNK_SIZE = 2048
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "sliding_window": None,
-    "max_window_layers": 28,
-    "initializer_range": 0.02,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +126,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with _work_dir(options.work_dir) as work:
-        checkpoint = make_checkpoint(options.shape, work)
+        checkpoint = shipped_model()
+        if options.shape != "retriever":
+            checkpoint = make_checkpoint(options.shape, work / "checkpoint", "float32", save_float32)
         ours = OrtolanEngine(export_ours(checkpoint, work / "ortolan"), options.threads)
         peer = start_peer(checkpoint, work / "genai", options)
         machine = {
@@ -182,29 +157,6 @@ def _work_dir(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
-
-
-def make_checkpoint(shape: str, work: Path) -> Path:
-    """Return a checkpoint folder: the shipped one, or random weights written once."""
-    if shape == "retriever":
-        return shipped_model()
-    folder = work / "checkpoint"
-    if (folder / "model.safetensors").is_file():
-        return folder
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_06B, indent=2))
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
-        (folder / name).write_bytes((shipped_model() / name).read_bytes())
-    hf_config = read_hf_config(folder)
-    family = find_family(hf_config)
-    config = family.read(hf_config, 4096)
-    sources, generator = family.sources(config), np.random.default_rng(0)
-    tensors = {}
-    for name, shape_of in weight_shapes(config).items():
-        normal = generator.standard_normal(shape_of, dtype=np.float32)
-        tensors[sources[name].name] = normal * np.float32(0.02) if len(shape_of) > 1 else 1 + normal * 0
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def export_ours(checkpoint: Path, folder: Path) -> Path:

@@ -36,13 +36,13 @@ class Result:
     samples: int
     predicted: float | None
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the accuracy (Wilson score)."""
-        n, p, z = self.samples, self.right / self.samples, 1.96
-        centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return centre - half, centre + half
+
+def wilson_interval(right: int, samples: int) -> tuple[float, float]:
+    """95 % confidence interval of a share (Wilson score)."""
+    n, p, z = samples, right / samples, 1.96
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return centre - half, centre + half
 
 
 def draw_samples(length: int, count: int) -> list[Sample]:
@@ -106,7 +106,7 @@ def main() -> None:
             str(r.length),
             r.policy,
             f"{100 * r.right / r.samples:.1f}",
-            "{:.1f} .. {:.1f}".format(*(100 * bound for bound in r.interval)),
+            "{:.1f} .. {:.1f}".format(*(100 * bound for bound in wilson_interval(r.right, r.samples))),
             "" if r.predicted is None else f"{100 * r.predicted:.1f}",
         ]
         for r in results

@@ -51,7 +51,7 @@ def ask_twice(model: ortolan.Model, sample: Sample, snapkv: ortolan.SnapKv | Non
     right = []
     for text, fact in ((sample.prompt, sample.fact), (other.question, other)):
         tokens = list(session.generate(model.tokenizer.encode(text), ANSWER_TOKENS))
-        asked = Sample(prompt=text, answer=fact.value, needle_start=0, fact=fact)
+        asked = Sample(prompt=text, answer=fact.value, needle_start=0, fact=fact, task=sample.task)
         right.append(is_correct(asked, model.tokenizer.decode(tokens)))
     return right[0], right[1]
 

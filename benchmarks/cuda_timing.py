@@ -1,0 +1,120 @@
+"""Sessions over torch's GPU memory, and times read from the device's own clock; shared by the CUDA benchmarks."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx
+import onnxruntime as ort
+import torch
+
+import ortolan.custom_ops
+from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+
+ONNX_TYPES = {torch.bfloat16: 16, torch.float16: 10, torch.float32: 1, torch.int32: 6, torch.int64: 7}
+L2_BYTES = 64 << 20  # rotated buffers hold more than this, so that a run does not read the last one's leftovers
+
+
+class DeviceSession:
+    """A session whose inputs and outputs are torch tensors that stay where they are.
+
+    Runs on torch's current stream. With `graph` the nodes are captured at the first run and replayed after it.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
+        graph: bool = False,
+    ) -> None:
+        self._kept = [*inputs.values(), *outputs.values()]
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        ortolan.custom_ops.register(options)
+        stream = torch.cuda.current_stream().cuda_stream
+        provider = {"user_compute_stream": str(stream), "enable_cuda_graph": str(int(graph))}
+        model = _model(nodes, inputs, outputs).SerializeToString()
+        self._session = ort.InferenceSession(model, options, providers=[("CUDAExecutionProvider", provider)])
+        self._binding = self._session.io_binding()
+        for bind, tensors in ((self._binding.bind_input, inputs), (self._binding.bind_output, outputs)):
+            for name, tensor in tensors.items():
+                bind(name, "cuda", 0, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._options.add_run_config_entry("gpu_graph_id", "1" if graph else "-1")
+
+    def __call__(self) -> None:
+        """Enqueue one run."""
+        self._session.run_with_iobinding(self._binding, self._options)
+
+
+def _model(
+    nodes: Sequence[onnx.NodeProto], inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+) -> onnx.ModelProto:
+    def infos(tensors: Mapping[str, torch.Tensor]) -> list[onnx.ValueInfoProto]:
+        make = onnx.helper.make_tensor_value_info
+        return [make(name, ONNX_TYPES[t.dtype], list(t.shape)) for name, t in tensors.items()]
+
+    graph = onnx.helper.make_graph(list(nodes), "benchmark", infos(inputs), infos(outputs))
+    domains = {"": 23, OPERATOR_DOMAIN: OPERATOR_VERSION, "com.microsoft": 1}
+    opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def median_ms(step: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:
+    """Return the median device time of one of the `calls` that a step makes, in milliseconds."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """Capture a torch function into a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def copy_bytes_per_second() -> float:
+    """Measure a large device-to-device copy, bytes read plus bytes written."""
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-3 * median_ms(lambda: target.copy_(source)))
+
+
+def matmul_flops() -> float:
+    """Measure an 8192^3 bfloat16 product on random data, operations per second."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2.0 * 8192**3 / (1e-3 * median_ms(lambda: a @ b))
+
+
+def machine() -> dict[str, object]:
+    """Describe where the figures come from."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "onnxruntime": ort.__version__,
+        "ortolan": ortolan.custom_ops.library_info().version,
+        "copy_bytes_per_second": copy_bytes_per_second(),
+        "matmul_flops": matmul_flops(),
+    }

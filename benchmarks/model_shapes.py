@@ -1,0 +1,153 @@
+"""Public models' shapes with random weights, as Hugging Face checkpoints; shared by the model benchmarks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ortolan.cli.demo import shipped_model
+from ortolan.export.hf_config import read_hf_config
+from ortolan.export.registry import find_family
+from ortolan.graphs.config import weight_shapes
+
+COMMON: dict[str, Any] = {
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN3: dict[str, Any] = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "llama-1b": COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "mlp_bias": False,
+    },
+    "gemma3-1b": COMMON
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+}
+
+Save = Callable[[dict[str, tuple[int, ...]], Path], None]
+
+
+def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
+    """Write a checkpoint of one shape, once.
+
+    Args:
+        shape: a key of SHAPES.
+        folder: where to; reused where it holds one.
+        dtype: what the config calls the weights' type.
+        save: writes random weights of the given names and shapes to a safetensors file.
+    """
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": dtype}, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
+        (folder / name).write_bytes((shipped_model() / name).read_bytes())
+    hf_config = read_hf_config(folder)
+    family = find_family(hf_config)
+    config = family.read(hf_config, 4096)
+    sources = family.sources(config)
+    save({sources[name].name: size for name, size in weight_shapes(config).items()}, folder / "model.safetensors")
+    return folder
+
+
+def save_float32(shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Write float32 weights; norms are 1."""
+    from safetensors.numpy import save_file
+
+    generator = np.random.default_rng(0)
+    tensors = {
+        name: generator.standard_normal(size, dtype=np.float32) * np.float32(0.02)
+        if len(size) > 1
+        else np.ones(size, np.float32)
+        for name, size in shapes.items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def save_bfloat16(shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Write bfloat16 weights, drawn on the GPU; norms are 1."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    tensors = {}
+    for name, size in shapes.items():
+        drawn = torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.02
+        tensors[name] = (drawn if len(size) > 1 else torch.ones_like(drawn)).cpu()
+    save_file(tensors, str(path), metadata={"format": "pt"})
