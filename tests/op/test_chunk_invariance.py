@@ -96,7 +96,8 @@ def cut(tokens: int, chunk: int, smallest: int = 1) -> list[int]:
     """Cut into chunks of one size; the last may be shorter, but not than `smallest`."""
     chunks = [min(chunk, tokens - first) for first in range(0, tokens, chunk)]
     if chunks[-1] < smallest:
-        chunks[-2:] = [chunks[-2] - smallest + chunks[-1], smallest]
+        rest = chunks[-2] + chunks[-1]
+        chunks[-2:] = [rest] if rest < 2 * smallest else [rest - smallest, smallest]
     return chunks
 
 

@@ -129,10 +129,14 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  const float base = finite_max(maximum);
-  if (params.sink_logits) total += expf(params.sink_logits[head] - base);
+  float base = finite_max(maximum), rescale = 1.0f;
+  if (params.sink_logits) {
+    base = finite_max(fmaxf(maximum, params.sink_logits[head]));
+    rescale = expf(maximum - base);
+    total = fmaf(total, rescale, expf(params.sink_logits[head] - base));
+  }
   if (part == 0) {
-    rescales[row] = total > 0 ? 1.0f / total : 0.0f;
+    rescales[row] = total > 0 ? rescale / total : 0.0f;
     if (params.lse && row < tile.count)
       params.lse[head * params.packing.num_tokens + tile.first + row] =
           total > 0 ? base + logf(total) : -INFINITY;

@@ -385,12 +385,11 @@ struct Decode {
         const int64_t offset = row_offset(entry, row);
         const int64_t token_head = offset / params.cache.head_size;
         const int64_t head = token_head % params.num_heads;
-        const float base = finite_max(states[r][half].maximum);
-        const float total = denominator(states[r][half].total, base, params.sink_logits, head);
-        const float inverse = total > 0 ? 1.0f / total : 0.0f;
+        const Denominator denominator =
+            Denominator::of(states[r][half].total, states[r][half].maximum, params.sink_logits, head);
+        const float inverse = denominator.inverse;
         if (params.lse && pass == 0 && warp() == 0 && lane() % 4 == 0)
-          params.lse[head * params.packing.num_tokens + token_head / params.num_heads] =
-              total > 0 ? base * kLn2 + logf(total) : -INFINITY;
+          params.lse[head * params.packing.num_tokens + token_head / params.num_heads] = denominator.lse;
 #pragma unroll
         for (int n = 0; n < kPassTiles; ++n) {
           const int column = warp() * Tile::kColumns + pass * Tile::kColumnsAtOnce + n * 8 + lane() % 4 * 2;

@@ -161,15 +161,14 @@ __global__ void __launch_bounds__(CombineShape<kBlockColumns>::kThreads)
     __syncthreads();
   }
 
-  const float base = finite_max(state.maximum);
-  const float total = denominator(state.total, base, params.sink_logits, head);
+  const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
   if (params.lse && block_column == 0 && threadIdx.x == 0)
-    params.lse[head * params.packing.num_tokens + token] = total > 0 ? base * kLn2 + logf(total) : -INFINITY;
+    params.lse[head * params.packing.num_tokens + token] = denominator.lse;
   auto* output = static_cast<Element*>(params.output) +
                  (static_cast<int64_t>(token) * params.num_heads + head) * params.cache.head_size;
   for (int c = threadIdx.x; c < kBlockColumns; c += Shape::kThreads)
     if (block_column + c < params.cache.head_size)
-      output[block_column + c] = Element(sums[c / Shape::kThreads] * (total > 0 ? 1.0f / total : 0.0f));
+      output[block_column + c] = Element(sums[c / Shape::kThreads] * denominator.inverse);
 }
 
 }  // namespace ortolan::cuda

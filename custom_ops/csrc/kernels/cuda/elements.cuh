@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace ortolan::cuda {
 
 // Elements of a 16-byte piece.
@@ -43,6 +45,25 @@ __device__ __forceinline__ float add_products(const uint4& a, const uint4& b, fl
     sum = fmaf(p.y, q.y, fmaf(p.x, q.x, sum));
   }
   return sum;
+}
+
+// x * factor * weight, element by element, rounded once.
+__device__ __forceinline__ uint4 scale_piece(const uint4& x, float factor, const uint4& weight, float) {
+  const float* a = reinterpret_cast<const float*>(&x);
+  const float* b = reinterpret_cast<const float*>(&weight);
+  return make_uint4(__float_as_uint(a[0] * factor * b[0]), __float_as_uint(a[1] * factor * b[1]),
+                    __float_as_uint(a[2] * factor * b[2]), __float_as_uint(a[3] * factor * b[3]));
+}
+template <typename Element>
+__device__ __forceinline__ uint4 scale_piece(const uint4& x, float factor, const uint4& weight, Element) {
+  const uint32_t a[] = {x.x, x.y, x.z, x.w}, b[] = {weight.x, weight.y, weight.z, weight.w};
+  uint32_t y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 p = to_float2<Element>(a[i]), q = to_float2<Element>(b[i]);
+    y[i] = Half<Element>::pack(p.x * factor * q.x, p.y * factor * q.y);
+  }
+  return make_uint4(y[0], y[1], y[2], y[3]);
 }
 
 // The sum over a warp, in every lane.

@@ -15,7 +15,7 @@ cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
 
 namespace {
 
-constexpr int64_t kGemvTokens = 16;
+constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
 constexpr int64_t kSliceBytes = int64_t{64} << 20;  // bounds what a prompt's intermediate rows take
 constexpr int kThreads = 256;
 
@@ -57,16 +57,17 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   }
 }
 
-// Bias, gate and residual for products [rows, N or 2N] of some rows of the call. Grid: (columns / 256, rows).
+// Bias, gate and residual for products [rows, N or 2N], of the type of the output, of some rows of the call.
+// Grid: (columns / 256, rows).
 template <typename Element, typename Output>
 __global__ void __launch_bounds__(kThreads)
-    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Element* products, int64_t first_row) {
+    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Output* products, int64_t first_row) {
   wait_for_previous_kernel();
   const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (column >= p.num_outputs) return;
   const bool gated = p.activation != GatedActivation::kNone;
   const auto* bias = static_cast<const Element*>(p.bias);
-  const Element* line = products + blockIdx.y * p.num_outputs * (gated ? 2 : 1);
+  const Output* line = products + blockIdx.y * p.num_outputs * (gated ? 2 : 1);
   float y = to_float(line[column]) + (bias ? to_float(bias[column]) : 0.0f);
   if (gated)
     y = activate(p.activation, y) *
@@ -90,8 +91,9 @@ struct Slices {
   static Slices of(const FusedLinearParams& p) {
     const int64_t bytes = element_bytes(p.element);
     const int64_t normalised = p.norm_weight ? p.num_inputs * bytes : 0;
-    const int64_t products =
-        is_direct(p) ? 0 : p.num_outputs * bytes * (p.activation == GatedActivation::kNone ? 1 : 2);
+    const int64_t products = is_direct(p) ? 0
+                                          : p.num_outputs * (p.output_float32 ? 4 : bytes) *
+                                                (p.activation == GatedActivation::kNone ? 1 : 2);
     const int64_t most =
         normalised + products ? std::max<int64_t>(kSliceBytes / (normalised + products), 128) : p.num_tokens;
     constexpr int64_t kMostRows = 65535;  // of the epilogue's grid
@@ -121,7 +123,7 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
                            const Launch& launch) {
   auto* workspace = static_cast<unsigned char*>(launch.workspace);
   auto* normalised = workspace + Cublas::kWorkspaceBytes;
-  auto* products = reinterpret_cast<Element*>(normalised + slices.normalised_bytes);
+  void* products = normalised + slices.normalised_bytes;
   const bool gated = p.activation != GatedActivation::kNone;
   CublasProduct product{};
   product.element = p.element;
@@ -138,8 +140,8 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
     product.input = normalised;
   }
   const int64_t offset = first_row * p.num_outputs;
+  product.output_float32 = p.output_float32;
   if (is_direct(p)) {
-    product.output_float32 = p.output_float32;
     product.accumulate = p.residual != nullptr;
     product.output = static_cast<unsigned char*>(p.output) +
                      offset * (p.output_float32 ? int64_t{4} : element_bytes(p.element));
@@ -157,7 +159,7 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
                   static_cast<unsigned>(rows));
   if (p.output_float32)
     return launch_overlapped(epilogue_kernel<Element, float>, grid, dim3(kThreads), 0, launch, p,
-                             static_cast<const Element*>(products), first_row);
+                             static_cast<const float*>(products), first_row);
   return launch_overlapped(epilogue_kernel<Element, Element>, grid, dim3(kThreads), 0, launch, p,
                            static_cast<const Element*>(products), first_row);
 }

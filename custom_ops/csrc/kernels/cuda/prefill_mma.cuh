@@ -180,12 +180,11 @@ struct MmaPrefill {
         total += __shfl_xor_sync(~0u, total, 1);
         total += __shfl_xor_sync(~0u, total, 2);
         const int row = warp_row + r * 16 + lane / 4 + half * 8;
-        const float base = finite_max(maxima[r][half]) * logits.factor;
-        total = denominator(total, base, params.sink_logits, head);
-        const float inverse = total > 0 ? 1.0f / total : 0.0f;
+        const Denominator denominator =
+            Denominator::of(total, __fmul_rn(maxima[r][half], logits.factor), params.sink_logits, head);
+        const float inverse = denominator.inverse;
         if (params.lse && lane % 4 == 0 && first_column == 0 && row < tile.count)
-          params.lse[head * params.packing.num_tokens + tile.first + row] =
-              total > 0 ? base * kLn2 + logf(total) : -INFINITY;
+          params.lse[head * params.packing.num_tokens + tile.first + row] = denominator.lse;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n)
           *reinterpret_cast<uint32_t*>(shared + row * Shape::kStride + first_column + n * 8 + lane % 4 * 2) =

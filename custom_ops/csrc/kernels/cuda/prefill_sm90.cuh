@@ -222,15 +222,14 @@ struct Sm90Rows {
       float total = totals[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const float base = __fmul_rn(finite_max(maxima[half]), factor);
-      total = denominator(total, base, params.sink_logits, work.head);
-      const float inverse = total > 0 ? 1.0f / total : 0.0f;
+      const Denominator denominator =
+          Denominator::of(total, __fmul_rn(maxima[half], factor), params.sink_logits, work.head);
+      const float inverse = denominator.inverse;
       const int tile_row = row + half * 8;
       const bool exists = tile_row < work.tile.count;
       const int64_t token = work.tile.first + tile_row;
       if (params.lse && part == 0 && exists)
-        params.lse[work.head * params.packing.num_tokens + token] =
-            total > 0 ? base * kLn2 + logf(total) : -INFINITY;
+        params.lse[work.head * params.packing.num_tokens + token] = denominator.lse;
       auto* output = static_cast<Element*>(params.output) +
                      (token * params.num_heads + work.head) * kHeadSize + part * 8;
 #pragma unroll

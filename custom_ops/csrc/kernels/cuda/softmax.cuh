@@ -59,11 +59,25 @@ struct Logits {
 // A maximum that may be that of no keys, made fit to be subtracted.
 __device__ __forceinline__ float finite_max(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// The learned sink joins the denominator once: `sum` counts exp2(z - max), max in units of log2.
-__device__ __forceinline__ float denominator(float sum, float maximum, const float* sink_logits,
-                                             int64_t head) {
-  if (!sink_logits) return sum;
-  return sum + fast_exp2(sink_logits[head] * kLog2E - maximum);
-}
+// What a row's sums are multiplied by in the end, and its LSE. `total` counts exp2(z - base), base in units
+// of log2; the learned sink joins once, and may be larger than all logits.
+struct Denominator {
+  float inverse;
+  float lse;
+
+  static __device__ __forceinline__ Denominator of(float total, float maximum, const float* sink_logits,
+                                                   int64_t head) {
+    float base = finite_max(maximum), rescale = 1.0f;
+    if (sink_logits) {
+      const float sink = sink_logits[head] * kLog2E;
+      const float largest = fmaxf(maximum, sink);
+      rescale = fast_exp2(maximum - finite_max(largest));
+      base = finite_max(largest);
+      total = fmaf(total, rescale, fast_exp2(sink - base));
+    }
+    if (!(total > 0)) return {0.0f, -INFINITY};
+    return {rescale / total, base * kLn2 + logf(total)};
+  }
+};
 
 }  // namespace ortolan::cuda
