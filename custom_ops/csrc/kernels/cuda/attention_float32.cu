@@ -135,6 +135,7 @@ __global__ void __launch_bounds__(kThreads)
     rescale = expf(maximum - base);
     total = fmaf(total, rescale, expf(params.sink_logits[head] - base));
   }
+  __syncthreads();  // the last tile's factors have been read
   if (part == 0) {
     rescales[row] = total > 0 ? rescale / total : 0.0f;
     if (params.lse && row < tile.count)
