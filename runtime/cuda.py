@@ -36,6 +36,7 @@ class CudaBuffers:
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pool = cupy.cuda.MemoryPool()
+        self._pinned_pool = cupy.cuda.PinnedMemoryPool()  # own, so that only later work of this stream reuses it
 
     @property
     def stream_pointer(self) -> int:
@@ -99,7 +100,7 @@ class CudaBuffers:
         """Allocate host memory that kernels can write; its address is the same on the device."""
         size = int(np.prod(shape, dtype=np.int64))
         with self._device:
-            memory = self._cupy.cuda.alloc_pinned_memory(max(size * np.dtype(dtype).itemsize, MIN_BYTES))
+            memory = self._pinned_pool.malloc(max(size * np.dtype(dtype).itemsize, MIN_BYTES))
         return np.frombuffer(memory, dtype, size).reshape(shape)
 
     def event(self) -> Any:

@@ -97,20 +97,22 @@ class DeviceSession(Session):
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
         free, total = self._device.memory()
-        step_bytes = self._stepper.bytes + self._chooser.bytes
-        own = self.cache_bytes + self._caches.capture_bytes + step_bytes
+        parts = {
+            "weights_bytes": self._weights_bytes,
+            "cache_bytes": self.cache_bytes,
+            "capture_bytes": self._caches.capture_bytes,
+            "step_bytes": self._stepper.bytes + self._chooser.bytes,
+        }
+        own = sum(parts.values()) - self._weights_bytes
+        parts["other_session_bytes"] = max(0, self._device.pool_bytes - own)
+        parts["arena_bytes"] = self._model.arena_bytes()
         return MemoryReport(
             device=self._model.name,
-            weights_bytes=self._weights_bytes,
-            cache_bytes=self.cache_bytes,
             planned_cache_bytes=self.plan.bytes,
-            capture_bytes=self._caches.capture_bytes,
-            step_bytes=step_bytes,
-            other_session_bytes=max(0, self._device.pool_bytes - own),
-            arena_bytes=self._model.arena_bytes(),
-            used_bytes=self._model.used_bytes(),
+            used_bytes=sum(parts.values()),
             free_bytes=free,
             total_bytes=total,
+            **parts,
         )
 
     def _make_stepper(self, ort_session: Any) -> CudaStepper:

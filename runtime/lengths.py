@@ -43,6 +43,7 @@ class Lengths:
         """Go back to a logical length at or after the last eviction."""
         removed = self.logical - length
         self.advance(-removed)
+        self.captured_from = min(self.captured_from, length)
         self.discard(removed, capture_rows)
 
     def discard(self, count: int, capture_rows: int) -> None:
@@ -60,8 +61,8 @@ class Lengths:
             for head, logical in enumerate(self._logical_of(index)):
                 held = chosen[head] >= 0
                 kept[head, held] = logical[chosen[head, held]]
-            self.kept[index] = kept
             self.physical[index] = (kept >= 0).sum(axis=1, dtype=np.int32)
+            self.kept[index] = kept[:, : int(self.physical[index].max())]
         self.evicted_at = self.logical
 
     def _logical_of(self, index: int) -> list[Positions]:

@@ -10,9 +10,10 @@ from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
 from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 
-# Intermediate results of a chunk that live at once, in hidden rows per token: residual, norm, query, key and value,
-# and the MLP's two wide rows; wide rows are about four hidden ones. Fragmentation is counted in.
-ROWS_PER_TOKEN = 24
+# Intermediate results of a chunk that live at once, in rows of Hq * D elements per token: residual, norm, query, key
+# and value, the MLP's wide rows (up to seven such rows each), and what fragmentation leaves.
+ROWS_PER_TOKEN = 32
+LIBRARY_BYTES = 128 * 2**20  # kernels and workspaces that CUDA's libraries load with the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +27,9 @@ class MemoryReport:
         planned_cache_bytes: key and value caches before any eviction.
         capture_bytes: queries captured for SnapKV.
         step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
-        other_session_bytes: caches and buffers of the model's other sessions.
+        other_session_bytes: caches and buffers of the model's other sessions, and what the pool holds for later ones.
         arena_bytes: what ONNX Runtime holds besides the weights, by difference: intermediate results, libraries.
-        used_bytes: all of the above.
+        used_bytes: all of the above but what was planned.
         free_bytes: free on the device, for anyone.
         total_bytes: of the device.
     """
@@ -62,10 +63,11 @@ def capture_bytes(manifest: Manifest, rows: int) -> int:
 
 
 def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
-    """Estimate the intermediate results of one prefill step."""
+    """Estimate what the first prefill step takes on a device besides the caches."""
     hidden = manifest.num_heads * max(layer.head_size for layer in manifest.layers)
     tokens = min(plan.chunk_size, plan.max_context)
-    return tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype] + 2 * manifest.vocab_size * 4
+    rows = tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype]
+    return LIBRARY_BYTES + rows + 2 * manifest.vocab_size * ELEMENT_BYTES["float32"]
 
 
 def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, int], device: str) -> None:

@@ -11,6 +11,7 @@ from tolerances import SAME_LOGITS
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.runtime.device_loop import mark_seen, pack_rules
+from ortolan.runtime.options import POLICIES
 from ortolan.runtime.plan import STEPS_AHEAD
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
@@ -145,6 +146,20 @@ def test_decode_after_an_eviction_grows_the_caches(endless_full, open_session, d
     assert session._device.trims == 1
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_turns_under_each_policy_agree_with_the_host(endless, open_session, draw_tokens, policy):
+    """Heads and layers that keep different numbers of positions advance together on the device."""
+    options = dataclasses.replace(SNAPKV, policy=policy)
+    session, host = open_session(endless, snapkv=options), endless.session(snapkv=options)
+    session.plan = dataclasses.replace(session.plan, growth_room=10)
+    for turn, count in enumerate((100, 15, 1)):
+        expected = list(host.generate(draw_tokens(count, seed=turn), 40))
+        assert list(session.generate(draw_tokens(count, seed=turn), 40)) == expected
+        for layer, held in host._lengths.physical.items():
+            np.testing.assert_array_equal(session._lengths.physical[layer], held)
+            np.testing.assert_array_equal(session.kept_positions(layer), host.kept_positions(layer))
+
+
 @pytest.mark.parametrize("decoded", [3, 20])
 def test_a_question_after_a_generation_evicts_as_on_the_host(endless_full, open_session, draw_tokens, decoded):
     """Steps under way took rows of captured queries; those are read again."""
@@ -241,6 +256,9 @@ def test_the_report_adds_up(full_model, open_session, draw_tokens):
     assert report.cache_bytes == report.planned_cache_bytes == session.plan.bytes
     assert report.step_bytes >= 131 * 4
     assert report.device == "cuda:0"
+    assert report.used_bytes == sum(
+        (report.weights_bytes, report.cache_bytes, report.capture_bytes, report.step_bytes)
+    ) + (report.other_session_bytes + report.arena_bytes)
     assert set(report.as_dict()) >= {"weights_bytes", "arena_bytes", "used_bytes"}
 
 

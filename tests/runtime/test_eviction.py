@@ -187,7 +187,9 @@ def test_evicting_everything_to_the_same_positions_is_deterministic(full_model, 
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(("decoded", "back", "asked"), [(20, 100, 5), (20, 103, 3), (5, 101, 6), (3, 102, 20)])
+@pytest.mark.parametrize(
+    ("decoded", "back", "asked"), [(20, 100, 5), (20, 103, 3), (5, 101, 6), (3, 102, 20), (20, 100, 10), (20, 110, 9)]
+)
 def test_a_question_after_a_rewind_evicts_as_if_asked_first(full_model, draw_tokens, decoded, back, asked):
     """The captured queries of the prompt were overwritten by the answer that is taken back."""
     session, straight = full_model.session(snapkv=SNAPKV), full_model.session(snapkv=SNAPKV)
