@@ -63,6 +63,7 @@ def _add_snapkv(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--snapkv-sink", type=int, help="first tokens always kept")
     group.add_argument("--snapkv-granularity", help="kv_head, layer or model")
     group.add_argument("--snapkv-group-reduce", help="mean, max or sum")
+    group.add_argument("--snapkv-policy", help="snapkv (default), streaming, pyramidkv or adakv")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,7 +102,7 @@ def _snapkv(options: argparse.Namespace) -> Any:
     """Build the SnapKV options that were given; those not given keep their defaults."""
     import ortolan
 
-    names = ("budget", "window", "kernel", "pool", "sink", "granularity", "group_reduce")
+    names = ("budget", "window", "kernel", "pool", "sink", "granularity", "group_reduce", "policy")
     given = {name: getattr(options, f"snapkv_{name}") for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:

@@ -30,11 +30,13 @@ def test_three_ways_to_give_a_prompt_agree(model_dir, prompt_file, sample, capsy
     assert from_file == from_argument == from_input
 
 
-def test_command_says_what_the_api_says(model_dir, sample, capsys):
+@pytest.mark.parametrize("option", [{"granularity": "layer"}, {"policy": "pyramidkv"}], ids=str)
+def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
     model = ortolan.load(model_dir, device="cpu")
-    session = model.session(snapkv=ortolan.SnapKv(budget=256, granularity="layer"))
+    session = model.session(snapkv=ortolan.SnapKv(budget=256, **option))
     expected = model.tokenizer.decode(list(session.generate(model.tokenizer.encode(sample.prompt), 20)))
-    options = ["--snapkv-budget", "256", "--snapkv-granularity", "layer", "--max-new-tokens", "20"]
+    ((name, value),) = option.items()
+    options = ["--snapkv-budget", "256", f"--snapkv-{name}", value, "--max-new-tokens", "20"]
     main(["generate", str(model_dir), "--prompt", sample.prompt, *options])
     assert capsys.readouterr().out == expected + "\n"
 
