@@ -290,7 +290,7 @@ def flash_varlen(case: Case, inputs: Inputs) -> Callable[[], object]:
     lengths = [t.shape[2] for t in (query, keys)]
     starts = [torch.arange(case.sequences + 1, device="cuda", dtype=torch.int32) * n for n in lengths]
     window = (case.window - 1, 0) if case.window > 0 else (-1, 0)
-    return lambda: varlen_attn(*rows, *starts, *lengths, window_size=window, enable_gqa=True)
+    return lambda: varlen_attn(*rows, *starts, *lengths, window_size=window)
 
 
 def flex_attention(case: Case, inputs: Inputs) -> Callable[[], object]:
