@@ -1,4 +1,4 @@
-"""Kept positions are those of kvpress's SnapKVPress and AdaKVPress, on the same weights and prompt."""
+"""Kept positions are those of kvpress's SnapKV, AdaKV and ExpectedAttention, on the same weights and prompt."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import kvpress_oracle
 import numpy as np
 import pytest
 import torch
+from expected_reference import expected_scores
 from families import FAMILIES, tiny_checkpoint
 from parity import oracle
 from tolerances import SCORE_TIES
@@ -53,7 +54,7 @@ def prompted(request, tmp_path_factory):
 
 
 def kept_by_ours(model, prompt, **options) -> dict[int, list[np.ndarray]]:
-    session = model.session(snapkv=SnapKv(sink=0, **options))
+    session = model.session(snapkv=SnapKv(**{"sink": 0} | options))
     session.prefill(prompt)
     layers = [i for i, layer in enumerate(model.manifest.layers) if layer.evictable]
     assert layers
@@ -71,6 +72,29 @@ def test_kept_positions_equal_the_formula_on_transformers_attention(prompted, wi
             wanted = keep(scores, budget)
             assert kvpress_oracle.differ_by_ties(got, wanted, scores, SCORE_TIES), (policy, layer)
             assert any(row[0] < len(prompt) - budget for row in wanted), "the latest alone were kept"
+
+
+@pytest.mark.parametrize("queries", [32, 10_000])
+def test_expected_attention_keeps_what_its_formula_keeps(prompted, queries):
+    """With room for them, all queries but those of sinks are learnt from, as kvpress does."""
+    checkpoint, model, prompt = prompted
+    projected = kvpress_oracle.project(oracle(checkpoint), prompt)
+    options = {"policy": "expected", "window": 1, "queries": queries, "sink": 4}
+    ours = kept_by_ours(model, prompt, budget=80, **options)
+    first = max(len(prompt) - queries, 4)
+    for layer, got in ours.items():
+        rope, seen = model.manifest.layers[layer].rope, projected[layer]
+        scores = expected_scores(
+            seen.query[:, first:].transpose(0, 1).numpy(),
+            first,
+            seen.key.numpy(),
+            seen.value.numpy(),
+            inv_freq=np.array(model.manifest.ropes[rope][0] if rope else ()),
+            sink=4,
+            scale=seen.scale,
+        )
+        scores[:, :4] = scores[:, -1:] = scores.max() + 1
+        assert kvpress_oracle.differ_by_ties(got, kvpress_oracle.keep_snapkv(scores, 80), scores, SCORE_TIES)
 
 
 class PressCalls:
@@ -103,24 +127,46 @@ class PressCalls:
         return [np.setdiff1d(everything, positions[heads == head]) for head in range(keys.shape[1])]
 
 
-@pytest.mark.parametrize("family", [*KVPRESS_FAMILIES, "retriever"])
-def test_kept_positions_equal_kvpress_itself(family, tmp_path):
-    """Runs where kvpress is installed: it asks for older transformers than these tests do, so it is no dependency."""
-    pytest.importorskip("kvpress", reason="kvpress is not installed; the formula is restated in kvpress_oracle.py")
+@pytest.fixture
+def pressed(request, tmp_path):
+    """A model, a prompt, and kvpress's calls on it, where kvpress is installed.
+
+    It asks for older transformers than these tests do, so it is no dependency of them.
+    """
+    pytest.importorskip("kvpress", reason="kvpress is not installed; the formulas are restated in this folder")
+    checkpoint = SHIPPED if request.param == "retriever" else full_attention_checkpoint(request.param, tmp_path / "hf")
+    model = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=512, chunk_size=64), device="cpu")
+    prompt = np.random.default_rng(1).integers(3, 131, PROMPT).tolist()
+    return model, prompt, PressCalls(checkpoint, prompt)
+
+
+@pytest.mark.parametrize("pressed", [*KVPRESS_FAMILIES, "retriever"], indirect=True)
+@pytest.mark.parametrize(("window", "kernel", "budget"), CASES)
+def test_kept_positions_equal_kvpress_itself(pressed, window, kernel, budget):
     from kvpress.presses.adakv_press import AdaKVPress
     from kvpress.presses.snapkv_press import SnapKVPress
 
-    checkpoint = SHIPPED if family == "retriever" else full_attention_checkpoint(family, tmp_path / "hf")
-    model = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=512, chunk_size=64), device="cpu")
-    prompt = np.random.default_rng(1).integers(3, 131, PROMPT).tolist()
-    calls = PressCalls(checkpoint, prompt)
-    for window, kernel, budget in CASES:
-        ratio = 1 - (budget + 0.5) / PROMPT  # kvpress rounds the kept count down
-        press = SnapKVPress(compression_ratio=ratio, window_size=window, kernel_size=kernel)
-        options = {"window": window, "kernel": kernel, "budget": budget}
-        for layer, got in kept_by_ours(model, prompt, **options).items():
-            scores = calls.scores(press, layer)
-            assert kvpress_oracle.differ_by_ties(got, kvpress_oracle.keep_snapkv(scores, budget), scores, SCORE_TIES)
-        for layer, got in kept_by_ours(model, prompt, policy="adakv", **options).items():
-            wanted = calls.kept_by_adakv(AdaKVPress(press), layer)
-            assert kvpress_oracle.differ_by_ties(got, wanted, calls.scores(press, layer), SCORE_TIES)
+    model, prompt, calls = pressed
+    ratio = 1 - (budget + 0.5) / PROMPT  # kvpress rounds the kept count down
+    press = SnapKVPress(compression_ratio=ratio, window_size=window, kernel_size=kernel)
+    options = {"window": window, "kernel": kernel, "budget": budget}
+    for layer, got in kept_by_ours(model, prompt, **options).items():
+        scores = calls.scores(press, layer)
+        assert kvpress_oracle.differ_by_ties(got, kvpress_oracle.keep_snapkv(scores, budget), scores, SCORE_TIES)
+    for layer, got in kept_by_ours(model, prompt, policy="adakv", **options).items():
+        wanted = calls.kept_by_adakv(AdaKVPress(press), layer)
+        assert kvpress_oracle.differ_by_ties(got, wanted, calls.scores(press, layer), SCORE_TIES)
+
+
+# Of the others, kvpress's press asks for a rotary embedding that all layers share.
+@pytest.mark.parametrize("pressed", [name for name in KVPRESS_FAMILIES if name != "gemma3"], indirect=True)
+def test_expected_attention_equals_kvpress_itself(pressed):
+    from kvpress.presses.expected_attention_press import ExpectedAttentionPress
+
+    model, prompt, calls = pressed
+    press = ExpectedAttentionPress(compression_ratio=0.5)
+    options = {"policy": "expected", "window": 1, "queries": PROMPT, "sink": press.n_sink, "budget": 80}
+    for layer, got in kept_by_ours(model, prompt, **options).items():
+        scores = calls.scores(press, layer).copy()
+        scores[:, -1] = scores.max() + 1
+        assert kvpress_oracle.differ_by_ties(got, kvpress_oracle.keep_snapkv(scores, 80), scores, SCORE_TIES)
