@@ -62,7 +62,7 @@ class Recorder:
         self.calls: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
         self.keeps: list[dict[int, np.ndarray]] = []
 
-    def __call__(self, ort_session, caches, options, physical, logical):
+    def __call__(self, ort_session, caches, options, physical, logical, variant):
         rows = [position % options.window for position in range(logical - options.window, logical)]
         self.calls.append(
             {
@@ -73,7 +73,7 @@ class Recorder:
                 for index, length in physical.items()
             }
         )
-        self.keeps.append(self._evict(ort_session, caches, options, physical, logical))
+        self.keeps.append(self._evict(ort_session, caches, options, physical, logical, variant))
         return self.keeps[-1]
 
     def expected(self, call: int, options: SnapKv, scale: float) -> dict[int, np.ndarray]:
