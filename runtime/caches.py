@@ -48,13 +48,8 @@ class CacheBuffers:
         return int(sum(capture.nbytes for capture in self.captures.values()))
 
     def resize(self, index: int, capacity: int, held: int) -> None:
-        """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`.
-
-        Buffers that have this size stay, and with them what was captured of steps over them.
-        """
+        """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""
         old = self.layers[index]
-        if old.capacity == capacity:
-            return
         new = self._allocate(index, capacity)
         with self.buffers.scope():
             new.key[:, :, :held] = old.key[:, :, :held]

@@ -75,6 +75,10 @@ class CachePlan:
         planned = self.layers[index].capacity
         return planned if self.bound else min(_round_up(needed + self.growth_room, self.slot_tile), planned)
 
+    def shrunk_capacity(self, index: int, held: int) -> int:
+        """Return the slots that a full-attention cache gets when an eviction has left it `held` tokens."""
+        return min(_round_up(held, self.slot_tile), self.layers[index].capacity)
+
 
 def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
     """Return the slots of a ring: every chunk is appended before its queries attend."""

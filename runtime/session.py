@@ -345,7 +345,8 @@ class Session:
         self._captured_at_eviction = caches.copy_captures()
         for index, lengths in self._lengths.physical.items():
             held = int(lengths.max())
-            caches.resize(index, self._grown(index, held), held)
+            if self.cache_capacity(index) > self._grown(index, held):  # else it stays, and with it decode's graph
+                caches.resize(index, max(self.plan.shrunk_capacity(index, held), self._manifest.sink + 1), held)
         caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
