@@ -67,10 +67,11 @@ def main() -> None:
     report: dict[str, Any] = {"device": device_name(options.device), "onnxruntime": onnxruntime.__version__}
     report |= {"library": ortolan.custom_ops.library_info().version, "budget": options.budget, "shapes": {}}
     print(f"{report['device']}, onnxruntime {onnxruntime.__version__}, budget {options.budget}, {options.policy}")
+    clock = GraphClock()
     for shape in options.shapes:
         with tempfile.TemporaryDirectory() as scratch:
             model = open_model(shape, (options.work_dir or Path(scratch)) / shape, options)
-            report["shapes"][shape] = {"cost": cost(model, options), "decode": decode(model, options)}
+            report["shapes"][shape] = {"cost": cost(model, options, clock), "decode": decode(model, options)}
         print_shape(shape, report["shapes"][shape])
         del model
         gc.collect()
@@ -90,9 +91,9 @@ def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.M
     return ortolan.load(folder, device=options.device)
 
 
-def cost(model: ortolan.Model, options: argparse.Namespace) -> dict[str, float]:
+def cost(model: ortolan.Model, options: argparse.Namespace, clock: GraphClock) -> dict[str, float]:
     """Read a prompt with and without SnapKV by turns; medians in seconds, and the share that SnapKV takes."""
-    clock, snapkv = GraphClock(), ortolan.SnapKv(budget=options.budget, policy=options.policy)
+    snapkv = ortolan.SnapKv(budget=options.budget, policy=options.policy)
     plain, capturing, graph, evicting = [], [], [], []
     for turn in range(options.repeats + 1):
         prompt = draw(model, options.prompt, seed=turn)

@@ -75,9 +75,16 @@ class CachePlan:
         planned = self.layers[index].capacity
         return planned if self.bound else min(_round_up(needed + self.growth_room, self.slot_tile), planned)
 
-    def shrunk_capacity(self, index: int, held: int) -> int:
-        """Return the slots that a full-attention cache gets when an eviction has left it `held` tokens."""
-        return min(_round_up(held, self.slot_tile), self.layers[index].capacity)
+    def evicted_capacity(self, capacity: int, held: int, *, is_first: bool) -> int:
+        """Return the slots of a full-attention cache of `capacity` slots once an eviction has left `held` tokens.
+
+        A sequence's first eviction gives back all memory that it can. Later ones let a cache be that an answer and
+        a question no longer than `growth_room` have grown, and with it the steps that were captured over it.
+        """
+        largest = _round_up(held + 2 * self.growth_room, self.slot_tile)
+        if self.bound is not None or (not is_first and capacity <= largest):
+            return capacity
+        return min(_round_up(held, self.slot_tile), capacity)
 
 
 def ring_capacity(sink: int, window: int, chunk_size: int) -> int:

@@ -317,11 +317,8 @@ class Session:
         for index, lengths in self._lengths.physical.items():
             held = int(lengths.max())
             if held + count > self.cache_capacity(index):
-                self._caches.resize(index, self._grown(index, held + count), held)
-
-    def _grown(self, index: int, needed: int) -> int:
-        """Return the slots that a full-attention cache of `needed` tokens gets."""
-        return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
+                slots = self.plan.grown_capacity(index, held + count)
+                self._caches.resize(index, max(slots, self._manifest.sink + 1), held)
 
     def _is_due(self, count: int) -> bool:
         """Say whether `count` more tokens make a full-attention cache pass the budget."""
@@ -332,7 +329,7 @@ class Session:
         if self._snapkv is None or not self._is_due(0):
             return
         start = time.perf_counter()
-        physical, caches = self._lengths.physical, self._caches
+        physical, caches, is_first = self._lengths.physical, self._caches, self._lengths.evicted_at == 0
         try:
             keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length, self._variant)
             self._lengths.record_eviction(keep)
@@ -342,12 +339,14 @@ class Session:
         except BaseException:  # an interrupt leaves rows moved, and no record of which
             self.rewind(0)
             raise
-        self._captured_at_eviction = caches.copy_captures()
+        self._captured_at_eviction, generation = caches.copy_captures(), caches.generation
         for index, lengths in self._lengths.physical.items():
-            held = int(lengths.max())
-            if self.cache_capacity(index) > self._grown(index, held):  # else it stays, and with it decode's graph
-                caches.resize(index, max(self.plan.shrunk_capacity(index, held), self._manifest.sink + 1), held)
-        caches.buffers.trim()
+            held, capacity = int(lengths.max()), self.cache_capacity(index)
+            slots = self.plan.evicted_capacity(capacity, held, is_first=is_first)
+            if slots < capacity:
+                caches.resize(index, max(slots, self._manifest.sink + 1), held)
+        if caches.generation != generation:
+            caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
 
