@@ -49,6 +49,8 @@ class CachePlan:
         layers: the cache of each layer.
         slot_tile: capacities of full-attention caches that shrink and grow are multiples of it.
         growth_room: slots beyond what is needed now that such a cache gets.
+        bound: most tokens that a full-attention cache ever holds, as evictions make room for every chunk, in caches
+            that keep their planned size; None: they hold what was read, and are resized.
     """
 
     max_context: int
@@ -56,6 +58,7 @@ class CachePlan:
     layers: tuple[LayerPlan, ...]
     slot_tile: int = RING_TILE
     growth_room: int = 256
+    bound: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -69,7 +72,19 @@ class CachePlan:
 
     def grown_capacity(self, index: int, needed: int) -> int:
         """Return the slots of a full-attention cache that must hold `needed` tokens and will go on growing."""
-        return min(_round_up(needed + self.growth_room, self.slot_tile), self.layers[index].capacity)
+        planned = self.layers[index].capacity
+        return planned if self.bound else min(_round_up(needed + self.growth_room, self.slot_tile), planned)
+
+    def evicted_capacity(self, capacity: int, held: int, *, is_first: bool) -> int:
+        """Return the slots of a full-attention cache of `capacity` slots once an eviction has left `held` tokens.
+
+        A sequence's first eviction gives back all memory that it can. Later ones let a cache be that an answer and
+        a question no longer than `growth_room` have grown, and with it the steps that were captured over it.
+        """
+        largest = _round_up(held + 2 * self.growth_room, self.slot_tile)
+        if self.bound is not None or (not is_first and capacity <= largest):
+            return capacity
+        return min(_round_up(held, self.slot_tile), capacity)
 
 
 def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
@@ -78,7 +93,12 @@ def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
 
 
 def plan_caches(
-    manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None, *, cuda: bool = False
+    manifest: Manifest,
+    max_context: int | None = None,
+    chunk_size: int | None = None,
+    *,
+    cuda: bool = False,
+    budget: int | None = None,
 ) -> CachePlan:
     """Plan the caches of one sequence.
 
@@ -87,6 +107,8 @@ def plan_caches(
         max_context: longest sequence, tokens; None takes the manifest's.
         chunk_size: most tokens of one prefill step; None takes the manifest's.
         cuda: round capacities up to whole tiles of the CUDA kernels.
+        budget: tokens that evictions during prefill leave in each full-attention cache, which then has room for
+            these and a chunk; None has room for the whole context.
 
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
@@ -101,6 +123,7 @@ def plan_caches(
             f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
             "export it again with a larger max_context"
         )
+    bound = None if budget is None else min(context, budget + chunk)
     layers = []
     for layer in manifest.layers:
         slot_bytes = 2 * layer.num_kv_heads * layer.head_size * ELEMENT_BYTES[manifest.dtype]
@@ -108,25 +131,33 @@ def plan_caches(
             LayerPlan(
                 kind="ring" if layer.window > 0 else "full",
                 window=layer.window,
-                capacity=_capacity(manifest.sink, layer.window, context, chunk, cuda),
+                capacity=_ring_slots(manifest.sink, layer.window, context, chunk, cuda)
+                if layer.window > 0
+                else _full_slots(manifest.sink, bound or context, cuda),
                 slot_bytes=slot_bytes,
                 full_length_bytes=context * slot_bytes,
             )
         )
-    if not cuda:
-        return CachePlan(max_context=context, chunk_size=chunk, layers=tuple(layers), growth_room=min(chunk, 256))
     return CachePlan(
-        max_context=context, chunk_size=chunk, layers=tuple(layers), slot_tile=CUDA_TILE, growth_room=CUDA_GROWTH_ROOM
+        max_context=context,
+        chunk_size=chunk,
+        layers=tuple(layers),
+        slot_tile=CUDA_TILE if cuda else RING_TILE,
+        growth_room=CUDA_GROWTH_ROOM if cuda else min(chunk, 256),
+        bound=bound,
     )
 
 
-def _capacity(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
-    """Return the slots of a cache: at most the context's, where a ring would be longer."""
-    if window > 0:
-        largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
-        capacity = max(min(ring_capacity(sink, window, largest_step), context), sink + window)
-    else:
-        capacity = max(context, sink + 1)
+def _ring_slots(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
+    """Return the slots of a ring: at most the context's."""
+    largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
+    capacity = max(min(ring_capacity(sink, window, largest_step), context), sink + window)
+    return _round_up(capacity, CUDA_TILE) if cuda else capacity
+
+
+def _full_slots(sink: int, needed: int, cuda: bool) -> int:
+    """Return the slots of a cache that never wraps."""
+    capacity = max(needed, sink + 1)
     return _round_up(capacity, CUDA_TILE) if cuda else capacity
 
 

@@ -20,6 +20,7 @@ from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
 from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.stats import Stats
+from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stepper import Logits, Stepper
 
 
@@ -47,7 +48,7 @@ class Session:
         self._snapkv = snapkv
         self._evict_session = evict_session
         self._weights_bytes = weights_bytes
-        self._capture_rows = snapkv.window if snapkv else 0
+        self._capture_rows = snapkv.captured_queries if snapkv else 0
         self._caches = CacheBuffers(manifest, plan, self._capture_rows, buffers or HostBuffers())
         self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
@@ -94,7 +95,8 @@ class Session:
 
         Args:
             token_ids: [T], at least one.
-            progress: called with the number of tokens of each chunk that was read.
+            progress: called with the number of tokens of each chunk that was read. What it raises ends the reading
+                after that chunk; `logical_length` says where, and the rest can be read by another call.
 
         Returns:
             Logits [V] float32 of the last token, those before any eviction.
@@ -185,10 +187,12 @@ class Session:
         """Do what `prefill` says; the logits stay where the steps left them."""
         tokens = self._checked(token_ids)
         self._settle()
-        self._prepare_capture(len(tokens))
-        start = time.perf_counter()
+        first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)
+        self._free_room(first)
+        self._prepare_capture(first)
+        start, evicting = time.perf_counter(), self.stats.eviction_seconds
         logits = self._feed(tokens, progress)
-        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.prefill_seconds += time.perf_counter() - start - (self.stats.eviction_seconds - evicting)
         self.stats.prefill_tokens += len(tokens)
         self._evict_if_due()
         return logits
@@ -221,19 +225,7 @@ class Session:
 
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Check ids, and return those to feed."""
-        try:
-            given = np.asarray(token_ids)
-        except ValueError as error:
-            raise ConfigError(f"token_ids are no list of integers: {error}") from error
-        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-            raise ConfigError(
-                f"token_ids has shape {list(given.shape)} and type {given.dtype}; "
-                "expected at least one integer in one dimension"
-            )
-        vocabulary = self._manifest.vocab_size
-        if given.min() < 0 or given.max() >= vocabulary:
-            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
-        return self._with_pending(given.astype(np.int64))
+        return self._with_pending(check_token_ids(token_ids, self._manifest.vocab_size))
 
     def _with_pending(self, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Put the token that `generate` left before the given ones, and check that there is room."""
@@ -253,14 +245,36 @@ class Session:
         variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
         if variant != self._variant:
             tokens = self._restart(tokens, variant)
-        self._make_room(len(tokens))
 
         def note(count: int) -> None:
             self._pending.clear()
             if progress:
                 progress(count)
 
+        if self.plan.bound is not None:
+            return self._read_bounded(tokens, note)
+        self._make_room(len(tokens))
         return self._read(tokens, note)
+
+    def _read_bounded(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
+        """Read tokens as `_read` does, and evict between chunks, so that caches of a planned size hold them."""
+        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+            if begin:
+                self._evict_if_due()
+            self._free_room(end - begin)
+            logits = self._read(tokens[begin:end], note)
+        return logits
+
+    def _free_room(self, count: int) -> None:
+        """Evict where a bounded cache has no room for `count` more tokens."""
+        if self.plan.bound is not None and min(self._rooms()) < count:
+            self._prepare_capture(0)
+            self._evict_if_due()
+
+    def _rooms(self) -> list[int]:
+        """Return how many more tokens each full-attention cache takes as it is."""
+        limit, held = self.plan.bound or self.plan.max_context, self._lengths.physical
+        return [min(self.cache_capacity(i), limit) - int(held[i].max()) for i in held]
 
     def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
         """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
@@ -303,11 +317,8 @@ class Session:
         for index, lengths in self._lengths.physical.items():
             held = int(lengths.max())
             if held + count > self.cache_capacity(index):
-                self._caches.resize(index, self._grown(index, held + count), held)
-
-    def _grown(self, index: int, needed: int) -> int:
-        """Return the slots that a full-attention cache of `needed` tokens gets."""
-        return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
+                slots = self.plan.grown_capacity(index, held + count)
+                self._caches.resize(index, max(slots, self._manifest.sink + 1), held)
 
     def _is_due(self, count: int) -> bool:
         """Say whether `count` more tokens make a full-attention cache pass the budget."""
@@ -318,18 +329,24 @@ class Session:
         if self._snapkv is None or not self._is_due(0):
             return
         start = time.perf_counter()
-        physical, caches = self._lengths.physical, self._caches
+        physical, caches, is_first = self._lengths.physical, self._caches, self._lengths.evicted_at == 0
         try:
-            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length)
+            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length, self._variant)
+            self._lengths.record_eviction(keep)
         except OrtolanError as error:
             self.rewind(0)
             raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
-        self._lengths.record_eviction(keep)
-        self._captured_at_eviction = caches.copy_captures()
+        except BaseException:  # an interrupt leaves rows moved, and no record of which
+            self.rewind(0)
+            raise
+        self._captured_at_eviction, generation = caches.copy_captures(), caches.generation
         for index, lengths in self._lengths.physical.items():
-            held = int(lengths.max())
-            caches.resize(index, self._grown(index, held), held)
-        caches.buffers.trim()
+            held, capacity = int(lengths.max()), self.cache_capacity(index)
+            slots = self.plan.evicted_capacity(capacity, held, is_first=is_first)
+            if slots < capacity:
+                caches.resize(index, max(slots, self._manifest.sink + 1), held)
+        if caches.generation != generation:
+            caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
 
