@@ -32,6 +32,12 @@ class Buffers(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything; `dtype` is a manifest's. Raises CapacityError."""
 
+    def write(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Overwrite an array with a host array of its shape and type, which may be changed at once."""
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return an array's contents on the host, once all work before is done; a view where it lives there."""
+
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array, which must outlive the binding's runs, as an input."""
 
@@ -59,6 +65,15 @@ class HostBuffers:
         except MemoryError as error:
             size = int(np.prod(shape, dtype=np.int64)) * NUMPY_TYPES[dtype].itemsize
             raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error
+
+    def write(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Overwrite an array."""
+        target[:] = source
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        result: npt.NDArray[Any] = array
+        return result
 
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input."""
