@@ -63,7 +63,8 @@ class Lengths:
         for index, layer in enumerate(plan.layers):
             if layer.kind != "ring":
                 continue
-            if length < self.rings_from or not ring_keeps(length, self.highest, layer, self._sink):
+            left_out = self._sink < length < self.rings_from
+            if left_out or not ring_keeps(length, self.highest, layer, self._sink):
                 return index
         return None
 

@@ -161,7 +161,7 @@ def slot_runs(begin: int, end: int, capacity: int, sink: int) -> Iterator[tuple[
     """
     while begin < end:
         slot = begin if begin < sink else sink + (begin - sink) % (capacity - sink)
-        count = min(end - begin, (sink if begin < sink else capacity) - slot)
+        count = min(end - begin, capacity - slot)
         yield slot, count
         begin += count
 

@@ -18,6 +18,7 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -80,7 +81,8 @@ def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequ
     except OSError as error:
         raise StorageError(f"the session cannot be saved to {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _write_content(file: BinaryIO, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -101,8 +103,12 @@ def _write_content(file: BinaryIO, description: Mapping[str, Any], tensors: Sequ
 
 
 def _header(description: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
-    """Return the JSON header, padded so that the data behind it is aligned."""
-    metadata = {"format": FORMAT, "version": str(VERSION), "session": json.dumps(description)}
+    """Return the JSON header, padded so that the data behind it is aligned; NumPy's scalars become Python's."""
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "session": json.dumps(description, default=methodcaller("item")),
+    }
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for tensor in [*tensors, _CHECKSUM_TENSOR]:
