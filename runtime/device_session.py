@@ -167,21 +167,30 @@ class DeviceSession(Session):
         chunks = list(split_chunks(len(tokens), self.plan.chunk_size))
         enqueue = self._prepare(tokens, chunks)
         reading: deque[Chunk] = deque()
-        for number, (begin, end) in enumerate(chunks):
-            if len(reading) > CHUNKS_AHEAD:
+        try:
+            for number, (begin, end) in enumerate(chunks):
+                if len(reading) > CHUNKS_AHEAD:
+                    self._confirm(reading, note)
+                chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
+                reading.append(chunk)
+                if not self._enqueue(chunk, number, enqueue):
+                    break
+            while reading:
                 self._confirm(reading, note)
-            chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
-            reading.append(chunk)
-            try:
-                enqueue(number)
-                self._chooser.check(chunk.slot.produced)
-                self._device.record(chunk.slot.end)
-            except OrtolanError as error:
-                chunk.failure = error
-                break
-        while reading:
-            self._confirm(reading, note)
+        finally:
+            if reading:  # `note` raised
+                self._lengths.discard(sum(len(chunk.tokens) for chunk in reading), self._capture_rows)
         return self._stepper.logits
+
+    def _enqueue(self, chunk: Chunk, number: int, enqueue: Callable[[int], None]) -> bool:
+        """Enqueue a chunk and the check of its logits; says whether it could be."""
+        try:
+            enqueue(number)
+            self._chooser.check(chunk.slot.produced)
+            self._device.record(chunk.slot.end)
+        except OrtolanError as error:
+            chunk.failure = error
+        return chunk.failure is None
 
     def _prepare(self, tokens: npt.NDArray[np.int64], chunks: list[tuple[int, int]]) -> Callable[[int], None]:
         """Bring inputs to the device; returns what enqueues a chunk. One token is a decode step."""

@@ -138,6 +138,7 @@ class Session(GeneratingSession):
         Raises:
             ConfigError: no file can have that name, or the session is reading a prompt.
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
+            ContractMismatchError: the model's files, which tell what model it is, are gone.
         """
         if self._identify is None or self._is_reading:
             raise ConfigError("a session can be saved between calls only, and where Model.session made it")

@@ -96,24 +96,21 @@ def _describe(state: SessionState, identity: Fingerprint, firsts: list[int]) -> 
 
 
 def _first_kept(state: SessionState, layer: LayerPlan, sink: int, rewind_tokens: int) -> int:
-    """Return the first position past the sinks that is saved of a ring.
+    """Return the first position past the sinks that is saved of a ring: its window's, or one before for a rewind."""
+    lengths, window_before = state.lengths, layer.window - 1
+    wanted = lengths.logical - _tokens_to_read_again(state) - rewind_tokens - window_before
+    written_over = lengths.highest - (layer.capacity - sink)
+    left_out = lengths.rings_from - window_before  # where the session was restored itself
+    return min(max(sink, wanted, written_over, left_out), lengths.logical)
 
-    Its window is; so is what reading tokens again for the next eviction, or a rewind, looks back on.
-    """
+
+def _tokens_to_read_again(state: SessionState) -> int:
+    """Return how many of the last tokens the next eviction may need to read again, for their queries."""
     lengths = state.lengths
     oldest_query = max(0, lengths.logical + 1 - state.capture_rows)
-    again = 0
-    if state.capture_rows and lengths.captured_from > oldest_query:
-        again = lengths.logical - max(oldest_query, lengths.evicted_at)
-    wanted = lengths.logical - (layer.window - 1) - max(again, 0) - rewind_tokens
-    overwritten = lengths.highest - (layer.capacity - sink)
-    beyond_sinks = min(max(sink, wanted, overwritten, _first_held(lengths, layer)), lengths.logical)
-    return max(beyond_sinks, min(sink, lengths.logical))
-
-
-def _first_held(lengths: Lengths, layer: LayerPlan) -> int:
-    """Return the first position that a ring holds where it was restored itself."""
-    return lengths.rings_from - (layer.window - 1)
+    if not state.capture_rows or lengths.captured_from <= oldest_query:
+        return 0
+    return lengths.logical - max(oldest_query, lengths.evicted_at)
 
 
 def ring_runs(first: int, length: int, capacity: int, sink: int) -> SlotRuns:
