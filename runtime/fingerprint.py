@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import MODEL_FILE, Manifest
@@ -24,8 +26,8 @@ def take_fingerprint(folder: Path, manifest: Manifest) -> Fingerprint:
     """Identify the model of a folder.
 
     Covers the manifest's description of the model, all of model.onnx, and the weight files: all of each where it has
-    at most 64 MiB; of a larger one its size, the first 4 KiB of every MiB, and the last 4 KiB. Weights that differ
-    only between these samples pass for the same.
+    at most 64 MiB; of a larger one its size, the first 4 KiB of every tensor and of every MiB, and the last 4 KiB.
+    Weights that differ only between these samples pass for the same.
 
     Raises:
         ContractMismatchError: a file of the folder cannot be read.
@@ -33,7 +35,11 @@ def take_fingerprint(folder: Path, manifest: Manifest) -> Fingerprint:
     described = dataclasses.asdict(manifest)
     result: Fingerprint = {name: _as_json(described[name]) for name in NAMED_FIELDS}
     weights = sorted(name for name in manifest.files if name.endswith(WEIGHT_SUFFIXES))
-    return result | {"graph": _digest(folder, [MODEL_FILE]), "weights": _digest(folder, weights)}
+    try:
+        graph = _digest(folder, [MODEL_FILE], {})
+        return result | {"graph": graph, "weights": _digest(folder, weights, _tensor_offsets(folder / MODEL_FILE))}
+    except OSError as error:
+        raise ContractMismatchError(f"{folder} cannot be read any more: {error.strerror}") from error
 
 
 def difference(saved: Fingerprint, model: Fingerprint) -> str | None:
@@ -63,25 +69,30 @@ def _as_json(value: Any) -> Any:
     return [_as_json(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-def _digest(folder: Path, names: list[str]) -> str:
-    """Hash the names, sizes and (samples of) contents of files."""
+def _digest(folder: Path, names: list[str], offsets: Mapping[str, list[int]]) -> str:
+    """Hash the names, sizes and contents of files; of large ones samples, at `offsets` and elsewhere."""
     result = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in names:
-        try:
-            with open(folder / name, "rb") as file:
-                size = file.seek(0, 2)
-                result.update(f"{name}\0{size}\0".encode())
-                _add_content(result, file, size)
-        except OSError as error:
-            raise ContractMismatchError(f"{folder / name} cannot be read: {error.strerror}") from error
+        with open(folder / name, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            result.update(f"{name}\0{size}\0".encode())
+            if size <= WHOLE_BYTES:
+                file.seek(0)
+                result.update(file.read())
+                continue
+            for begin in sorted({*range(0, size, STRIDE_BYTES), size - SAMPLE_BYTES, *offsets.get(name, [])}):
+                file.seek(begin)
+                result.update(file.read(SAMPLE_BYTES))
     return result.hexdigest()
 
 
-def _add_content(digest: Any, file: BinaryIO, size: int) -> None:
-    whole = size <= WHOLE_BYTES
-    for begin in range(0, size, STRIDE_BYTES):
-        file.seek(begin)
-        digest.update(file.read(STRIDE_BYTES if whole else SAMPLE_BYTES))
-    if not whole:
-        file.seek(size - SAMPLE_BYTES)
-        digest.update(file.read(SAMPLE_BYTES))
+def _tensor_offsets(path: Path) -> dict[str, list[int]]:
+    """Return where the tensors of a graph begin in each file of external data."""
+    import onnx
+
+    result: dict[str, list[int]] = {}
+    for tensor in onnx.load_model(path, load_external_data=False).graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        if place:
+            result.setdefault(place["location"], []).append(int(place.get("offset", 0)))
+    return result

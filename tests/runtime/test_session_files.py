@@ -11,6 +11,7 @@ import shutil
 import struct
 
 import numpy as np
+import onnx
 import pytest
 import safetensors
 from families import tiny_checkpoint
@@ -182,20 +183,45 @@ def test_the_same_export_elsewhere_is_the_same_model(mixed_model, path, tmp_path
     np.testing.assert_array_equal(restored.prefill(draw_tokens(9)), session.prefill(draw_tokens(9)))
 
 
-@pytest.mark.parametrize("position", [0, 8192 + 100, 3 * 4096 - 1])
-def test_large_weight_files_are_sampled(full_folder, tmp_path, monkeypatch, position):
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 10_000)
+@pytest.fixture
+def sampled(full_folder, tmp_path, monkeypatch):
+    """A copy of a model whose weight file counts as large; returns its folder and its manifest."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 100_000)
     monkeypatch.setattr(fingerprint, "STRIDE_BYTES", 8192)
+    monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 64)
     folder = shutil.copytree(full_folder, tmp_path / "model")
-    model = ortolan.load(folder, device="cpu")
-    before = fingerprint.take_fingerprint(folder, model.manifest)
-    weights = bytearray((folder / "model.onnx.data").read_bytes())
-    for place in (position, len(weights) - 1):
-        changed = weights.copy()
-        changed[place] ^= 1
-        (folder / "model.onnx.data").write_bytes(changed)
-        after = fingerprint.take_fingerprint(folder, model.manifest)
+    return folder, ortolan.load(folder, device="cpu").manifest
+
+
+def tensor_offsets(folder) -> list[int]:
+    tensors = onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer
+    places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
+    return [int(place["offset"]) for place in places if "offset" in place]
+
+
+def test_large_weight_files_are_sampled_in_every_tensor(sampled):
+    folder, manifest = sampled
+    path = folder / "model.onnx.data"
+    before, weights = fingerprint.take_fingerprint(folder, manifest), path.read_bytes()
+    offsets = tensor_offsets(folder)
+    assert len(offsets) > 4 * 7
+    assert any(offset % 8192 for offset in offsets)
+    for position in (*offsets, 3 * 8192 + 63, len(weights) - 1):
+        changed = bytearray(weights)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        after = fingerprint.take_fingerprint(folder, manifest)
         assert fingerprint.difference(before, after) == "its weights are others than this model's"
+    path.write_bytes(weights)
+    assert fingerprint.difference(before, fingerprint.take_fingerprint(folder, manifest)) is None
+
+
+def test_a_model_whose_files_are_gone_is_named(full_folder, tmp_path):
+    folder = shutil.copytree(full_folder, tmp_path / "model")
+    session = ortolan.load(folder, device="cpu").session()
+    shutil.rmtree(folder)
+    with pytest.raises(ContractMismatchError, match="model cannot be read any more"):
+        session.save(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
