@@ -25,10 +25,7 @@ class LayerCache:
 
 
 class CacheBuffers:
-    """All caches of one sequence; `generation` rises whenever a buffer is replaced.
-
-    `capacities` are the slots that each layer starts with, where they differ from the plan's.
-    """
+    """All caches of one sequence; `generation` rises whenever a buffer is replaced."""
 
     def __init__(
         self,
@@ -41,6 +38,7 @@ class CacheBuffers:
         self._manifest = manifest
         self.buffers = buffers
         self.generation = 0
+        # What is restored starts with the slots that it needs, not with the plan's.
         slots = capacities or [layer.capacity for layer in plan.layers]
         self.layers = [self._allocate(index, capacity) for index, capacity in enumerate(slots)]
         self.captures = {
@@ -69,15 +67,6 @@ class CacheBuffers:
         self.layers[index] = new
         self.generation += 1
 
-    def blocks(self, index: int, head: int, begin: int, count: int) -> Iterator[tuple[Array, Array]]:
-        """Yield the keys and values of slots begin .. begin + count of one kv head, in contiguous blocks [n, D]."""
-        layer = self.layers[index]
-        with self.buffers.scope():
-            rows = slice(begin, begin + count)
-            block = layer.key[0, head, rows], layer.value[0, head, rows]
-        if count:
-            yield block
-
     def copy_captures(self) -> dict[int, Array]:
         """Copy the captured queries of all layers."""
         with self.buffers.scope():
@@ -96,6 +85,15 @@ class CacheBuffers:
             buffers[contract.key_cache(index)] = layer.key
             buffers[contract.value_cache(index)] = layer.value
         return buffers | {contract.capture(index): capture for index, capture in self.captures.items()}
+
+    def blocks(self, index: int, head: int, begin: int, count: int) -> Iterator[tuple[Array, Array]]:
+        """Yield the keys and values of slots begin .. begin + count of one kv head, in contiguous blocks [n, D]."""
+        layer = self.layers[index]
+        with self.buffers.scope():
+            rows = slice(begin, begin + count)
+            block = layer.key[0, head, rows], layer.value[0, head, rows]
+        if count:
+            yield block
 
     def _allocate(self, index: int, capacity: int) -> LayerCache:
         layer = self._manifest.layers[index]

@@ -22,6 +22,7 @@ from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_stepper import CudaStepper
 from ortolan.runtime.device_loop import TokenChooser
 from ortolan.runtime.fingerprint import Fingerprint
+from ortolan.runtime.generating import NO_TOKENS
 from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import STEPS_AHEAD, CachePlan, split_chunks
@@ -29,7 +30,6 @@ from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session import Session
 from ortolan.runtime.session_state import SessionState
 from ortolan.runtime.stepper import Logits
-from ortolan.runtime.token_ids import NO_TOKENS
 
 CHUNKS_AHEAD = 2  # chunks enqueued before the first of them is waited for
 BAD = -1  # in place of a token: the logits are no numbers
@@ -173,24 +173,19 @@ class DeviceSession(Session):
                     self._confirm(reading, note)
                 chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
                 reading.append(chunk)
-                if not self._enqueue(chunk, number, enqueue):
+                try:
+                    enqueue(number)
+                    self._chooser.check(chunk.slot.produced)
+                    self._device.record(chunk.slot.end)
+                except OrtolanError as error:
+                    chunk.failure = error
                     break
             while reading:
                 self._confirm(reading, note)
-        finally:
-            if reading:  # `note` raised
-                self._lengths.discard(sum(len(chunk.tokens) for chunk in reading), self._capture_rows)
+        except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written
+            self._lengths.discard(sum(len(chunk.tokens) for chunk in reading), self._capture_rows)
+            raise
         return self._stepper.logits
-
-    def _enqueue(self, chunk: Chunk, number: int, enqueue: Callable[[int], None]) -> bool:
-        """Enqueue a chunk and the check of its logits; says whether it could be."""
-        try:
-            enqueue(number)
-            self._chooser.check(chunk.slot.produced)
-            self._device.record(chunk.slot.end)
-        except OrtolanError as error:
-            chunk.failure = error
-        return chunk.failure is None
 
     def _prepare(self, tokens: npt.NDArray[np.int64], chunks: list[tuple[int, int]]) -> Callable[[int], None]:
         """Bring inputs to the device; returns what enqueues a chunk. One token is a decode step."""
@@ -214,18 +209,13 @@ class DeviceSession(Session):
         self.stats.graph_capture_seconds += time.perf_counter() - start
 
     def _confirm(self, reading: deque[Chunk], note: Callable[[int], object]) -> None:
-        """Wait for the first chunk under way and count it as read; where it failed, all are only written."""
-        chunk, lengths = reading[0], self._lengths
-        try:
-            if chunk.failure:
-                raise chunk.failure
-            self._device.wait(chunk.slot.end)
-            if chunk.slot.produced[0] == BAD:
-                raise self._numeric_error(len(chunk.tokens))
-        except OrtolanError:
-            lengths.discard(sum(len(other.tokens) for other in reading), self._capture_rows)
-            reading.clear()
-            raise
+        """Wait for the first chunk under way and count it as read."""
+        chunk = reading[0]
+        if chunk.failure:
+            raise chunk.failure
+        self._device.wait(chunk.slot.end)
+        if chunk.slot.produced[0] == BAD:
+            raise self._numeric_error(len(chunk.tokens))
         reading.popleft()
         self._count(chunk.tokens)
         note(len(chunk.tokens))

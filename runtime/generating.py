@@ -15,7 +15,8 @@ from ortolan.manifest import Manifest
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.plan import CachePlan
 from ortolan.runtime.sampler import Generation, Sampler
-from ortolan.runtime.token_ids import NO_TOKENS
+
+NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
 
 class GeneratingSession(abc.ABC):

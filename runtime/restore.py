@@ -74,7 +74,7 @@ class SavedSession:
             sink: S.
 
         Raises:
-            ConfigError: the plan's context is shorter than what was read.
+            ConfigError: the plan's context is shorter than what was read, or a cache too small for what it held.
         """
         if plan.max_context < self.logical_length:
             raise ConfigError(
@@ -91,6 +91,11 @@ class SavedSession:
                 result.append(int(saved["capacity"]))
             else:
                 result.append(plan.grown_capacity(index, max(self._held(index), sink + 1)))
+            if layer.kind == "full" and self._held(index) > result[-1]:
+                raise ConfigError(
+                    f"layer {index} holds {self._held(index)} tokens in {self._path}, and {result[-1]} in the session "
+                    "that was asked for; restore it with the chunk_size that it was saved with"
+                )
         return result
 
     def load(self, state: SessionState, manifest: Manifest) -> SessionState:

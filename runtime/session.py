@@ -26,8 +26,8 @@ from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session_state import SessionState, save_state
 from ortolan.runtime.stats import Stats
+from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stepper import Logits, Stepper
-from ortolan.runtime.token_ids import check_token_ids
 
 
 class Session(GeneratingSession):
@@ -66,7 +66,7 @@ class Session(GeneratingSession):
         self._variant = 0
         self._captured_at_eviction: dict[int, Array] = {}
         self._generation: Generation | None = None  # the last one, until the session is used otherwise
-        self._is_reading = False
+        self._is_reading = False  # while a prompt's `progress` is called
 
     @property
     def logical_length(self) -> int:
@@ -189,6 +189,7 @@ class Session(GeneratingSession):
         return SessionState(
             plan=self.plan,
             snapkv=self._snapkv,
+            capture_rows=self._capture_rows,
             caches=self._caches,
             capacities=[self.cache_capacity(index) for index in range(len(self.plan.layers))],
             lengths=copy.deepcopy(self._lengths),
@@ -259,13 +260,13 @@ class Session(GeneratingSession):
         def note(count: int) -> None:
             self._pending.clear()
             if progress:
-                progress(count)
+                self._is_reading = True
+                try:
+                    progress(count)
+                finally:
+                    self._is_reading = False
 
-        self._is_reading = True
-        try:
-            return self._read(tokens, note)
-        finally:
-            self._is_reading = False
+        return self._read(tokens, note)
 
     def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
         """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""

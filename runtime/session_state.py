@@ -33,6 +33,7 @@ class SessionState:
 
     plan: CachePlan
     snapkv: SnapKv | None
+    capture_rows: int
     caches: CacheBuffers
     capacities: list[int]
     lengths: Lengths
@@ -42,11 +43,6 @@ class SessionState:
     generation: Generation | None
     finish_reason: str | None
     captured_at_eviction: dict[int, Array]
-
-    @property
-    def capture_rows(self) -> int:
-        """Rows of the captured queries."""
-        return self.snapkv.window if self.snapkv else 0
 
 
 def save_state(path: Path, state: SessionState, manifest: Manifest, identity: Fingerprint, rewind_tokens: int) -> None:

@@ -20,6 +20,7 @@ import ortolan
 from ortolan import SnapKv
 from ortolan.errors import ConfigError, ContractMismatchError, OrtolanError, SessionFileError, StorageError
 from ortolan.runtime import fingerprint, session_file
+from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.session_file import CHECKSUM_BYTES, SessionFile, Tensor, write_session_file
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
@@ -232,6 +233,13 @@ def test_a_model_whose_files_are_gone_is_named(full_folder, tmp_path):
 def test_plans_that_do_not_hold_the_session_are_refused(mixed_model, path, changes, named):
     with pytest.raises(ConfigError, match=named):
         mixed_model.restore(path, **changes)
+
+
+def test_caches_that_do_not_hold_the_session_are_refused(mixed_model, path):
+    plan = mixed_model.plan()
+    small = plan.with_capacities([layer.capacity if layer.kind == "ring" else 39 for layer in plan.layers])
+    with SavedSession(path) as saved, pytest.raises(ConfigError, match="layer 1 holds 40 tokens"):
+        saved.capacities(small, sink=2)
 
 
 class FullDisk:
