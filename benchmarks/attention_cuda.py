@@ -206,7 +206,8 @@ def check(case: Case, inputs: Inputs) -> float:
     output = torch.full_like(inputs.tensors["query"], math.nan)
     attributes = {"window": case.window, "capacity": case.slots}
     node = emitters.swa_attention(**{k: k for k in inputs.tensors}, outputs=("output",), name="attend", **attributes)
-    DeviceSession([node], inputs.tensors, {"output": output})()
+    session = DeviceSession([node], inputs.tensors, {"output": output})
+    session()
     torch.cuda.synchronize()
     if output.isnan().any():
         raise SystemExit(f"{case.title}: the output has NaN or unwritten elements")

@@ -32,6 +32,9 @@ class Buffers(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything; `dtype` is a manifest's. Raises CapacityError."""
 
+    def write(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Overwrite an array with a host array of its shape and type, which may be changed at once."""
+
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array, which must outlive the binding's runs, as an input."""
 
@@ -40,6 +43,9 @@ class Buffers(Protocol):
 
     def rare_run_options(self) -> Any:
         """Return run options for a graph that runs rarely, and should hold no memory in between; None: the usual."""
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return an array's contents on the host, once all work before is done; a view where it lives there."""
 
     def trim(self) -> None:
         """Give memory that no array uses back to the system."""
@@ -60,6 +66,10 @@ class HostBuffers:
             size = int(np.prod(shape, dtype=np.int64)) * NUMPY_TYPES[dtype].itemsize
             raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error
 
+    def write(self, target: Array, source: npt.NDArray[Any]) -> None:
+        """Overwrite an array."""
+        target[:] = source
+
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input."""
         binding.bind_ortvalue_input(name, wrap(array))
@@ -73,6 +83,11 @@ class HostBuffers:
     def rare_run_options(self) -> Any:
         """Return None: the usual run options."""
         return None
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        result: npt.NDArray[Any] = array
+        return result
 
     def trim(self) -> None:
         """Do nothing: NumPy frees arrays at once."""
