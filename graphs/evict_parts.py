@@ -147,6 +147,18 @@ class EvictParts:
         shape = self.graph.node(f"{path}/Shape", "Shape", [score])
         return self.graph.node(f"{path}/slots", "Gather", [shape, self.graph.constant("index/slots", [2], np.int64)])
 
+    def cache_slots(self, i: int) -> Tensor:
+        """Return C of a layer's cache, as int64 [1]: the slots of a sequence, not of a pool."""
+        path, graph = f"layers.{i}/evict", self.graph
+        source, axis = (self._tables[i], 1) if i in self._tables else (self.layers[i].key, 2)
+        shape = graph.node(f"{path}/Shape", "Shape", [source])
+        index = graph.constant("index/pages" if i in self._tables else "index/slots", [axis], np.int64)
+        if i not in self._tables:
+            return graph.node(f"{path}/slots", "Gather", [shape, index])
+        pages = graph.node(f"{path}/pages", "Gather", [shape, index])
+        size = graph.constant("int64/page_size", [self.manifest.page_size], np.int64)
+        return graph.node(f"{path}/slots", "Mul", [pages, size])
+
     def scalar(self, path: str, vector: Tensor) -> Tensor:
         """Reshape [1] to []."""
         return self.graph.node(path, "Reshape", [vector, self.graph.constant("shapes/scalar", [], np.int64)])
