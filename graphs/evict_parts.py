@@ -90,7 +90,7 @@ class EvictParts:
 
     def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
         """Declare the block tables of a paged model's evictable layers; returns each layer's."""
-        tables = {}
+        tables: dict[int, Tensor] = {}
         for kind in self.manifest.cache_kinds:
             members = [i for i in kind.layers if i in layers]
             if members:
