@@ -7,8 +7,10 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import devices
 import numpy as np
 from resident import Resident, run_resident
+from tolerances import assert_as_good_as_plain
 
 WINDOWS = (-1, 32, 256, 512, 1024)
 SINKS = (0, 1, 8, 128)
@@ -99,11 +101,13 @@ def draw_rows(length: int, group: int, head_size: int, element: np.dtype, seed: 
 
 def rows_of(case: MatrixCase, element: np.dtype) -> list[Rows]:
     """Draw the sequences of a case; they depend on its sizes alone."""
-    drawn = [draw_rows(case.length, case.group, case.head_size, element, seed) for seed in range(len(case.lengths))]
-    return [
-        Rows(query=rows.query[:n], key=rows.key[:n], value=rows.value[:n])
-        for rows, n in zip(drawn, case.lengths, strict=True)
-    ]
+    return [sequence_rows(case, element, sequence) for sequence in range(len(case.lengths))]
+
+
+def sequence_rows(case: MatrixCase, element: np.dtype, sequence: int) -> Rows:
+    """Draw one sequence of a case."""
+    rows, n = draw_rows(case.length, case.group, case.head_size, element, sequence), case.lengths[sequence]
+    return Rows(query=rows.query[:n], key=rows.key[:n], value=rows.value[:n])
 
 
 class LayerCaches:
@@ -171,11 +175,36 @@ def run_case(case: MatrixCase, element: np.dtype) -> list[Attended]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What some positions of one sequence give: in float64, and in plain float32; [R, Hq, D] and [Hq, R] each."""
+
+    positions: np.ndarray
+    exact: tuple[np.ndarray, np.ndarray]
+    plain: tuple[np.ndarray, np.ndarray]
+
+
+def expect(case: MatrixCase, element: np.dtype, sequence: int) -> Expected:
+    """Compute the oracle of one sequence; cases that differ in chunks, pages or outputs share it."""
+    return _expect(dataclasses.replace(case, chunks="whole", batch="mixed", page_slots=0, lse=True), element, sequence)
+
+
+@functools.lru_cache(maxsize=8)
+def _expect(case: MatrixCase, element: np.dtype, sequence: int) -> Expected:
+    rows = sequence_rows(case, element, sequence)
+    positions = checked_rows(case, len(rows.query))
+    exact, plain = (oracle(case, rows, positions, kind) for kind in (np.float64, np.float32))
+    return Expected(positions=positions, exact=exact, plain=plain)
+
+
 def checked_rows(case: MatrixCase, length: int) -> np.ndarray:
-    """Positions where something changes - of sinks, window, chunk, ring and sequence - and a few drawn ones."""
-    edges = {0, case.sink, case.chunk_size, case.capacity, length - 1, length - 3}
+    """Positions where something changes - of sinks, window, chunks, rings and sequence - and a few drawn ones."""
+    edges = {0, case.sink, length - 1, length - 3}
     if case.window > 0:
-        edges |= {case.window, case.sink + case.window, case.capacity - case.sink}
+        edges |= {case.window, case.sink + case.window}
+    for chunks in CHUNKS:
+        cut = dataclasses.replace(case, chunks=chunks)
+        edges |= {cut.chunk_size, cut.capacity, cut.capacity - case.sink}
     near = {edge + step for edge in edges for step in (-1, 0, 1)}
     drawn = np.random.default_rng(length).integers(0, length, DRAWN_ROWS).tolist()
     return np.array(sorted(p for p in {*near, *drawn} if 0 <= p < length))
@@ -200,6 +229,25 @@ def oracle(case: MatrixCase, rows: Rows, positions: np.ndarray, element: np.dtyp
             output[:, h] = weights @ values / total
             lse[h] = (largest + np.log(total))[:, 0]
     return output, lse
+
+
+def check_against_oracle(case: MatrixCase, results: list[Attended]) -> None:
+    """Compare some rows of each sequence with float64, allowing what float32 of the stored type is off."""
+    for sequence, got in enumerate(results):
+        assert np.isfinite(got.output.astype(np.float32)).all(), "a query read a slot that it does not see"
+        expected = expect(case, devices.element(), sequence)
+        positions = expected.positions
+        assert_as_good_as_plain(got.output[positions], expected.plain[0], expected.exact[0])
+        if got.lse is not None:
+            assert_as_good_as_plain(got.lse[:, positions], expected.plain[1], expected.exact[1])
+
+
+def check_same_bits(results: list[Attended], expected: list[Attended]) -> None:
+    """Compare every query of each sequence bit for bit, and the log-sum-exp where both have it."""
+    for got, want in zip(results, expected, strict=True):
+        devices.assert_same_bits(got.output, want.output)
+        if got.lse is not None:
+            devices.assert_same_bits(got.lse, want.lse)
 
 
 def variants(case: MatrixCase) -> Iterator[MatrixCase]:

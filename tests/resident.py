@@ -57,6 +57,14 @@ class Resident:
         flat = cupy.asnumpy(self.storage).reshape(-1)[: np.prod(self.shape, dtype=np.int64)]
         return flat.view(self.dtype).reshape(self.shape)
 
+    def pages(self, indices: list[int]) -> np.ndarray:
+        """Copy some entries of the first axis to the host."""
+        if devices.current() == "cpu":
+            return self.storage[indices]
+        import cupy
+
+        return cupy.asnumpy(self.storage.reshape(self.shape)[indices]).view(self.dtype)
+
     @functools.cached_property
     def _value(self) -> Any:
         return ort.OrtValue.ortvalue_from_numpy(self.storage)
