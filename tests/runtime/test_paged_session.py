@@ -5,15 +5,15 @@ import random
 
 import numpy as np
 import pytest
-from conversation import LONGEST, Conversation
 from fake_cuda import make_session
 from families import FAMILIES, tiny_checkpoint
+from paged_sessions import poison_free_pages, tables_of, talk_in_step
 
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError
 from ortolan.runtime.options import POLICIES
-from ortolan.runtime.paged_caches import NO_PAGE, PageTable
+from ortolan.runtime.paged_caches import PageTable
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_CONTEXT, SINK = 512, 2
@@ -41,45 +41,6 @@ def exported(tmp_path_factory):
     return open_model
 
 
-def tables_of(session) -> list[PageTable]:
-    return list(session._caches._tables.values())
-
-
-def check_pages(session) -> None:
-    """Every page is free or in the table once, the table says which, and full layers hold no more than they need."""
-    page = session.plan.page_size
-    for kind in session._manifest.cache_kinds:
-        table = session._caches._tables[kind.name]
-        pool = session._caches.layers[kind.layers[0]].key.shape[0]
-        assert sorted(table._free + table._pages) == list(range(pool))
-        assert np.array_equal(table.array[0], table._pages + [NO_PAGE] * (pool - table.used))
-        held = max(session._held().get(i, 0) for i in kind.layers)
-        if kind.window < 0:
-            assert -(-held // page) <= table.used <= -(-(held + session.plan.growth_room) // page) + 1
-        else:
-            assert table.free == 0
-
-
-def poison_free_pages(session) -> None:
-    """Fill pages that hold nothing with NaN: whoever reads one gives it away."""
-    for index, layer in enumerate(session._caches.layers):
-        table = session._caches._table(index)
-        for pool in (layer.key, layer.value):
-            pool[table._free] = np.nan
-
-
-def shuffle_free_pages(session, rng: random.Random) -> None:
-    for table in tables_of(session):
-        rng.shuffle(table._free)
-
-
-def outcome(action):
-    try:
-        return action()
-    except CapacityError as error:
-        return type(error)
-
-
 @pytest.mark.parametrize("device", ["host", "device"])
 @pytest.mark.parametrize("seed", range(30))
 def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device):
@@ -97,26 +58,17 @@ def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device
             session.plan = dataclasses.replace(session.plan, growth_room=room)
     else:
         sessions = [model.session(**options) for model in models]
-    shuffle_free_pages(sessions[1], rng)
-    talks = [Conversation(session, random.Random(seed)) for session in sessions]
-    same_rings = [a.capacity for a in sessions[0].plan.layers if a.kind == "ring"] == [
-        a.capacity for a in sessions[1].plan.layers if a.kind == "ring"
-    ]
-    for _ in range(rng.randint(4, 14)):
-        if sessions[0].logical_length > LONGEST:
-            break
-        name = rng.choice(["prefill", "step", "generate", "rewind"]) if talks[0].turns else "prefill"
-        results = [outcome(getattr(talk, name)) for talk in talks]
-        check_pages(sessions[1])
-        poison_free_pages(sessions[1])
-        failed = [result is CapacityError for result in results]
-        if any(failed) or talks[0].turns != talks[1].turns:  # a rewind that the rings refuse changes nothing
-            assert all(failed) or not same_rings, "only larger rings may hold more"
-            return
-        np.testing.assert_array_equal(*results)
-        assert sessions[0].logical_length == sessions[1].logical_length
-        for layer in range(4):
-            np.testing.assert_equal(*(session.kept_positions(layer) for session in sessions))
+    talk_in_step(sessions, seed)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_a_device_captures_its_graph_once_though_pages_are_added(exported, monkeypatch, draw_tokens, page_size):
+    sessions = [make_session(exported("gemma3", size), monkeypatch) for size in (0, page_size)]
+    sessions[1].plan = dataclasses.replace(sessions[1].plan, growth_room=0)
+    expected, got = (list(session.generate(draw_tokens(20), 400)) for session in sessions)
+    assert got == expected
+    assert sessions[1].stats.graph_captures == 1
+    assert sessions[1].cache_capacity(1) == -(-419 // page_size) * page_size
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
