@@ -77,6 +77,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "mlp_bias": False,
     },
+    "tiny": COMMON  # for trying a benchmark out
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "mlp_bias": False,
+    },
     "gemma3-1b": COMMON
     | {
         "architectures": ["Gemma3ForCausalLM"],

@@ -286,6 +286,7 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
             evictable=layer.window < 0 and options.snapkv_window > 0,
+            rope=layer.rope,
         )
         for layer in config.layers
     )
@@ -308,5 +309,6 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         attention_scale=config.attention_scale,
         attention_softcap=config.attention_softcap,
         fused_model=FUSED_FILE if options.fuse else None,
+        ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in config.ropes},
         ortolan_version=metadata.version("ortolan"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ class EvictParts:
         self.budget = self.graph.input(contract.EVICT_BUDGET, INT64, [1])
         self.window = self.graph.input(contract.EVICT_WINDOW, INT64, [1])
         self.sink = self.graph.input(contract.EVICT_SINK, INT64, [1])
+        self._rope_variant: Tensor | None = None
         layers = [i for i, layer in enumerate(manifest.layers) if layer.evictable]
         self._tables = self._declare_tables(layers)
         self.layers = {i: self._declare(i) for i in layers}
@@ -128,9 +129,19 @@ class EvictParts:
         op = POOLS[self.options.pool]
         return graph.node(f"{path}/{op}", op, [score], attributes)
 
-    def shared_scores(self) -> dict[int, Tensor]:
-        """Score every layer as the granularity says: [B, Hkv, C], or [B, 1, C] where heads share a list."""
-        scores = {i: self.pooled_score(i) for i in self.layers}
+    def rope_variant(self) -> Tensor:
+        """Declare the input that says which variant of its ropes the model uses, int64 [1]."""
+        if self._rope_variant is None:
+            self._rope_variant = self.graph.input(contract.ROPE_VARIANT, INT64, [1])
+        return self._rope_variant
+
+    def shared_scores(self, score: Callable[[int], Tensor] | None = None) -> dict[int, Tensor]:
+        """Score every layer as the granularity says: [B, Hkv, C], or [B, 1, C] where heads share a list.
+
+        Args:
+            score: scores one layer's positions, [B, Hkv, C]; None scores by the captured queries, and pools.
+        """
+        scores = {i: (score or self.pooled_score)(i) for i in self.layers}
         if self.options.granularity == "kv_head":
             return scores
         axis = self.graph.constant("axes/heads", [1], np.int64)
@@ -158,6 +169,17 @@ class EvictParts:
         pages = graph.node(f"{path}/pages", "Gather", [shape, index])
         size = graph.constant("int64/page_size", [self.manifest.page_size], np.int64)
         return graph.node(f"{path}/slots", "Mul", [pages, size])
+
+    def cached_rows(self, i: int, path: str, pool: Tensor) -> Tensor:
+        """Bring a layer's key or value cache into the order of slots, [B, Hkv, C, D]."""
+        if i not in self._tables:
+            return pool
+        graph = self.graph
+        pages = graph.node(f"{path}/pages", "Gather", [pool, self._tables[i]], {"axis": 0})  # [B, M, Hkv, P, D]
+        by_head = graph.node(f"{path}/by_head", "Transpose", [pages], {"perm": [0, 2, 1, 3, 4]})
+        shape = [0, 0, -1, self.manifest.layers[i].head_size]
+        name = "shapes/" + "x".join(map(str, shape))
+        return graph.node(path, "Reshape", [by_head, graph.constant(name, shape, np.int64)])
 
     def scalar(self, path: str, vector: Tensor) -> Tensor:
         """Reshape [1] to []."""

@@ -29,12 +29,14 @@ class LayerInfo:
         num_kv_heads: Hkv.
         head_size: D.
         evictable: whether the graph has `kv_len` and `capture` inputs for this layer.
+        rope: key of `Manifest.ropes`; None where keys are not rotated.
     """
 
     window: int
     num_kv_heads: int
     head_size: int
     evictable: bool
+    rope: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class Manifest:
     Attributes:
         rope_limits: for each RoPE variant, the longest sequence it serves, ascending; the last one
             equals `max_context`. More than one entry means the graph takes `rope_variant`.
+        ropes: for each rope by name and each of its variants, the radians per position of every rotated pair; None
+            in folders that were exported without them.
         snapkv_window: rows of the capture buffers (Wq) by default; 0 where the graph captures nothing.
         paged: whether caches are pools of pages with block tables.
         page_size: P, slots per page; 0 where caches are contiguous.
@@ -103,6 +107,7 @@ class Manifest:
     fused_model: str | None = None
     page_size: int = 0
     cache_kinds: tuple[CacheKind, ...] = ()
+    ropes: dict[str, tuple[tuple[float, ...], ...]] | None = None
     ortolan_version: str = ""
     operator_version: int = 1
     format_version: int = FORMAT_VERSION
@@ -160,6 +165,9 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: layers or cache_kinds do not have the expected keys: {error}"
         ) from error
     sequences: dict[str, Any] = {name: tuple(raw[name]) for name in ("rope_limits", "eos_token_ids") if name in raw}
+    ropes = raw.get("ropes")
+    if ropes is not None:
+        sequences["ropes"] = {name: tuple(tuple(variant) for variant in rope) for name, rope in ropes.items()}
     return {**raw, **sequences, "layers": layers, "cache_kinds": kinds}
 
 

@@ -140,20 +140,24 @@ class DeviceSession(Session):
         chunks = list(split_chunks(len(tokens), self.plan.chunk_size))
         enqueue = self._prepare(tokens, chunks)
         reading: deque[Chunk] = deque()
-        for number, (begin, end) in enumerate(chunks):
-            if len(reading) > CHUNKS_AHEAD:
+        try:
+            for number, (begin, end) in enumerate(chunks):
+                if len(reading) > CHUNKS_AHEAD:
+                    self._confirm(reading, note)
+                chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
+                reading.append(chunk)
+                try:
+                    enqueue(number)
+                    self._chooser.check(chunk.slot.produced)
+                    self._device.record(chunk.slot.end)
+                except OrtolanError as error:
+                    chunk.failure = error
+                    break
+            while reading:
                 self._confirm(reading, note)
-            chunk = Chunk(tokens[begin:end], self._slots[number % len(self._slots)])
-            reading.append(chunk)
-            try:
-                enqueue(number)
-                self._chooser.check(chunk.slot.produced)
-                self._device.record(chunk.slot.end)
-            except OrtolanError as error:
-                chunk.failure = error
-                break
-        while reading:
-            self._confirm(reading, note)
+        except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written
+            self._lengths.discard(sum(len(chunk.tokens) for chunk in reading), self._capture_rows)
+            raise
         return self._stepper.logits
 
     def _prepare(self, tokens: npt.NDArray[np.int64], chunks: list[tuple[int, int]]) -> Callable[[int], None]:
@@ -178,18 +182,13 @@ class DeviceSession(Session):
         self.stats.graph_capture_seconds += time.perf_counter() - start
 
     def _confirm(self, reading: deque[Chunk], note: Callable[[int], object]) -> None:
-        """Wait for the first chunk under way and count it as read; where it failed, all are only written."""
-        chunk, lengths = reading[0], self._lengths
-        try:
-            if chunk.failure:
-                raise chunk.failure
-            self._device.wait(chunk.slot.end)
-            if chunk.slot.produced[0] == BAD:
-                raise self._numeric_error(len(chunk.tokens))
-        except OrtolanError:
-            lengths.discard(sum(len(other.tokens) for other in reading), self._capture_rows)
-            reading.clear()
-            raise
+        """Wait for the first chunk under way and count it as read."""
+        chunk = reading[0]
+        if chunk.failure:
+            raise chunk.failure
+        self._device.wait(chunk.slot.end)
+        if chunk.slot.produced[0] == BAD:
+            raise self._numeric_error(len(chunk.tokens))
         reading.popleft()
         self._count(chunk.tokens)
         note(len(chunk.tokens))
@@ -253,9 +252,8 @@ class DeviceSession(Session):
     def _longest_chain(self) -> int:
         """Return the logical length up to which steps can follow one another without a change of caches or RoPE."""
         lengths = self._lengths
-        room = [self.cache_capacity(i) - held for i, held in self._held().items()]
         limits = [self.plan.max_context, self._manifest.rope_limits[self._variant]]
-        return min(*limits, lengths.logical + min(room, default=self.plan.max_context))
+        return min(*limits, lengths.logical + min(self._rooms(), default=self.plan.max_context))
 
     def _choose(self, number: int, *, is_step: bool) -> None:
         """Enqueue the choice of the generation's token `number`, after the step that it needs."""

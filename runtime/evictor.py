@@ -21,6 +21,7 @@ def evict(
     options: SnapKv,
     physical: dict[int, npt.NDArray[np.int32]],
     logical: int,
+    variant: int = 0,
 ) -> dict[int, npt.NDArray[np.int32]]:
     """Compact the full-attention caches to the budget, in place.
 
@@ -30,6 +31,7 @@ def evict(
         options: budget, window and sinks.
         physical: tokens in each evictable layer, per kv head [Hkv].
         logical: tokens read so far.
+        variant: of RoPE, in use.
 
     Returns:
         For each layer, the physical positions kept, [Hkv or 1, K], ascending, -1 behind those of a head that
@@ -45,9 +47,11 @@ def evict(
         contract.EVICT_SINK: np.array([options.sink], np.int64),
     }
     small |= {contract.kv_len(index): lengths[None].astype(np.int32) for index, lengths in physical.items()}
+    if contract.ROPE_VARIANT in {i.name for i in ort_session.get_inputs()}:
+        small[contract.ROPE_VARIANT] = np.array([variant], np.int64)
     for name, array in small.items():
         binding.bind_ortvalue_input(name, wrap(array))
-    turned = _turn_captures(caches, options, physical, logical)
+    turned = _turn_captures(caches, physical, logical)
     for index, capture in turned.items():
         buffers.bind_input(binding, contract.capture(index), capture)
     shared = {contract.key_cache(index): caches.layers[index].key for index in physical}
@@ -69,21 +73,19 @@ def evict(
     return {index: results[contract.keep(index)].numpy()[0].copy() for index in physical}
 
 
-def _turn_captures(
-    caches: CacheBuffers, options: SnapKv, physical: dict[int, npt.NDArray[np.int32]], logical: int
-) -> dict[int, Array]:
+def _turn_captures(caches: CacheBuffers, physical: dict[int, npt.NDArray[np.int32]], logical: int) -> dict[int, Array]:
     """Turn captured rows, written by logical position, to where they are read, by each kv head's physical one."""
     turned = {}
     with caches.buffers.scope():
         for index, lengths in physical.items():
             capture = caches.captures[index]
             turned[index] = capture.copy()
-            group = capture.shape[2] // len(lengths)
+            rows, group = capture.shape[1], capture.shape[2] // len(lengths)
             for first, last in _equal_runs(lengths):
                 heads = slice(first * group, last * group)
-                shift = (int(lengths[first]) - logical) % options.window
-                turned[index][:, shift:, heads] = capture[:, : options.window - shift, heads]
-                turned[index][:, :shift, heads] = capture[:, options.window - shift :, heads]
+                shift = (int(lengths[first]) - logical) % rows
+                turned[index][:, shift:, heads] = capture[:, : rows - shift, heads]
+                turned[index][:, :shift, heads] = capture[:, rows - shift :, heads]
     return turned
 
 

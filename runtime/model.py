@@ -76,9 +76,12 @@ class Model:
             self._tokenizer = Tokenizer(self.folder)
         return self._tokenizer
 
-    def plan(self, max_context: int | None = None, chunk_size: int | None = None) -> CachePlan:
-        """Plan the caches of a session without making it. Raises as `session` does."""
-        return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None)
+    def plan(
+        self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
+    ) -> CachePlan:
+        """Plan the caches of a session without making it. Arguments and errors are those of `session`."""
+        budget = snapkv.budget if snapkv and snapkv.during_prefill else None
+        return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None, budget=budget)
 
     def session(
         self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
@@ -94,7 +97,7 @@ class Model:
             ConfigError: a number is not allowed, or the model was exported without SnapKV.
             CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
-        plan = self.plan(max_context, chunk_size)
+        plan = self.plan(max_context, chunk_size, snapkv)
         if snapkv is not None and not any(layer.evictable for layer in self.manifest.layers):
             raise ConfigError(
                 "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
@@ -111,7 +114,7 @@ class Model:
         """Refuse a plan that the device has no memory for."""
         assert self._device is not None
         self._device.buffers.trim()
-        captured = capture_bytes(self.manifest, snapkv.window if snapkv else 0)
+        captured = capture_bytes(self.manifest, snapkv.captured_queries if snapkv else 0)
         chunk = max(0, estimate_chunk_bytes(self.manifest, plan) - self._device.arena_bytes())
         check_room(plan, captured, chunk, self._device.buffers.memory(), self._device.name)
 

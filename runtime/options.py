@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from ortolan.errors import ConfigError
 
-POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv")
+POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
+UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
+EXPECTED_QUERIES = 256  # captured for the statistics of policy "expected", unless told otherwise
 POOLS = ("avg", "max")
 GRANULARITIES = ("kv_head", "layer", "model")
 GROUP_REDUCES = ("mean", "max", "sum")
@@ -26,8 +28,14 @@ class SnapKv:
         granularity: who shares a keep-list: "kv_head", "layer" or "model".
         group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
         policy: what is kept: "snapkv" (the best-scored), "streaming" (sinks and the latest), "pyramidkv" (SnapKV with
-            more for early layers; `budget` is the average) or "adakv" (SnapKV whose kv heads share `budget` times
-            their number).
+            more for early layers; `budget` is the average), "adakv" (SnapKV whose kv heads share `budget` times
+            their number) or "expected" (what queries to come are expected to attend to; it does not pool).
+        queries: last queries of whose mean and covariance policy "expected" expects the next ones; None takes 256,
+            or `window` where that is more. Other policies score by `window` queries and take None alone.
+        during_prefill: also evict after each chunk of a prompt, and before a step that the caches have no room for,
+            so that no full-attention cache ever holds more than `budget` and a chunk. An approximation: what a chunk
+            does not ask for is gone for the rest of the prompt. Not with policies that keep more than `budget`
+            somewhere ("pyramidkv", "adakv").
 
     Source: arXiv 2404.14469; the policies name theirs in `ortolan.graphs.policies`.
     """
@@ -40,6 +48,8 @@ class SnapKv:
     granularity: str = "kv_head"
     group_reduce: str = "mean"
     policy: str = "snapkv"
+    queries: int | None = None
+    during_prefill: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("window", 1), ("kernel", 1), ("sink", 0)):
@@ -53,6 +63,8 @@ class SnapKv:
                 f"SnapKv budget {self.budget} does not hold window {self.window} and sink {self.sink}, "
                 "which are always kept"
             )
+        self._check_queries()
+        self._check_during_prefill()
         for name, allowed in (
             ("pool", POOLS),
             ("granularity", GRANULARITIES),
@@ -61,6 +73,31 @@ class SnapKv:
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"SnapKv {name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+
+    def _check_queries(self) -> None:
+        given = self.queries
+        if given is None:
+            return
+        if self.policy != "expected":
+            raise ConfigError(f"SnapKv queries is {given!r}; only policy 'expected' takes it, others score by window")
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ConfigError(f"SnapKv queries is {given!r}; it must be a whole number, at least 1")
+
+    def _check_during_prefill(self) -> None:
+        if not isinstance(self.during_prefill, bool):
+            raise ConfigError(f"SnapKv during_prefill is {self.during_prefill!r}; it must be True or False")
+        if self.during_prefill and self.policy in UNEVEN_POLICIES:
+            raise ConfigError(
+                f"SnapKv during_prefill bounds every cache by the budget, but policy {self.policy!r} lets some hold "
+                f"more; use one of {', '.join(p for p in POLICIES if p not in UNEVEN_POLICIES)}"
+            )
+
+    @property
+    def captured_queries(self) -> int:
+        """Rows of the capture buffers that the policy needs."""
+        if self.policy != "expected":
+            return self.window
+        return self.queries or max(self.window, EXPECTED_QUERIES)
 
     @property
     def structure(self) -> dict[str, int | str]:

@@ -50,6 +50,8 @@ class CachePlan:
         slot_tile: capacities of full-attention caches that shrink and grow are multiples of it.
         growth_room: slots beyond what is needed now that such a cache gets.
         page_size: slots of a page; 0 where caches are contiguous. Every capacity is a multiple of it.
+        bound: most tokens that a full-attention cache ever holds, as evictions make room for every chunk, in caches
+            that keep their planned size; None: they hold what was read, and are resized.
     """
 
     max_context: int
@@ -58,6 +60,7 @@ class CachePlan:
     slot_tile: int = RING_TILE
     growth_room: int = 256
     page_size: int = 0
+    bound: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -71,7 +74,23 @@ class CachePlan:
 
     def grown_capacity(self, index: int, needed: int) -> int:
         """Return the slots of a full-attention cache that must hold `needed` tokens and will go on growing."""
-        return min(_round_up(needed + self.growth_room, self.slot_tile), self.layers[index].capacity)
+        planned = self.layers[index].capacity
+        if self.bound and not self.page_size:
+            return planned
+        return min(_round_up(needed + self.growth_room, self.slot_tile), planned)
+
+    def evicted_capacity(self, capacity: int, held: int, *, is_first: bool) -> int:
+        """Return the slots of a full-attention cache of `capacity` slots once an eviction has left `held` tokens.
+
+        A sequence's first eviction gives back all memory that it can. Later ones let a cache be that an answer and
+        a question no longer than `growth_room` have grown, and with it the steps that were captured over it.
+        """
+        if self.page_size:  # pages come and go without a change of buffers
+            return min(_round_up(held, self.page_size), capacity)
+        largest = _round_up(held + 2 * self.growth_room, self.slot_tile)
+        if self.bound is not None or (not is_first and capacity <= largest):
+            return capacity
+        return min(_round_up(held, self.slot_tile), capacity)
 
 
 def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
@@ -80,7 +99,12 @@ def ring_capacity(sink: int, window: int, chunk_size: int) -> int:
 
 
 def plan_caches(
-    manifest: Manifest, max_context: int | None = None, chunk_size: int | None = None, *, cuda: bool = False
+    manifest: Manifest,
+    max_context: int | None = None,
+    chunk_size: int | None = None,
+    *,
+    cuda: bool = False,
+    budget: int | None = None,
 ) -> CachePlan:
     """Plan the caches of one sequence.
 
@@ -89,6 +113,8 @@ def plan_caches(
         max_context: longest sequence, tokens; None takes the manifest's.
         chunk_size: most tokens of one prefill step; None takes the manifest's.
         cuda: round capacities up to whole tiles of the CUDA kernels. Those of a paged model are whole pages.
+        budget: tokens that evictions during prefill leave in each full-attention cache, which then has room for
+            these and a chunk; None has room for the whole context.
 
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
@@ -103,6 +129,7 @@ def plan_caches(
             f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
             "export it again with a larger max_context"
         )
+    bound = None if budget is None else min(context, budget + chunk)
     layers = []
     multiple = max(manifest.page_size, CUDA_TILE if cuda else 1)  # both are powers of two
     for layer in manifest.layers:
@@ -111,7 +138,12 @@ def plan_caches(
             LayerPlan(
                 kind="ring" if layer.window > 0 else "full",
                 window=layer.window,
-                capacity=_round_up(_capacity(manifest.sink, layer.window, context, chunk, cuda), multiple),
+                capacity=_round_up(
+                    _ring_slots(manifest.sink, layer.window, context, chunk, cuda)
+                    if layer.window > 0
+                    else max(bound or context, manifest.sink + 1),
+                    multiple,
+                ),
                 slot_bytes=slot_bytes,
                 full_length_bytes=context * slot_bytes,
             )
@@ -123,6 +155,7 @@ def plan_caches(
         slot_tile=manifest.page_size or (CUDA_TILE if cuda else RING_TILE),
         growth_room=_growth_room(chunk, cuda=cuda, paged=manifest.paged),
         page_size=manifest.page_size,
+        bound=bound,
     )
 
 
@@ -133,12 +166,10 @@ def _growth_room(chunk: int, *, cuda: bool, paged: bool) -> int:
     return 0 if paged else min(chunk, 256)
 
 
-def _capacity(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
-    """Return the slots that a cache needs: at most the context's, where a ring would be longer."""
-    if window > 0:
-        largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
-        return max(min(ring_capacity(sink, window, largest_step), context), sink + window)
-    return max(context, sink + 1)
+def _ring_slots(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
+    """Return the slots that a ring needs: at most the context's."""
+    largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
+    return max(min(ring_capacity(sink, window, largest_step), context), sink + window)
 
 
 def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
@@ -158,6 +189,14 @@ def ring_keeps(length: int, highest: int, layer: LayerPlan, sink: int) -> bool:
     """
     oldest = max(sink, length - layer.window + 1)
     return oldest >= length or oldest + layer.capacity - sink >= highest
+
+
+def missing_ring(plan: CachePlan, length: int, highest: int, sink: int) -> int | None:
+    """Return a ring layer that no longer holds the window before `length`; arguments as `ring_keeps` takes them."""
+    for index, layer in enumerate(plan.layers):
+        if layer.kind == "ring" and not ring_keeps(length, highest, layer, sink):
+            return index
+    return None
 
 
 def _round_up(value: int, multiple: int) -> int:

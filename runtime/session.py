@@ -17,9 +17,10 @@ from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.paged_caches import make_caches
-from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
+from ortolan.runtime.plan import CachePlan, missing_ring, split_chunks
 from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.stats import Stats
+from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stepper import Logits, Stepper
 
 
@@ -47,7 +48,7 @@ class Session:
         self._snapkv = snapkv
         self._evict_session = evict_session
         self._weights_bytes = weights_bytes
-        self._capture_rows = snapkv.window if snapkv else 0
+        self._capture_rows = snapkv.captured_queries if snapkv else 0
         self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers())
         self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
@@ -69,9 +70,7 @@ class Session:
     def physical_length(self, layer: int) -> int:
         """Return the tokens that one layer's cache holds: after an eviction, fewer than were read."""
         self._check_layer(layer)
-        if layer in self._lengths.physical:
-            return int(self._lengths.physical[layer].max())
-        return min(self._lengths.logical, self.cache_capacity(layer))
+        return self._lengths.held().get(layer, min(self._lengths.logical, self.cache_capacity(layer)))
 
     def cache_capacity(self, layer: int) -> int:
         """Return the slots of one layer's cache now."""
@@ -94,7 +93,8 @@ class Session:
 
         Args:
             token_ids: [T], at least one.
-            progress: called with the number of tokens of each chunk that was read.
+            progress: called with the number of tokens of each chunk that was read. What it raises ends the reading
+                after that chunk; `logical_length` says where, and the rest can be read by another call.
 
         Returns:
             Logits [V] float32 of the last token, those before any eviction.
@@ -156,7 +156,7 @@ class Session:
             self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
-        held = self._held()
+        held = self._lengths.held()
         self._caches.release({i: self._grown(i, length) if length else 0 for i, length in held.items()}, held)
 
     def memory_report(self) -> MemoryReport:
@@ -188,10 +188,12 @@ class Session:
         """Do what `prefill` says; the logits stay where the steps left them."""
         tokens = self._checked(token_ids)
         self._settle()
-        self._prepare_capture(len(tokens))
-        start = time.perf_counter()
+        first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)
+        self._free_room(first)
+        self._prepare_capture(first)
+        start, evicting = time.perf_counter(), self.stats.eviction_seconds
         logits = self._feed(tokens, progress)
-        self.stats.prefill_seconds += time.perf_counter() - start
+        self.stats.prefill_seconds += time.perf_counter() - start - (self.stats.eviction_seconds - evicting)
         self.stats.prefill_tokens += len(tokens)
         self._evict_if_due()
         return logits
@@ -224,19 +226,7 @@ class Session:
 
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Check ids, and return those to feed."""
-        try:
-            given = np.asarray(token_ids)
-        except ValueError as error:
-            raise ConfigError(f"token_ids are no list of integers: {error}") from error
-        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-            raise ConfigError(
-                f"token_ids has shape {list(given.shape)} and type {given.dtype}; "
-                "expected at least one integer in one dimension"
-            )
-        vocabulary = self._manifest.vocab_size
-        if given.min() < 0 or given.max() >= vocabulary:
-            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
-        return self._with_pending(given.astype(np.int64))
+        return self._with_pending(check_token_ids(token_ids, self._manifest.vocab_size))
 
     def _with_pending(self, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Put the token that `generate` left before the given ones, and check that there is room."""
@@ -256,14 +246,37 @@ class Session:
         variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
         if variant != self._variant:
             tokens = self._restart(tokens, variant)
-        self._make_room(len(tokens))
 
         def note(count: int) -> None:
             self._pending.clear()
             if progress:
                 progress(count)
 
+        if self.plan.bound is not None:
+            return self._read_bounded(tokens, note)
+        self._make_room(len(tokens))
         return self._read(tokens, note)
+
+    def _read_bounded(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
+        """Read tokens as `_read` does, and evict between chunks, so that caches of a planned size hold them."""
+        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+            if begin:
+                self._evict_if_due()
+            self._free_room(end - begin)
+            self._make_room(end - begin)
+            logits = self._read(tokens[begin:end], note)
+        return logits
+
+    def _free_room(self, count: int) -> None:
+        """Evict where a bounded cache has no room for `count` more tokens."""
+        if self.plan.bound is not None and self.plan.bound - max(self._lengths.held().values()) < count:
+            self._prepare_capture(0)
+            self._evict_if_due()
+
+    def _rooms(self) -> list[int]:
+        """Return how many more tokens each full-attention cache takes as it is."""
+        limit = self.plan.bound or self.plan.max_context
+        return [min(self.cache_capacity(i), limit) - held for i, held in self._lengths.held().items()]
 
     def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
         """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
@@ -301,22 +314,12 @@ class Session:
         self._variant = variant
         return everything
 
-    def _held(self) -> dict[int, int]:
-        """Return how many tokens each full-attention cache holds, by layer; where kv heads differ, the most."""
-        physical, logical = self._lengths.physical, self.logical_length
-        return {
-            index: int(physical[index].max()) if index in physical else logical
-            for index, layer in enumerate(self.plan.layers)
-            if layer.kind == "full"
-        }
-
     def _make_room(self, count: int) -> None:
         """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""
-        held = self._held()
+        held = self._lengths.held()
         slots = {i: self.cache_capacity(i) for i in held}
-        grown = {i: self._grown(i, held[i] + count) for i in held if held[i] + count > slots[i]}
-        if grown:
-            self._caches.fit(slots | grown, held)
+        slots |= {i: self._grown(i, n + count) for i, n in held.items() if n + count > slots[i]}
+        self._caches.fit(slots, held)
 
     def _grown(self, index: int, needed: int) -> int:
         """Return the slots that a full-attention cache of `needed` tokens gets."""
@@ -324,24 +327,30 @@ class Session:
 
     def _is_due(self, count: int) -> bool:
         """Say whether `count` more tokens make a full-attention cache pass the budget."""
-        held = max((int(lengths.max()) for lengths in self._lengths.physical.values()), default=0)
+        held = max(self._lengths.held().values(), default=0)
         return self._snapkv is not None and held + count > self._snapkv.budget
 
     def _evict_if_due(self) -> None:
         if self._snapkv is None or not self._is_due(0):
             return
         start = time.perf_counter()
-        physical, caches = self._lengths.physical, self._caches
+        physical, caches, is_first = self._lengths.physical, self._caches, self._lengths.evicted_at == 0
         try:
-            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length)
+            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length, self._variant)
+            self._lengths.record_eviction(keep)
         except OrtolanError as error:
             self.rewind(0)
             raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
-        self._lengths.record_eviction(keep)
-        self._captured_at_eviction = caches.copy_captures()
-        held = self._held()
-        caches.fit({i: self._grown(i, length) for i, length in held.items()}, held)
-        caches.buffers.trim()
+        except BaseException:  # an interrupt leaves rows moved, and no record of which
+            self.rewind(0)
+            raise
+        self._captured_at_eviction, generation = caches.copy_captures(), caches.generation
+        held = self._lengths.held()
+        capacities = {i: self.cache_capacity(i) for i in held}
+        slots = {i: self.plan.evicted_capacity(capacities[i], held[i], is_first=is_first) for i in held}
+        caches.fit({i: min(capacities[i], max(n, self._manifest.sink + 1)) for i, n in slots.items()}, held)
+        if caches.generation != generation:
+            caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start
 
@@ -384,10 +393,7 @@ class Session:
 
     def _missing_ring(self, length: int) -> int | None:
         """Return a ring layer that no longer holds the window before `length`."""
-        for index, layer in enumerate(self.plan.layers):
-            if layer.kind == "ring" and not ring_keeps(length, self._lengths.highest, layer, self._manifest.sink):
-                return index
-        return None
+        return missing_ring(self.plan, length, self._lengths.highest, self._manifest.sink)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < len(self.plan.layers):

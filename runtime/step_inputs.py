@@ -1,13 +1,16 @@
-"""Lays the inputs of steps out in one block of memory, so that one copy brings them to the device."""
+"""Checks token ids, and lays the inputs of steps out in one block of memory, so that one copy brings them over."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ortolan import contract
+from ortolan.errors import ConfigError
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array
 
@@ -27,6 +30,26 @@ class Field:
         """View the input in a block of bytes, on the host or the device."""
         size = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
         return block[self.offset : self.offset + size].view(self.dtype).reshape(self.shape)
+
+
+def check_token_ids(token_ids: Sequence[int] | npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Return token ids as int64 [T].
+
+    Raises:
+        ConfigError: no list of integers, an empty one, or an id outside the vocabulary.
+    """
+    try:
+        given = np.asarray(token_ids)
+    except ValueError as error:
+        raise ConfigError(f"token_ids are no list of integers: {error}") from error
+    if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
+        raise ConfigError(
+            f"token_ids has shape {list(given.shape)} and type {given.dtype}; "
+            "expected at least one integer in one dimension"
+        )
+    if given.min() < 0 or given.max() >= vocab_size:
+        raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocab_size - 1}")
+    return given.astype(np.int64)
 
 
 class StepLayout:

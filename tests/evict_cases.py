@@ -9,8 +9,11 @@ from ortolan.manifest import LayerInfo, Manifest
 SLOTS, WINDOW, HEADS, KV_HEADS, SIZE = 96, 8, 4, 2, 16
 
 
-def manifest(evictable: bool = True) -> Manifest:
-    full = LayerInfo(window=-1, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=evictable)
+INV_FREQ = tuple(float(f) for f in 100.0 ** -np.linspace(0, 1, SIZE // 2, endpoint=False))
+
+
+def manifest(evictable: bool = True, rope: str | None = "rope", variants=(INV_FREQ,)) -> Manifest:
+    full = LayerInfo(window=-1, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=evictable, rope=rope)
     ring = LayerInfo(window=12, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=False)
     return Manifest(
         architecture="test",
@@ -24,6 +27,7 @@ def manifest(evictable: bool = True) -> Manifest:
         paged=False,
         layers=(full, ring, full),
         rope_limits=(SLOTS,),
+        ropes={"rope": variants},
     )
 
 

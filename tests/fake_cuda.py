@@ -139,7 +139,8 @@ def make_session(
 ) -> DeviceSession:
     """Make a device session of a model that was loaded for the CPU."""
     monkeypatch.setattr(device_session, "TokenChooser", FakeChooser)
-    plan = plan_caches(model.manifest, max_context, chunk_size, cuda=True)
+    budget = snapkv.budget if snapkv and snapkv.during_prefill else None
+    plan = plan_caches(model.manifest, max_context, chunk_size, cuda=True, budget=budget)
     evict_session = model._evict_session(snapkv) if snapkv else None
     shared = DeviceModel(FakeCuda(), itertools.count(1), TOTAL_BYTES, 0)
     return DeviceSession(model.manifest, model._session, plan, snapkv, evict_session, shared)

@@ -27,7 +27,7 @@ def check_pages(session) -> None:
         assert sorted(table._free + table._pages) == list(range(pool))
         array = session._caches.buffers.download(table.array) if on_device else table.array
         assert np.array_equal(array[0], table._pages + [NO_PAGE] * (pool - table.used))
-        held = max(session._held().get(i, 0) for i in kind.layers)
+        held = max(session._lengths.held().get(i, 0) for i in kind.layers)
         if kind.window < 0:
             assert -(-held // page) <= table.used <= -(-(held + session.plan.growth_room) // page) + 1
         else:

@@ -9,6 +9,8 @@ import numpy as np
 LOGITS_RELATIVE = 2e-4
 # A run with evicted caches against one whose caches were built of the kept rows: only GEMM rounding differs.
 SAME_LOGITS = 1e-5
+# Scores of positions that two float32 implementations may rank either way, relative.
+SCORE_TIES = 1e-4
 # Frequencies of RoPE, relative: float32 powers of two libraries.
 FREQUENCIES_RELATIVE = 1e-6
 

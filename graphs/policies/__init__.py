@@ -12,6 +12,7 @@ from typing import TypeAlias
 from ortolan.graphs.builder import Tensor
 from ortolan.graphs.evict_parts import EvictParts
 from ortolan.graphs.policies.adakv import keep_adakv
+from ortolan.graphs.policies.expected import keep_expected
 from ortolan.graphs.policies.pyramidkv import keep_pyramidkv
 from ortolan.graphs.policies.snapkv import keep_snapkv
 from ortolan.graphs.policies.streaming import keep_streaming
@@ -23,4 +24,5 @@ POLICIES: dict[str, Policy] = {
     "streaming": keep_streaming,
     "pyramidkv": keep_pyramidkv,
     "adakv": keep_adakv,
+    "expected": keep_expected,
 }

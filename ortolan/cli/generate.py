@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -63,7 +64,14 @@ def _add_snapkv(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--snapkv-sink", type=int, help="first tokens always kept")
     group.add_argument("--snapkv-granularity", help="kv_head, layer or model")
     group.add_argument("--snapkv-group-reduce", help="mean, max or sum")
-    group.add_argument("--snapkv-policy", help="snapkv (default), streaming, pyramidkv or adakv")
+    group.add_argument("--snapkv-policy", help="snapkv (default), streaming, pyramidkv, adakv or expected")
+    group.add_argument(
+        "--snapkv-during-prefill",
+        action="store_true",
+        default=None,
+        help="evict after every chunk too: the caches never hold more than budget and chunk",
+    )
+    group.add_argument("--snapkv-queries", type=int, help="last queries that policy expected learns from")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +110,7 @@ def _snapkv(options: argparse.Namespace) -> Any:
     """Build the SnapKV options that were given; those not given keep their defaults."""
     import ortolan
 
-    names = ("budget", "window", "kernel", "pool", "sink", "granularity", "group_reduce", "policy")
+    names = [field.name for field in dataclasses.fields(ortolan.SnapKv)]
     given = {name: getattr(options, f"snapkv_{name}") for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:

@@ -30,13 +30,16 @@ def test_three_ways_to_give_a_prompt_agree(model_dir, prompt_file, sample, capsy
     assert from_file == from_argument == from_input
 
 
-@pytest.mark.parametrize("option", [{"granularity": "layer"}, {"policy": "pyramidkv"}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"granularity": "layer"}, {"policy": "expected"}, {"during_prefill": True}], ids=str
+)
 def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
     model = ortolan.load(model_dir, device="cpu")
     session = model.session(snapkv=ortolan.SnapKv(budget=256, **option))
     expected = model.tokenizer.decode(list(session.generate(model.tokenizer.encode(sample.prompt), 20)))
     ((name, value),) = option.items()
-    options = ["--snapkv-budget", "256", f"--snapkv-{name}", value, "--max-new-tokens", "20"]
+    flag = f"--snapkv-{name.replace('_', '-')}"
+    options = ["--snapkv-budget", "256", *([flag] if value is True else [flag, value]), "--max-new-tokens", "20"]
     main(["generate", str(model_dir), "--prompt", sample.prompt, *options])
     assert capsys.readouterr().out == expected + "\n"
 
@@ -86,6 +89,8 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
         (["--snapkv-window", "32"], "--snapkv-budget"),
         (["--snapkv-budget", "512", "--snapkv-kernel", "4"], "kernel"),
         (["--snapkv-budget", "512", "--snapkv-pool", "sum"], "pool"),
+        (["--snapkv-budget", "512", "--snapkv-queries", "9"], "queries"),
+        (["--snapkv-budget", "512", "--snapkv-policy", "adakv", "--snapkv-during-prefill"], "during_prefill"),
         (["--device", "tpu"], "tpu"),
         (["--stop", ""], "stop"),
         (["--chat"], "chat template"),

@@ -187,7 +187,9 @@ def test_a_packed_batch_equals_each_sequence_alone(folders, draw_prompt):
             assert relative_difference(logits[b], expected) <= LOGITS_RELATIVE, (b, fed)
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": "streaming"}, {"policy": "adakv"}, {"granularity": "model"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "streaming"}, {"policy": "adakv"}, {"policy": "expected"}, {"granularity": "model"}]
+)
 def test_evictions_of_a_packed_batch_equal_contiguous_ones(options):
     """Two sequences of different lengths in shuffled pages; the table is as wide as the longer one needs."""
     rng = np.random.default_rng(1)

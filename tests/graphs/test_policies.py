@@ -116,6 +116,30 @@ def test_a_budget_beyond_the_cache_keeps_everything(policy):
         np.testing.assert_array_equal(kept(results, 0, 0, head), np.arange(90))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_empty_and_short_sequences_of_a_batch_keep_all_they_hold(policy):
+    """Some sequences evict and some do not; slots that hold nothing hold NaN."""
+    lengths = [0, 1, WINDOW - 1, BUDGET, 90]
+    feeds = draw_feeds(np.random.default_rng(0), lengths)
+    for layer in (0, 2):
+        for sequence, length in enumerate(lengths):
+            for name in ("key_cache", "value_cache"):
+                feeds[f"layer.{layer}.{name}"][sequence, :, length:] = np.nan
+            feeds[f"layer.{layer}.capture"][sequence, length:] = np.nan
+    results = evict(policy, feeds)
+    for layer in (0, 2):
+        for head in range(KV_HEADS):
+            for sequence in range(3):
+                np.testing.assert_array_equal(kept(results, layer, sequence, head), np.arange(lengths[sequence]))
+        counts = results[f"layer.{layer}.kv_len_out"]
+        assert (counts[4] < 90).all()
+        for name in ("key_cache", "value_cache"):
+            for sequence in range(5):
+                for head in range(KV_HEADS):
+                    held = results[f"layer.{layer}.{name}_out"][sequence, head, : counts[sequence, head]]
+                    assert np.isfinite(held).all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

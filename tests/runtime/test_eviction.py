@@ -62,7 +62,7 @@ class Recorder:
         self.calls: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
         self.keeps: list[dict[int, np.ndarray]] = []
 
-    def __call__(self, ort_session, caches, options, physical, logical):
+    def __call__(self, ort_session, caches, options, physical, logical, variant):
         rows = [position % options.window for position in range(logical - options.window, logical)]
         self.calls.append(
             {
@@ -73,7 +73,7 @@ class Recorder:
                 for index, length in physical.items()
             }
         )
-        self.keeps.append(self._evict(ort_session, caches, options, physical, logical))
+        self.keeps.append(self._evict(ort_session, caches, options, physical, logical, variant))
         return self.keeps[-1]
 
     def expected(self, call: int, options: SnapKv, scale: float) -> dict[int, np.ndarray]:
@@ -153,18 +153,23 @@ def test_a_budget_that_holds_the_prompt_changes_nothing(full_model, draw_tokens,
     np.testing.assert_array_equal(session.step(5), plain.step(5))
 
 
-def test_decode_after_an_eviction_grows_the_caches_and_only_a_prompt_evicts_again(full_model, draw_tokens):
+@pytest.mark.parametrize(("decoded", "left"), [(40, 128), (110, 64)])
+def test_decode_after_an_eviction_grows_the_caches_and_only_a_prompt_evicts_again(
+    full_model, draw_tokens, decoded, left
+):
+    """Caches that a short answer grew stay for the next one; those of a long answer are given back."""
     session = full_model.session(snapkv=SNAPKV)
     session.prefill(draw_tokens(100))
     before = session.cache_bytes
-    for token in draw_tokens(40, seed=1):
+    assert session.cache_capacity(0) == 64
+    for token in draw_tokens(decoded, seed=1):
         session.step(token)
-    assert session.physical_length(0) == 80
+    assert session.physical_length(0) == 40 + decoded
     assert session.cache_bytes > before
     assert session.stats.evictions == 1
     session.prefill([7])
     assert session.physical_length(0) == 40
-    assert session.cache_bytes == before
+    assert session.cache_bytes == before * left // 64
 
 
 def test_growth_changes_no_logits(full_model, draw_tokens):

@@ -18,6 +18,13 @@ BAD_SNAPKV = [
     {"pool": "mean"},
     {"granularity": "head"},
     {"group_reduce": "avg"},
+    {"policy": "expect"},
+    {"queries": 100},
+    {"queries": 0, "policy": "expected"},
+    {"queries": 9.0, "policy": "expected"},
+    {"during_prefill": 1},
+    {"during_prefill": True, "policy": "adakv"},
+    {"during_prefill": True, "policy": "pyramidkv"},
 ]
 BAD_SAMPLING = [
     {"temperature": -0.1},
@@ -63,3 +70,17 @@ def test_the_smallest_budget_holds_window_and_sink():
         "granularity": "kv_head",
         "group_reduce": "mean",
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({}, 64),
+        ({"policy": "streaming", "window": 32}, 32),
+        ({"policy": "expected"}, 256),
+        ({"policy": "expected", "window": 300}, 300),
+        ({"policy": "expected", "queries": 40}, 40),
+    ],
+)
+def test_a_policy_says_how_many_queries_it_needs(options, rows):
+    assert SnapKv(**options).captured_queries == rows

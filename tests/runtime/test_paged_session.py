@@ -12,7 +12,7 @@ from paged_sessions import poison_free_pages, tables_of, talk_in_step
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError
-from ortolan.runtime.options import POLICIES
+from ortolan.runtime.options import POLICIES, UNEVEN_POLICIES
 from ortolan.runtime.paged_caches import PageTable
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -49,7 +49,9 @@ def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device
     page_size, sink = rng.choice(PAGE_SIZES), rng.choice([0, 2, 9])
     models = [exported(family, size, sink) for size in (0, page_size)]
     evicts = any(layer.evictable for layer in models[0].manifest.layers)
-    snapkv = SnapKv(budget=rng.choice([24, 40]), window=8, sink=2, policy=rng.choice(POLICIES))
+    policy = rng.choice(POLICIES)
+    bounded = policy not in UNEVEN_POLICIES and rng.random() < 0.5
+    snapkv = SnapKv(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy, during_prefill=bounded)
     options = {"chunk_size": chunk_size, "snapkv": rng.choice([None, snapkv]) if evicts else None}
     if device == "device":
         sessions = [make_session(model, monkeypatch, **options) for model in models]

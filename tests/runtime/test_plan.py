@@ -59,6 +59,31 @@ def test_bytes_count_keys_and_values():
         assert plan.full_length_bytes == 1024 * slot_bytes
 
 
+@given(context=st.integers(1, 512), chunk=st.integers(1, 600), budget=st.integers(1, 600), cuda=st.booleans())
+def test_evictions_during_prefill_bound_the_full_attention_caches_alone(context, chunk, budget, cuda):
+    plan = plan_caches(manifest_of(), context, chunk, cuda=cuda, budget=budget)
+    usual = plan_caches(manifest_of(), context, chunk, cuda=cuda)
+    assert plan.bound == min(context, budget + chunk)
+    assert 0 <= plan.layers[1].capacity - plan.bound < (plan.slot_tile if cuda else 1)
+    assert plan.layers[1].capacity <= usual.layers[1].capacity
+    assert plan.layers[0] == usual.layers[0]
+    assert plan.full_length_bytes == usual.full_length_bytes
+    planned = plan.layers[1].capacity
+    assert plan.grown_capacity(1, 1) == plan.evicted_capacity(planned, 1, is_first=True) == planned
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_first_eviction_gives_all_back_and_later_ones_leave_what_decoding_grew(cuda):
+    plan = plan_caches(manifest_of(max_context=16_384), 16_384, 64, cuda=cuda)
+    assert plan.evicted_capacity(16_384, 2048, is_first=True) == 2048
+    for question in (1, plan.growth_room // 2):
+        grown = plan.grown_capacity(1, 2048 + question)
+        assert grown >= 2048 + question + plan.growth_room
+        assert plan.evicted_capacity(grown, 2048, is_first=True) == 2048
+        assert plan.evicted_capacity(grown, 2048, is_first=False) == grown
+    assert plan.evicted_capacity(8192, 2048, is_first=False) == 2048
+
+
 def test_defaults_come_from_the_manifest():
     plan = plan_caches(manifest_of())
     assert (plan.max_context, plan.chunk_size) == (512, 64)

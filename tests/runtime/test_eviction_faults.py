@@ -1,0 +1,162 @@
+"""What goes wrong around an eviction leaves a session that knows what it holds."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fake_cuda import make_session
+from parity import relative_difference
+from tolerances import SAME_LOGITS
+
+import ortolan.runtime.session as session_module
+from ortolan import SnapKv
+from ortolan.errors import ConfigError
+from ortolan.runtime.device_session import CHUNKS_AHEAD
+from ortolan.runtime.options import POLICIES
+
+SNAPKV = SnapKv(budget=40, window=8, sink=2)
+CHUNK = 16
+OPTIONS = {
+    "off": None,
+    "after": SNAPKV,
+    "during": dataclasses.replace(SNAPKV, during_prefill=True),
+}
+
+
+class Stop(Exception):  # noqa: N818 - a caller's own way to say enough
+    """Raised between chunks."""
+
+
+@pytest.fixture(params=["full", "mixed"])
+def model(request):
+    return request.getfixturevalue(f"{request.param}_model")
+
+
+@pytest.fixture(params=["host", "device"])
+def open_session(request, monkeypatch):
+    """Open sessions on the host, or on a device of NumPy arrays."""
+    if request.param == "host":
+        return lambda model, snapkv: model.session(snapkv=snapkv)
+    return lambda model, snapkv: make_session(model, monkeypatch, snapkv=snapkv)
+
+
+def stop_after(chunks: int, error: type[BaseException]):
+    """Return a progress callback that raises after so many chunks."""
+    read = []
+
+    def progress(count):
+        read.append(count)
+        if len(read) == chunks:
+            raise error
+
+    return progress
+
+
+@pytest.mark.parametrize("snapkv", OPTIONS)
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+@pytest.mark.parametrize("chunks", [1, 3, 7])
+def test_a_prompt_stopped_between_chunks_goes_on(model, open_session, draw_tokens, snapkv, error, chunks):
+    """Chunks under way behind the last one read count as written, as rings hold them."""
+    session, straight = (open_session(model, OPTIONS[snapkv]) for _ in range(2))
+    tokens, done = draw_tokens(7 * CHUNK + 5), chunks * CHUNK
+    with pytest.raises(error):
+        session.prefill(tokens, stop_after(chunks, error))
+    assert session.logical_length == done
+    assert session._history == tokens[:done]
+    assert relative_difference(session.prefill(tokens[done:]), straight.prefill(tokens)) <= SAME_LOGITS
+    for layer in range(4):
+        assert session.physical_length(layer) == straight.physical_length(layer)
+        kept, expected = session.kept_positions(layer), straight.kept_positions(layer)
+        assert (kept is None) == (expected is None)
+        if kept is not None:
+            np.testing.assert_array_equal(kept, expected)
+    assert relative_difference(session.step(5), straight.step(5)) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 7])
+def test_chunks_under_way_on_a_device_count_as_written(full_model, monkeypatch, draw_tokens, chunks):
+    session = make_session(full_model, monkeypatch)
+    with pytest.raises(Stop):
+        session.prefill(draw_tokens(7 * CHUNK + 5), stop_after(chunks, Stop))
+    assert session._lengths.highest == min((chunks + CHUNKS_AHEAD) * CHUNK, 7 * CHUNK + 5)
+
+
+@pytest.mark.parametrize("snapkv", OPTIONS)
+def test_a_stopped_prompt_can_be_decoded_from_rewound_and_left(model, open_session, draw_tokens, snapkv):
+    session, straight = (open_session(model, OPTIONS[snapkv]) for _ in range(2))
+    tokens = draw_tokens(100)
+    with pytest.raises(Stop):
+        session.generate(tokens, 10, progress=stop_after(2, Stop))
+    straight.prefill(tokens[: 2 * CHUNK])
+    assert relative_difference(session.step(7), straight.step(7)) <= SAME_LOGITS
+    session.rewind(2 * CHUNK - 3)
+    straight.rewind(2 * CHUNK - 3)
+    assert relative_difference(session.prefill(tokens[:50]), straight.prefill(tokens[:50])) <= SAME_LOGITS
+    session.rewind(0)
+    expected = open_session(model, OPTIONS[snapkv]).prefill(tokens)
+    assert relative_difference(session.prefill(tokens), expected) <= SAME_LOGITS
+
+
+def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, open_session, draw_tokens):
+    session, straight = (open_session(model, SNAPKV) for _ in range(2))
+    answers = [next(iter(each.generate(draw_tokens(60), 5))) for each in (session, straight)]
+    question = draw_tokens(40, seed=3)
+    with pytest.raises(Stop):
+        session.prefill(question, stop_after(1, Stop))
+    assert session._history[60:] == [answers[0], *question[: CHUNK - 1]]
+    logits = session.prefill(question[CHUNK - 1 :])
+    assert relative_difference(logits, straight.prefill(question)) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("snapkv", ["after", "during"])
+def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_session, draw_tokens, monkeypatch, snapkv):
+    """Rows may have moved, so none are trusted."""
+    evict = session_module.evict
+
+    def interrupted(*arguments):
+        evict(*arguments)
+        raise KeyboardInterrupt
+
+    session = open_session(full_model, OPTIONS[snapkv])
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "evict", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(draw_tokens(100))
+    assert session.logical_length == session.physical_length(0) == 0
+    expected = open_session(full_model, OPTIONS[snapkv]).prefill(draw_tokens(100))
+    assert relative_difference(session.prefill(draw_tokens(100)), expected) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("count", [1, 7, 8, 40])
+def test_a_prompt_shorter_than_the_window_or_the_budget_is_kept(full_model, draw_tokens, policy, count):
+    options = dataclasses.replace(SNAPKV, policy=policy)
+    session, plain = full_model.session(snapkv=options), full_model.session()
+    np.testing.assert_array_equal(session.prefill(draw_tokens(count)), plain.prefill(draw_tokens(count)))
+    np.testing.assert_array_equal(session.step(5), plain.step(5))
+    assert session.stats.evictions == 0
+    assert session.kept_positions(0) is None
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "pyramidkv"])
+def test_a_budget_of_window_and_sinks_keeps_just_these(full_model, draw_tokens, policy):
+    session = full_model.session(snapkv=dataclasses.replace(SNAPKV, budget=10, policy=policy))
+    session.prefill(draw_tokens(100))
+    for layer in range(4):
+        for row in session.kept_positions(layer):
+            np.testing.assert_array_equal(row, [0, 1, *range(92, 100)])
+    with pytest.raises(ConfigError, match="budget 9 does not hold window 8 and sink 2"):
+        dataclasses.replace(SNAPKV, budget=9, policy=policy)
+
+
+def test_decode_keeps_its_graph_where_an_eviction_needs_no_other_cache(full_model, monkeypatch, draw_tokens):
+    """The first turn's caches are given back; those of later turns stay, and with them the captured steps."""
+    kept = full_model.manifest.eos_token_ids
+    object.__setattr__(full_model.manifest, "eos_token_ids", ())
+    session = make_session(full_model, monkeypatch, snapkv=SNAPKV)
+    session.plan = dataclasses.replace(session.plan, growth_room=100)
+    for turn, count in enumerate((300, 30, 50)):
+        assert len(list(session.generate(draw_tokens(count, seed=turn), 10))) == 10
+    object.__setattr__(full_model.manifest, "eos_token_ids", kept)
+    assert session.stats.evictions == 3
+    assert session.stats.graph_captures == 1
