@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16, save_float32
+from model_shapes import SHAPES
 
 import ortolan
 import ortolan.runtime.session as session_module
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=144, help="tokens decoded")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--chunk-size", type=int, default=8192)
-    parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
+    parser.add_argument("--work-dir", type=Path, help="keep exports here, and reuse them")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     report: dict[str, Any] = {"device": device_name(options.device), "onnxruntime": onnxruntime.__version__}
@@ -81,13 +81,14 @@ def main() -> None:
 
 def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.Model:
     """Export a shape with random weights, once, and open it."""
-    on_cpu = options.device == "cpu"
-    dtype, save = ("float32", save_float32) if on_cpu else ("bfloat16", save_bfloat16)
-    checkpoint = make_checkpoint(shape, work / "checkpoint", dtype, save)
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "config.json").write_text(json.dumps(SHAPES[shape]))
     longest = max(options.prompt, options.context, options.budget) + options.decode + 2
-    folder = work / f"ortolan-{longest}"
+    folder = work / f"ortolan-{options.device.partition(':')[0]}-{longest}-{options.chunk_size}"
     if not folder.exists():
-        ortolan.export(checkpoint, folder, dtype=dtype, max_context=longest, chunk_size=options.chunk_size)
+        dtype = "float32" if options.device == "cpu" else "bfloat16"
+        sizes = {"max_context": longest, "chunk_size": options.chunk_size}
+        ortolan.export(work, folder, dtype=dtype, weights="random", **sizes)
     return ortolan.load(folder, device=options.device)
 
 

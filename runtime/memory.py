@@ -8,11 +8,13 @@ from typing import Any
 
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 
 # Intermediate results of a chunk that live at once, in rows of Hq * D elements per token: residual, norm, query, key
 # and value, the MLP's wide rows (up to seven such rows each), and what fragmentation leaves.
 ROWS_PER_TOKEN = 32
+SCORE_ARRAYS = 16  # of a layer's scores, ranks and positions, in float32 each
 LIBRARY_BYTES = 128 * 2**20  # kernels and workspaces that CUDA's libraries load with the first step
 
 
@@ -72,13 +74,27 @@ def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
     return LIBRARY_BYTES + rows + 2 * manifest.vocab_size * ELEMENT_BYTES["float32"]
 
 
+def estimate_evict_bytes(manifest: Manifest, plan: CachePlan, snapkv: SnapKv | None) -> int:
+    """Estimate what an eviction takes on a device besides the caches, for the layer that takes most.
+
+    The policy `expected` weighs every key by every query head's covariance, in float32; others hold scores alone.
+    """
+    if snapkv is None:
+        return 0
+    evictable = [(i, layer) for i, layer in enumerate(manifest.layers) if layer.evictable]
+    rows = max(plan.layers[i].capacity * layer.head_size for i, layer in evictable)
+    scores = max(plan.layers[i].capacity * layer.num_kv_heads for i, layer in evictable)
+    products = 2 * manifest.num_heads * rows if snapkv.policy == "expected" else 0
+    return ELEMENT_BYTES["float32"] * (products + SCORE_ARRAYS * scores)
+
+
 def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, int], device: str) -> None:
     """Refuse a plan that does not fit the device.
 
     Args:
         plan: the caches.
         captured: bytes of captured queries.
-        chunk: bytes that a chunk's intermediate results still need, estimated.
+        chunk: bytes that intermediate results of a chunk, or of an eviction, still need, estimated.
         memory: free and all bytes of the device.
         device: its name.
 

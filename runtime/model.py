@@ -25,7 +25,13 @@ from ortolan.runtime.device import (
     resolve_device,
 )
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
-from ortolan.runtime.memory import capture_bytes, check_room, estimate_chunk_bytes, weight_file_bytes
+from ortolan.runtime.memory import (
+    capture_bytes,
+    check_room,
+    estimate_chunk_bytes,
+    estimate_evict_bytes,
+    weight_file_bytes,
+)
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.session import Session
@@ -116,7 +122,8 @@ class Model:
         assert self._device is not None
         self._device.buffers.trim()
         captured = capture_bytes(self.manifest, snapkv.captured_queries if snapkv else 0)
-        chunk = max(0, estimate_chunk_bytes(self.manifest, plan) - self._device.arena_bytes())
+        largest = max(estimate_chunk_bytes(self.manifest, plan), estimate_evict_bytes(self.manifest, plan, snapkv))
+        chunk = max(0, largest - self._device.arena_bytes())
         check_room(plan, captured, chunk, self._device.buffers.memory(), self._device.name)
 
     def _choose_file(self, fused: bool | None) -> str:

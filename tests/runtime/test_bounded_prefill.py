@@ -65,6 +65,14 @@ def test_a_prompt_of_ten_budgets_is_held_in_a_budget_and_a_chunk(model, draw_tok
     assert session.logical_length == 10 * BUDGET
 
 
+@pytest.mark.parametrize(("count", "evictions"), [(40, 0), (41, 1), (48, 1), (49, 2), (53, 2), (70, 3)])
+def test_every_chunk_that_passes_the_budget_fires(model, open_session, draw_tokens, count, evictions):
+    """Also where the caches had room for what remains."""
+    session = open_session(model, snapkv=SNAPKV)
+    session.prefill(draw_tokens(count))
+    assert session.stats.evictions == evictions
+
+
 def test_decoding_evicts_when_the_caches_are_full_and_not_before(model, open_session, draw_tokens):
     session, layer = open_session(model, snapkv=SNAPKV), evictable(model)[0]
     session.prefill(draw_tokens(100))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from ortolan.errors import ConfigError
 from ortolan.manifest import LayerInfo, Manifest
+from ortolan.runtime.memory import estimate_evict_bytes
+from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, split_chunks
 
 SIZES = st.integers(1, 40)
@@ -125,3 +127,17 @@ def test_ring_keeps_agrees_with_brute_force(sink, window, spare, highest, back):
     whole = all(held[slot(p, sink, capacity)] == p for p in seen)
     layer = LayerPlan(kind="ring", window=window, capacity=capacity, slot_bytes=1, full_length_bytes=1)
     assert ring_keeps(length, highest, layer, sink) == whole
+
+
+def test_an_eviction_is_counted_by_the_largest_cache_that_it_reads():
+    manifest = manifest_of()
+    long, bounded = plan_caches(manifest, 512), plan_caches(manifest, 512, 64, budget=100)
+    assert estimate_evict_bytes(manifest, long, None) == 0
+    usual, expected = SnapKv(), SnapKv(policy="expected")
+    scores = estimate_evict_bytes(manifest, long, usual)
+    assert scores == 16 * 512 * 2 * 4  # [Hkv, C]
+    assert estimate_evict_bytes(manifest, long, expected) - scores == 2 * 4 * 512 * 8 * 4  # two [Hq, C, D] float32
+    for options in (usual, expected):
+        assert 512 * estimate_evict_bytes(manifest, bounded, options) == 164 * estimate_evict_bytes(
+            manifest, long, options
+        )
