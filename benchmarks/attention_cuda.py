@@ -206,7 +206,8 @@ def check(case: Case, inputs: Inputs) -> float:
     output = torch.full_like(inputs.tensors["query"], math.nan)
     attributes = {"window": case.window, "capacity": case.slots}
     node = emitters.swa_attention(**{k: k for k in inputs.tensors}, outputs=("output",), name="attend", **attributes)
-    DeviceSession([node], inputs.tensors, {"output": output})()
+    session = DeviceSession([node], inputs.tensors, {"output": output})
+    session()
     torch.cuda.synchronize()
     if output.isnan().any():
         raise SystemExit(f"{case.title}: the output has NaN or unwritten elements")
@@ -290,7 +291,7 @@ def flash_varlen(case: Case, inputs: Inputs) -> Callable[[], object]:
     lengths = [t.shape[2] for t in (query, keys)]
     starts = [torch.arange(case.sequences + 1, device="cuda", dtype=torch.int32) * n for n in lengths]
     window = (case.window - 1, 0) if case.window > 0 else (-1, 0)
-    return lambda: varlen_attn(*rows, *starts, *lengths, window_size=window, enable_gqa=True)
+    return lambda: varlen_attn(*rows, *starts, *lengths, window_size=window)
 
 
 def flex_attention(case: Case, inputs: Inputs) -> Callable[[], object]:

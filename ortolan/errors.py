@@ -21,6 +21,14 @@ class ContractMismatchError(OrtolanError, ValueError):
     """A graph, a manifest or a tensor does not match what its reader expects."""
 
 
+class SessionFileError(OrtolanError, ValueError):
+    """A file is no saved session, or is truncated or altered."""
+
+
+class StorageError(OrtolanError, OSError):
+    """A file cannot be written: the disk is full, or something else of the file system is in the way."""
+
+
 class OpLibraryError(OrtolanError, RuntimeError):
     """The operator library or ONNX Runtime is missing, unusable or of the wrong kind."""
 

@@ -47,6 +47,9 @@ class Buffers(Protocol):
     def rare_run_options(self) -> Any:
         """Return run options for a graph that runs rarely, and should hold no memory in between; None: the usual."""
 
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return an array's contents on the host, once all work before is done; a view where it lives there."""
+
     def trim(self) -> None:
         """Give memory that no array uses back to the system."""
 
@@ -87,6 +90,11 @@ class HostBuffers:
     def rare_run_options(self) -> Any:
         """Return None: the usual run options."""
         return None
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """Return the array itself."""
+        result: npt.NDArray[Any] = array
+        return result
 
     def trim(self) -> None:
         """Do nothing: NumPy frees arrays at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ortolan import contract
@@ -22,11 +22,20 @@ class LayerCache:
 class CacheBuffers:
     """All caches of one sequence; `generation` rises whenever a buffer is replaced."""
 
-    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: CachePlan,
+        capture_rows: int,
+        buffers: Buffers,
+        capacities: Sequence[int] | None = None,
+    ) -> None:
         self._manifest = manifest
         self.buffers = buffers
         self.generation = 0
-        self.layers = [self._allocate(index, layer.capacity) for index, layer in enumerate(plan.layers)]
+        # What is restored starts with the slots that it needs, not with the plan's.
+        slots = capacities or [layer.capacity for layer in plan.layers]
+        self.layers = [self._allocate(index, capacity) for index, capacity in enumerate(slots)]
         self.captures = {
             index: self._empty((1, capture_rows, manifest.num_heads, layer.head_size))
             for index, layer in enumerate(manifest.layers)
@@ -105,6 +114,15 @@ class CacheBuffers:
             buffers[contract.key_cache(index)] = layer.key
             buffers[contract.value_cache(index)] = layer.value
         return buffers | {contract.capture(index): capture for index, capture in self.captures.items()}
+
+    def blocks(self, index: int, head: int, begin: int, count: int) -> Iterator[tuple[Array, Array]]:
+        """Yield the keys and values of slots begin .. begin + count of one kv head, in contiguous blocks [n, D]."""
+        layer = self.layers[index]
+        with self.buffers.scope():
+            rows = slice(begin, begin + count)
+            block = layer.key[0, head, rows], layer.value[0, head, rows]
+        if count:
+            yield block
 
     def _allocate(self, index: int, capacity: int) -> LayerCache:
         layer = self._manifest.layers[index]

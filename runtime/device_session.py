@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import ConfigError, OrtolanError
+from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
 from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_stepper import CudaStepper
 from ortolan.runtime.device_loop import TokenChooser
+from ortolan.runtime.fingerprint import Fingerprint
+from ortolan.runtime.generating import NO_TOKENS
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import STEPS_AHEAD, CachePlan, split_chunks
+from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session import Session
+from ortolan.runtime.session_state import SessionState
 from ortolan.runtime.stepper import Logits
 
 CHUNKS_AHEAD = 2  # chunks enqueued before the first of them is waited for
@@ -86,13 +90,24 @@ class DeviceSession(Session):
         snapkv: SnapKv | None,
         evict_session: Any,
         model: DeviceModel,
+        identify: Callable[[], Fingerprint] | None = None,
+        capacities: Sequence[int] | None = None,
     ) -> None:
         self._model, self._device = model, model.buffers
-        super().__init__(manifest, ort_session, plan, snapkv, evict_session, model.buffers, model.weights_bytes)
+        super().__init__(
+            manifest,
+            ort_session,
+            plan,
+            snapkv,
+            evict_session,
+            buffers=model.buffers,
+            weights_bytes=model.weights_bytes,
+            identify=identify,
+            capacities=capacities,
+        )
         self._chooser = TokenChooser(self._device, self._stepper.logits, self._stepper.state)
         self._slots = [self._make_slot() for _ in range(max(STEPS_AHEAD, CHUNKS_AHEAD) + 2)]
         self._waiting: deque[Slot] = deque()  # choices enqueued by the generation under way, not taken yet
-        self._turn: object | None = None  # identifies the generation under way
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
@@ -124,9 +139,22 @@ class DeviceSession(Session):
 
     def _settle(self) -> None:
         """End the generation under way; steps enqueued past its last token count as written, not as read."""
-        self._turn = None
+        super()._settle()
         self._lengths.discard(self._steps_ahead(), self._capture_rows)
         self._waiting.clear()
+
+    def _state(self) -> SessionState:
+        """Return what there is to save; steps under way count as written, not as read."""
+        state = super()._state()
+        state.lengths.discard(self._steps_ahead(), self._capture_rows)
+        return state
+
+    def _adopt(self, state: SessionState) -> None:
+        super()._adopt(state)
+        turn = state.generation
+        if turn and turn.logits is not None:
+            self._device.write(self._stepper.logits, turn.logits[None])
+            turn.logits = self._stepper.logits
 
     def _steps_ahead(self) -> int:
         return sum(slot.is_step for slot in self._waiting)
@@ -199,52 +227,37 @@ class DeviceSession(Session):
         self._lengths.advance(len(tokens))
         self._history.extend(tokens.tolist())
 
-    def _continue(self, logits: Any, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        self._turn = turn = object()
-        return self._generate(turn, max_new_tokens, sampling)
-
-    def _generate(self, turn: object, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+    def _continue(self, turn: Generation) -> Iterator[int]:
         """Yield tokens; the device is `STEPS_AHEAD` steps further, at most."""
-        for count in range(1, max_new_tokens + 1):
+        first = turn.count
+        while self._goes_on(turn):
             start = time.perf_counter()
-            self._check_turn(turn)
-            if count == 1:
-                self._chooser.start([sampling], [self._history])
+            if turn.count == first:
+                self._chooser.start([turn.sampling], [[*self._history, *self._pending]])
             if not self._waiting:
-                self._start_chain(count)
+                self._start_chain(turn)
             if self._stepper.is_captured:  # else the first token does not wait for the capture
-                self._enqueue_ahead(count, max_new_tokens)
+                self._enqueue_ahead(turn)
             token = self._take(start)
             if token in self._manifest.eos_token_ids:
                 self.finish_reason = "eos"
                 self._settle()
                 return
-            self._pending = [token]
+            self._note_chosen(turn, token)
             yield token
-            self._check_turn(turn)
-            if count == max_new_tokens:
-                self.finish_reason = "length"
-            elif self.logical_length + 1 > self.plan.max_context:
-                self.finish_reason = "context"
-            if self.finish_reason:
-                self._turn = None
-                return
 
-    def _check_turn(self, turn: object) -> None:
-        if self._turn is not turn:
-            raise ConfigError("the session was used otherwise since the last token; start a new generate")
-
-    def _start_chain(self, count: int) -> None:
+    def _start_chain(self, turn: Generation) -> None:
         """Feed the pending token, if this generation has one, as `step` does; choose the next from its logits."""
-        if count > 1:
-            self._decode(self._with_pending(np.empty(0, np.int64)))
+        if turn.count:
+            self._decode(self._with_pending(NO_TOKENS))
+        turn.logits = None  # steps overwrite them
         self._stepper.load(0, (self._lengths.logical, self._lengths.physical), self._variant)
-        self._choose(count, is_step=False)
+        self._choose(turn.count + 1, is_step=False)
 
-    def _enqueue_ahead(self, count: int, max_new_tokens: int) -> None:
+    def _enqueue_ahead(self, turn: Generation) -> None:
         """Enqueue the steps that lead to the tokens after the one that is waited for."""
-        longest = self._longest_chain()
-        for number in range(count + len(self._waiting), min(count + STEPS_AHEAD, max_new_tokens) + 1):
+        longest, count = self._longest_chain(), turn.count + 1
+        for number in range(count + len(self._waiting), min(count + STEPS_AHEAD, turn.max_new_tokens) + 1):
             if self.logical_length + self._steps_ahead() + 1 > longest:
                 return
             self._choose(number, is_step=True)

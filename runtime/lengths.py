@@ -1,7 +1,8 @@
 """Tracks how much one sequence has read, and how much of it each cache holds.
 
 Logical length: tokens read. Physical length: tokens that a full-attention cache holds, per kv head; equal to
-the logical length until an eviction. `highest`: the largest length the rings were ever written to.
+the logical length until an eviction. `highest`: the largest length the rings were ever written to. `rings_from`: the
+shortest length that rings can go back to, where a saved session left older slots out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.plan import CachePlan, ring_keeps
 
 Positions: TypeAlias = npt.NDArray[np.int32]
 
@@ -21,6 +24,7 @@ class Lengths:
 
     def __init__(self, manifest: Manifest) -> None:
         self._full_layers = [i for i, layer in enumerate(manifest.layers) if layer.window < 0]
+        self._sink = manifest.sink
         self._kv_heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
         self.clear()
 
@@ -28,6 +32,7 @@ class Lengths:
         """Forget everything, as for a new sequence."""
         self.logical = 0
         self.highest = 0
+        self.rings_from = 0
         self.evicted_at = 0  # logical length at the last eviction; nothing before it can be rewound to
         self.captured_from = 0  # queries from here to the logical length, at most a window's, are captured
         self.physical = {i: np.zeros(heads, np.int32) for i, heads in self._kv_heads.items()}
@@ -58,6 +63,36 @@ class Lengths:
         self.highest = max(self.highest, written)
         # They took the rows of the queries `capture_rows` before them.
         self.captured_from = max(self.captured_from, min(self.logical, written - capture_rows))
+
+    def missing_ring(self, length: int, plan: CachePlan) -> int | None:
+        """Return a ring layer that no longer holds the window before `length`."""
+        for index, layer in enumerate(plan.layers):
+            if layer.kind != "ring":
+                continue
+            left_out = self._sink < length < self.rings_from
+            if left_out or not ring_keeps(length, self.highest, layer, self._sink):
+                return index
+        return None
+
+    def check_rewind(self, length: int, plan: CachePlan) -> None:
+        """Raise CapacityError where what position `length` looks back on is gone."""
+        if length < self.evicted_at:
+            raise CapacityError(
+                f"rewind({length}): tokens before {self.evicted_at} were evicted from the "
+                f"full-attention caches; rewind to {self.evicted_at} or later, or to 0"
+            )
+        layer = self.missing_ring(length, plan)
+        if layer is None:
+            return
+        if length < self.rings_from:
+            raise CapacityError(
+                f"rewind({length}): the session was saved without what position {length} looks back on in layer "
+                f"{layer}; rewind to {self.rings_from} or later, or to 0, or save with more rewind_tokens"
+            )
+        raise CapacityError(
+            f"rewind({length}): the ring of layer {layer}, of {plan.layers[layer].capacity} slots, has "
+            f"overwritten what position {length} looks back on; rewind to 0 and read the sequence again"
+        )
 
     def record_eviction(self, keep: dict[int, npt.NDArray[Any]]) -> None:
         """Record which physical positions each layer kept, [Hkv or 1, K], -1 behind those of a shorter list."""

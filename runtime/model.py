@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ortolan.runtime.device import (
     resolve_device,
 )
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
+from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.memory import (
     capture_bytes,
     check_room,
@@ -34,6 +36,7 @@ from ortolan.runtime.memory import (
 )
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, plan_caches
+from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
@@ -104,7 +107,40 @@ class Model:
             ConfigError: a number is not allowed, or the model was exported without SnapKV.
             CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
-        plan = self.plan(max_context, chunk_size, snapkv)
+        return self._make_session(self.plan(max_context, chunk_size, snapkv), snapkv)
+
+    def restore(self, path: str | Path, max_context: int | None = None, chunk_size: int | None = None) -> Session:
+        """Make a session from the file that `Session.save` wrote, which goes on as the saved one would have.
+
+        On the device and with the lengths that it was saved with, it goes on bit for bit. SnapKV options are the
+        saved ones.
+
+        Args:
+            path: of the file; nothing is changed, so that it can be restored again.
+            max_context: longest sequence, tokens; None takes the saved session's.
+            chunk_size: most tokens of one prefill step; None takes the saved session's.
+
+        Raises:
+            SessionFileError: the file cannot be read, is no saved session, or is truncated or altered.
+            ContractMismatchError: another model or another version of the format wrote it.
+            ConfigError: a number is not allowed, or max_context is less than what was read.
+            CapacityError: there is no memory for the caches.
+        """
+        with SavedSession(Path(path)) as saved:
+            saved.check_model(self.fingerprint)
+            context = saved.max_context if max_context is None else max_context
+            plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, saved.snapkv)
+            session = self._make_session(plan, saved.snapkv, saved.capacities(plan, self.manifest.sink))
+            session.fill_from(saved)
+        return session
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What identifies the model to saved sessions; see `take_fingerprint` for what it covers."""
+        return take_fingerprint(self.folder, self.manifest)
+
+    def _make_session(self, plan: CachePlan, snapkv: SnapKv | None, capacities: list[int] | None = None) -> Session:
+        """Make an empty session; `capacities` are the slots of each layer, where they are not the plan's."""
         if snapkv is not None and not any(layer.evictable for layer in self.manifest.layers):
             raise ConfigError(
                 "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
@@ -112,10 +148,27 @@ class Model:
             )
         evict_session = None if snapkv is None else self._evict_session(snapkv)
         if self._device is None:
-            weights = weight_file_bytes(self.manifest)
-            return Session(self.manifest, self._session, plan, snapkv, evict_session, weights_bytes=weights)
-        self._check_room(plan, snapkv)
-        return DeviceSession(self.manifest, self._session, plan, snapkv, evict_session, self._device)
+            return Session(
+                self.manifest,
+                self._session,
+                plan,
+                snapkv,
+                evict_session,
+                weights_bytes=weight_file_bytes(self.manifest),
+                identify=lambda: self.fingerprint,
+                capacities=capacities,
+            )
+        self._check_room(plan if capacities is None else plan.with_capacities(capacities), snapkv)
+        return DeviceSession(
+            self.manifest,
+            self._session,
+            plan,
+            snapkv,
+            evict_session,
+            self._device,
+            identify=lambda: self.fingerprint,
+            capacities=capacities,
+        )
 
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
         """Refuse a plan that the device has no memory for."""

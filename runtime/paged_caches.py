@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class PageTable:
     def used(self) -> int:
         """Pages in the table."""
         return len(self._pages)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Numbers of the pages in the table, in the order of slots."""
+        return tuple(self._pages)
 
     @property
     def free(self) -> int:
@@ -69,7 +74,14 @@ class PagedCaches(CacheBuffers):
     No buffer is ever replaced: a change of pages changes the tables that bindings already read.
     """
 
-    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: CachePlan,
+        capture_rows: int,
+        buffers: Buffers,
+        capacities: Sequence[int] | None = None,
+    ) -> None:
         self._page_size = manifest.page_size
         self._kinds: dict[int, CacheKind] = {i: kind for kind in manifest.cache_kinds for i in kind.layers}
         self._tables = {
@@ -82,6 +94,9 @@ class PagedCaches(CacheBuffers):
                 table.resize(table.free)
         self._slot_bytes = [layer.slot_bytes for layer in plan.layers]
         super().__init__(manifest, plan, capture_rows, buffers)
+        if capacities:
+            full = {i: capacities[i] for i, kind in self._kinds.items() if kind.window < 0}
+            self.fit(full, dict.fromkeys(full, 0))
 
     @property
     def bytes(self) -> int:
@@ -111,6 +126,18 @@ class PagedCaches(CacheBuffers):
         """Give pages past the slots of every layer of a kind back."""
         self.fit({index: min(capacity, self.capacity(index)) for index, capacity in slots.items()}, held)
 
+    def blocks(self, index: int, head: int, begin: int, count: int) -> Iterator[tuple[Array, Array]]:
+        """Yield keys and values of slots begin .. begin + count of one kv head, [n, D], at most a page at a time."""
+        layer, pages, end = self.layers[index], self._table(index).pages, begin + count
+        while begin < end:
+            row = begin % self._page_size
+            rows = slice(row, min(self._page_size, row + end - begin))
+            page = pages[begin // self._page_size]
+            with self.buffers.scope():
+                block = layer.key[page, head, rows], layer.value[page, head, rows]
+            yield block
+            begin += rows.stop - rows.start
+
     def tables(self) -> dict[str, Array]:
         """Map the graph's input names to the block tables, [1, M] int32 each."""
         return {kind.block_table: self._tables[kind.name].array for kind in self._kinds.values()}
@@ -132,7 +159,13 @@ class PagedCaches(CacheBuffers):
         return LayerCache(self._empty(shape), self._empty(shape))
 
 
-def make_caches(manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> CacheBuffers:
-    """Make the caches of one sequence, as the model's graph takes them."""
+def make_caches(
+    manifest: Manifest,
+    plan: CachePlan,
+    capture_rows: int,
+    buffers: Buffers,
+    capacities: Sequence[int] | None = None,
+) -> CacheBuffers:
+    """Make the caches of one sequence, as the model's graph takes them; `capacities` where they are restored."""
     kind = PagedCaches if manifest.paged else CacheBuffers
-    return kind(manifest, plan, capture_rows, buffers)
+    return kind(manifest, plan, capture_rows, buffers, capacities)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ortolan.errors import ConfigError
 from ortolan.manifest import Manifest
@@ -71,6 +71,11 @@ class CachePlan:
     def full_length_bytes(self) -> int:
         """Bytes that caches of the whole context would take."""
         return sum(layer.full_length_bytes for layer in self.layers)
+
+    def with_capacities(self, capacities: Sequence[int]) -> CachePlan:
+        """Return the plan with other slots for each layer."""
+        pairs = zip(self.layers, capacities, strict=True)
+        return replace(self, layers=tuple(replace(layer, capacity=capacity) for layer, capacity in pairs))
 
     def grown_capacity(self, index: int, needed: int) -> int:
         """Return the slots of a full-attention cache that must hold `needed` tokens and will go on growing."""
@@ -191,12 +196,16 @@ def ring_keeps(length: int, highest: int, layer: LayerPlan, sink: int) -> bool:
     return oldest >= length or oldest + layer.capacity - sink >= highest
 
 
-def missing_ring(plan: CachePlan, length: int, highest: int, sink: int) -> int | None:
-    """Return a ring layer that no longer holds the window before `length`; arguments as `ring_keeps` takes them."""
-    for index, layer in enumerate(plan.layers):
-        if layer.kind == "ring" and not ring_keeps(length, highest, layer, sink):
-            return index
-    return None
+def slot_runs(begin: int, end: int, capacity: int, sink: int) -> Iterator[tuple[int, int]]:
+    """Yield (first slot, count) of the contiguous slots that hold positions begin .. end, in their order.
+
+    Source: the slot rule of the operators; all positions must be in the cache, so that no slot comes twice.
+    """
+    while begin < end:
+        slot = begin if begin < sink else sink + (begin - sink) % (capacity - sink)
+        count = min(end - begin, capacity - slot)
+        yield slot, count
+        begin += count
 
 
 def _round_up(value: int, multiple: int) -> int:

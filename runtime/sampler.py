@@ -5,20 +5,55 @@ Source: the order and definitions of transformers' logits processors; min-p, arX
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ortolan.runtime.options import Sampling
 
+SEED_BITS = 63
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """A generation under way: with the sequence's tokens, all that its next tokens depend on.
+
+    Attributes:
+        sampling: with a seed.
+        max_new_tokens: after which it ends.
+        count: tokens chosen so far; each took one draw of the random numbers.
+        logits: of the prompt, [V] or as a device holds them, until the first token is chosen.
+    """
+
+    sampling: Sampling
+    max_new_tokens: int
+    count: int = 0
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        if self.sampling.seed is None:
+            self.sampling = dataclasses.replace(self.sampling, seed=secrets.randbits(SEED_BITS))
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether what the next token depends on is still there."""
+        return self.count > 0 or self.logits is not None
+
 
 class Sampler:
     """Draws tokens; equal seeds and logits give equal tokens."""
 
-    def __init__(self, options: Sampling) -> None:
+    def __init__(self, options: Sampling, draws: int = 0) -> None:
+        """Start behind the first `draws` tokens of a generation."""
         self._options = options
-        self._generator = np.random.default_rng(options.seed)
+        bits = np.random.PCG64(options.seed)
+        bits.advance(draws)  # choosing a token takes one number
+        self._generator = np.random.Generator(bits)
 
     def choose(self, logits: npt.NDArray[np.float32], history: Sequence[int]) -> int:
         """Choose a token from logits [V], given the tokens of the sequence so far."""

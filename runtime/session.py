@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +15,22 @@ from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanErro
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.evictor import evict
+from ortolan.runtime.fingerprint import Fingerprint
+from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.options import SnapKv
 from ortolan.runtime.paged_caches import make_caches
-from ortolan.runtime.plan import CachePlan, missing_ring, split_chunks
-from ortolan.runtime.sampler import Sampler
+from ortolan.runtime.plan import CachePlan, split_chunks
+from ortolan.runtime.restore import SavedSession
+from ortolan.runtime.sampler import Generation
+from ortolan.runtime.session_state import SessionState, save_state
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stepper import Logits, Stepper
 
 
-class Session:
+class Session(GeneratingSession):
     """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
 
     Tokens that `generate` yields belong to the sequence: the last one is fed together with whatever comes
@@ -40,6 +46,8 @@ class Session:
         evict_session: Any,
         buffers: Buffers | None = None,
         weights_bytes: int = 0,
+        identify: Callable[[], Fingerprint] | None = None,
+        capacities: Sequence[int] | None = None,
     ) -> None:
         self.plan = plan
         self.stats = Stats()
@@ -49,13 +57,16 @@ class Session:
         self._evict_session = evict_session
         self._weights_bytes = weights_bytes
         self._capture_rows = snapkv.captured_queries if snapkv else 0
-        self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers())
+        self._identify = identify
+        self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers(), capacities)
         self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
         self._history: list[int] = []  # every token fed so far
         self._pending: list[int] = []  # yielded by generate, not fed yet
         self._variant = 0
         self._captured_at_eviction: dict[int, Array] = {}
+        self._generation: Generation | None = None  # the last one, until the session is used otherwise
+        self._is_reading = False  # while a prompt's `progress` is called
 
     @property
     def logical_length(self) -> int:
@@ -113,28 +124,24 @@ class Session:
         self._settle()
         return self._decode(tokens)
 
-    def generate(
-        self,
-        token_ids: Sequence[int] | npt.NDArray[Any],
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        progress: Callable[[int], object] | None = None,
-    ) -> Iterator[int]:
-        """Read a prompt and yield the tokens that follow it, without the end-of-sequence token.
+    def save(self, path: str | Path, rewind_tokens: int = 0) -> None:
+        """Write the session to one file, from which `Model.restore` makes it anew; it can be used on.
 
-        The prompt is read by this call, not by the first `next`. When the iterator ends, `finish_reason` is
-        "eos", "length" (max_new_tokens) or "context" (max_context); until then, and where it is left early,
-        it is None.
+        May be called between the tokens of `generate`: a restored session then goes on with `resume`.
+
+        Args:
+            path: of the file; replaced where it exists, and only by a whole one.
+            rewind_tokens: how far the restored session can rewind where the model has sliding windows, if this one
+                can; full-attention caches rewind as here. Each costs a slot in every ring.
 
         Raises:
-            ConfigError: max_new_tokens is below 1, or the session was used otherwise before the iterator
-                ended; besides, as `prefill`.
+            ConfigError: no file can have that name, or the session is reading a prompt.
+            StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
+            ContractMismatchError: the model's files, which tell what model it is, are gone.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-        self.finish_reason = None
-        logits = self._read_prompt(token_ids, progress)
-        return self._continue(logits, max_new_tokens, sampling or Sampling())
+        if self._identify is None or self._is_reading:
+            raise ConfigError("a session can be saved between calls only, and where Model.session made it")
+        save_state(Path(path), self._state(), self._manifest, self._identify(), rewind_tokens)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.
@@ -152,7 +159,7 @@ class Session:
             self._lengths.clear()
             self._variant = 0
         elif length < self.logical_length:
-            self._check_rewind(length)
+            self._lengths.check_rewind(length, self.plan)
             self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
@@ -174,8 +181,33 @@ class Session:
     def _make_stepper(self, ort_session: Any) -> Any:
         return Stepper(ort_session, self._manifest, self._caches)
 
-    def _settle(self) -> None:
-        """Take note that the session is used otherwise than by the generation under way, if there is one."""
+    def fill_from(self, saved: SavedSession) -> None:
+        """Take over a saved session's state and caches; for `Model.restore`, which makes the session for it."""
+        self._adopt(saved.load(self._state(), self._manifest))
+
+    def _state(self) -> SessionState:
+        """Return what there is to save; `_adopt` takes it."""
+        turn = self._generation
+        return SessionState(
+            plan=self.plan,
+            snapkv=self._snapkv,
+            capture_rows=self._capture_rows,
+            caches=self._caches,
+            capacities=[self.cache_capacity(index) for index in range(len(self.plan.layers))],
+            lengths=copy.deepcopy(self._lengths),
+            history=self._history,
+            pending=self._pending,
+            variant=self._variant,
+            generation=turn if turn and turn.can_go_on else None,
+            finish_reason=self.finish_reason,
+            captured_at_eviction=self._captured_at_eviction,
+        )
+
+    def _adopt(self, state: SessionState) -> None:
+        """Go on from a state whose caches are this session's."""
+        self._lengths, self._history, self._pending = state.lengths, state.history, state.pending
+        self._variant, self._generation, self.finish_reason = state.variant, state.generation, state.finish_reason
+        self._captured_at_eviction = state.captured_at_eviction
 
     def _fetch(self, logits: Any) -> Logits:
         """Return logits [V] of a read on the host."""
@@ -198,25 +230,6 @@ class Session:
         self._evict_if_due()
         return logits
 
-    def _continue(self, logits: Any, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-        sampler = Sampler(sampling)
-        for count in range(1, max_new_tokens + 1):
-            token = sampler.choose(logits, self._history)
-            if token in self._manifest.eos_token_ids:
-                self.finish_reason = "eos"
-                return
-            pending = self._pending = [token]
-            yield token
-            if self._pending is not pending or not pending:
-                raise ConfigError("the session was used otherwise since the last token; start a new generate")
-            if count == max_new_tokens:
-                self.finish_reason = "length"
-                return
-            if self.logical_length + 1 > self.plan.max_context:
-                self.finish_reason = "context"
-                return
-            logits = self._decode(self._with_pending(np.empty(0, np.int64)))
-
     def _decode(self, tokens: npt.NDArray[np.int64]) -> Logits:
         start, captured = time.perf_counter(), self.stats.graph_capture_seconds
         logits = self._fetch(self._feed(tokens, None))
@@ -237,7 +250,7 @@ class Session:
                 f"{len(tokens)} more tokens make {after}, past max_context = {self.plan.max_context} "
                 f"({self.logical_length} are read); make the session with a larger max_context"
             )
-        if self._missing_ring(self.logical_length) is not None:
+        if self._lengths.missing_ring(self.logical_length, self.plan) is not None:
             raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
         return tokens
 
@@ -250,7 +263,11 @@ class Session:
         def note(count: int) -> None:
             self._pending.clear()
             if progress:
-                progress(count)
+                self._is_reading = True
+                try:
+                    progress(count)
+                finally:
+                    self._is_reading = False
 
         if self.plan.bound is not None:
             return self._read_bounded(tokens, note)
@@ -369,7 +386,7 @@ class Session:
             return
         first = max(begin, lengths.evicted_at)
         tail = np.array(self._history[first:], np.int64)
-        self._check_rewind(first)
+        lengths.check_rewind(first, self.plan)
         if begin < lengths.evicted_at:
             self._caches.restore_captures(self._captured_at_eviction)
         lengths.rewind(first, self._capture_rows)
@@ -377,23 +394,6 @@ class Session:
         del self._history[first:]
         if len(tail):
             self._read(tail, lambda _: None)
-
-    def _check_rewind(self, length: int) -> None:
-        if length < self._lengths.evicted_at:
-            raise CapacityError(
-                f"rewind({length}): tokens before {self._lengths.evicted_at} were evicted from the "
-                f"full-attention caches; rewind to {self._lengths.evicted_at} or later, or to 0"
-            )
-        layer = self._missing_ring(length)
-        if layer is not None:
-            raise CapacityError(
-                f"rewind({length}): the ring of layer {layer}, of {self.cache_capacity(layer)} slots, has "
-                f"overwritten what position {length} looks back on; rewind to 0 and read the sequence again"
-            )
-
-    def _missing_ring(self, length: int) -> int | None:
-        """Return a ring layer that no longer holds the window before `length`."""
-        return missing_ring(self.plan, length, self._lengths.highest, self._manifest.sink)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < len(self.plan.layers):

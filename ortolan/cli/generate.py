@@ -6,15 +6,19 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ortolan.cli.progress import token_bar
 from ortolan.errors import ConfigError, OrtolanError
 
+ANSWER = "<<answer>>"  # stands for an answer in a chat template
 EPILOG = """examples:
   ortolan generate ./llama --prompt "Once upon a time" --max-new-tokens 100
   ortolan generate ./llama --prompt-file report.txt --snapkv-budget 2048 --stats-json stats.json
+  ortolan generate ./llama --prompt-file report.txt --snapkv-budget 2048 --save-session report.session
+  ortolan generate ./llama --load-session report.session --prompt "And the costs?"
   git diff | ortolan generate ./llama --chat --temperature 0.7 --top-p 0.9 --seed 1
 """
 
@@ -42,6 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
     _add_sampling(parser)
     _add_snapkv(parser)
+    _add_saving(parser)
     parser.set_defaults(run=run)
 
 
@@ -74,12 +79,95 @@ def _add_snapkv(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--snapkv-queries", type=int, help="last queries that policy expected learns from")
 
 
+def _add_saving(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("saved sessions")
+    group.add_argument("--save-session", type=Path, metavar="FILE", help="write the session when the text is out")
+    group.add_argument(
+        "--load-session",
+        type=Path,
+        metavar="FILE",
+        help="go on from a saved session: the prompt is its next turn; an empty one (--prompt '') resumes its text",
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
     from ortolan.runtime import stream_text
+    from ortolan.runtime.session_file import check_target
 
-    sampling = ortolan.Sampling(
+    sampling, snapkv = _sampling(options), _snapkv(options)
+    if options.load_session and snapkv:
+        raise ConfigError("a saved session has its own SnapKV options; leave those out beside --load-session")
+    if options.save_session:
+        check_target(options.save_session)
+    prompt = _read_prompt(options)
+    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    if options.load_session:
+        session = model.restore(options.load_session, options.max_context, options.chunk_size)
+    else:
+        session = model.session(options.max_context, options.chunk_size, snapkv)
+    tokens = _resume(session, options, sampling) if not prompt else _generate(model, session, prompt, options, sampling)
+    for piece in stream_text(model.tokenizer, tokens, options.stop):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if options.save_session:
+        session.save(options.save_session)
+    if options.stats_json:
+        _write_stats(options.stats_json, session)
+    return 0
+
+
+def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
+    """Read the prompt, and start to generate."""
+    if options.chat:
+        token_ids = chat_turn(model.tokenizer, prompt, is_first=session.logical_length == 0)
+    else:
+        token_ids = model.tokenizer.encode(prompt, add_special_tokens=session.logical_length == 0)
+    if not token_ids:
+        raise ConfigError("the prompt has no tokens")
+    with token_bar(len(token_ids)) as bar:
+        tokens: Iterator[int] = session.generate(token_ids, options.max_new_tokens, sampling, progress=bar.update)
+    return tokens
+
+
+def _resume(session: Any, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
+    """Go on with the saved session's generation, whose sampling goes on too."""
+    if sampling != type(sampling)():
+        raise ConfigError("a text that is resumed goes on with its own sampling; leave those options out")
+    tokens: Iterator[int] = session.resume(options.max_new_tokens)
+    return tokens
+
+
+def chat_turn(tokenizer: Any, prompt: str, *, is_first: bool) -> list[int]:
+    """Return the token ids of a user's turn: the first of a conversation, or one that follows an answer.
+
+    The latter is what the template writes behind an answer, its end mark included.
+
+    Raises:
+        ConfigError: there is no template, or it does not write answers as they are.
+    """
+    user = {"role": "user", "content": prompt}
+    if is_first:
+        first: list[int] = tokenizer.apply_chat_template([user])
+        return first
+    answer = {"role": "assistant", "content": ANSWER}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "?"}, answer, user], tokenize=False)
+    _, found, turn = text.partition(ANSWER)
+    if not found:
+        raise ConfigError(
+            "the chat template rewrites answers; give the next turn as the model reads it, without --chat"
+        )
+    following: list[int] = tokenizer.encode(turn, add_special_tokens=False)
+    return following
+
+
+def _sampling(options: argparse.Namespace) -> Any:
+    """Build the sampling options."""
+    import ortolan
+
+    return ortolan.Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -87,23 +175,6 @@ def run(options: argparse.Namespace) -> int:
         repetition_penalty=options.repetition_penalty,
         seed=options.seed,
     )
-    snapkv = _snapkv(options)
-    prompt = _read_prompt(options)
-    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
-    session = model.session(options.max_context, options.chunk_size, snapkv)
-    if options.chat:
-        token_ids = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    else:
-        token_ids = model.tokenizer.encode(prompt)
-    with token_bar(len(token_ids)) as bar:
-        tokens = session.generate(token_ids, options.max_new_tokens, sampling, progress=bar.update)
-    for piece in stream_text(model.tokenizer, tokens, options.stop):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-    if options.stats_json:
-        _write_stats(options.stats_json, session)
-    return 0
 
 
 def _snapkv(options: argparse.Namespace) -> Any:
@@ -128,7 +199,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
             text = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else sys.stdin.read()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
-    if not text:
+    if not text and not options.load_session:
         raise ConfigError("the prompt is empty")
     try:
         text.encode("utf-8")

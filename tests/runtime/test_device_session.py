@@ -275,3 +275,26 @@ def test_rules_are_laid_out_for_the_kernel():
 
 def test_seen_tokens_are_marked():
     np.testing.assert_array_equal(mark_seen([[1, 1, 3], []], 5), [[0, 1, 0, 1, 0], [0] * 5])
+
+
+@pytest.mark.parametrize("confirmed", [1, 3, 7])
+def test_chunks_under_way_at_a_cancellation_count_as_written(model, open_session, draw_tokens, confirmed):
+    session, counts = open_session(model), []
+
+    def cancel(count: int) -> None:
+        counts.append(count)
+        if len(counts) == confirmed:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(draw_tokens(8 * 16), progress=cancel)
+    assert session.logical_length == sum(counts)
+    assert session._lengths.highest > session.logical_length
+    try:
+        logits = session.prefill(draw_tokens(9, seed=1))
+    except CapacityError:  # they took the ring's window
+        assert model.manifest.layers[0].window > 0
+        session.rewind(0)
+        logits = session.prefill([*draw_tokens(8 * 16)[: sum(counts)], *draw_tokens(9, seed=1)])
+    expected = model.session().prefill([*draw_tokens(8 * 16)[: sum(counts)], *draw_tokens(9, seed=1)])
+    assert relative_difference(logits, expected) <= SAME_LOGITS

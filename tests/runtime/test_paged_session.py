@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from fake_cuda import make_session
 from families import FAMILIES, tiny_checkpoint
-from paged_sessions import poison_free_pages, tables_of, talk_in_step
+from paged_sessions import check_pages, poison_free_pages, tables_of, talk_in_step
+from saved_sessions import DEVICES, place
 
 import ortolan
 from ortolan import SnapKv
@@ -186,3 +187,23 @@ def test_a_layer_that_needs_few_pages_takes_none_from_another(exported, order):
     assert table._pages == pages
     caches.release({i: min(held[i], 40) for i in order}, dict.fromkeys(order, 5))
     assert table._pages == pages[:3]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_saved_paged_session_goes_on_bit_for_bit(
+    exported, tmp_path, draw_tokens, monkeypatch, page_size, evicted, device
+):
+    model = place(exported("gemma3", page_size), device, monkeypatch)
+    session = model.session(snapkv=SnapKv(budget=40, window=8) if evicted else None)
+    session.prefill(draw_tokens(150))
+    session.step(5)
+    session.save(tmp_path / "chat.session")
+    restored = model.restore(tmp_path / "chat.session")
+    check_pages(restored)
+    assert restored.cache_capacity(1) == session.cache_capacity(1)
+    poison_free_pages(restored)
+    for turn in (draw_tokens(1, 1), draw_tokens(70, 2), draw_tokens(1, 3)):
+        np.testing.assert_array_equal(restored.prefill(turn), session.prefill(turn))
+    assert list(restored.generate([7], 30)) == list(session.generate([7], 30))

@@ -27,9 +27,16 @@ cudaError_t is_captured(cudaStream_t stream, bool& captured) {
 class Workspaces {
  public:
   ~Workspaces() {
-    // Errors are dropped: at the end of the process the driver may be gone already.
-    for (const auto& [key, buffers] : buffers_)
+    // Memory of cudaMallocAsync is freed at once, though work that uses it may be under way. Errors are dropped:
+    // at the end of the process the driver may be gone already.
+    int previous = 0;
+    cudaGetDevice(&previous);
+    for (const auto& [key, buffers] : buffers_) {
+      cudaSetDevice(key.first);
+      cudaDeviceSynchronize();
       for (const Buffer& buffer : buffers) cudaFree(buffer.data);
+    }
+    cudaSetDevice(previous);
   }
 
   cudaError_t get(cudaStream_t stream, size_t bytes, void** workspace) {

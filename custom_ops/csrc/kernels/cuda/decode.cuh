@@ -55,8 +55,7 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
     self.shared.loaded[cursor.stage].wait(cursor.parity);
     __syncwarp();
     self.sum(cursor);
-    __syncwarp();
-    if (self.lane == 0) self.shared.summed[cursor.stage].arrive();
+    self.shared.summed[cursor.stage].arrive();
   }
 }
 
@@ -90,7 +89,7 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
       DecodeShared::of(shared_memory, shape, DecodeStage<kHeadSize>::bytes(shape.tile_keys), 8 * kRowTiles);
   if (threadIdx.x < shape.stages) {
     shared.loaded[threadIdx.x].init(kLoadWarps * 32);
-    shared.summed[threadIdx.x].init(shape.warps);
+    shared.summed[threadIdx.x].init(shape.warps * 32);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
   wait_for_previous_kernel();

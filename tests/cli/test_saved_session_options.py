@@ -1,0 +1,180 @@
+"""`ortolan generate --save-session` and `--load-session`."""
+
+import io
+import sys
+
+import pytest
+from byte_tokenizer import write_byte_tokenizer
+
+import ortolan
+from ortolan.cli import main
+from ortolan.cli.generate import chat_turn
+from ortolan.runtime import session_file
+from ortolan.runtime.tokenizer import Tokenizer
+
+PROMPT = "def first(values):\n"
+
+
+@pytest.fixture
+def run(model_dir, capsys):
+    """Run the command; returns its standard output without the last line's end."""
+
+    def generate(*arguments: str) -> str:
+        assert main(["generate", str(model_dir), *arguments]) == 0
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out.removesuffix("\n")
+
+    return generate
+
+
+@pytest.fixture
+def refuse(model_dir, capsys):
+    """Run the command, which must fail; returns its exit code and its one line."""
+
+    def generate(*arguments: str) -> tuple[int, str]:
+        try:
+            code = main(["generate", str(model_dir), *arguments])
+        except SystemExit as stopped:
+            code = stopped.code
+        output = capsys.readouterr()
+        assert output.err.startswith("ortolan: error: ")
+        assert output.err.count("\n") == 1
+        return code, output.err
+
+    return generate
+
+
+@pytest.fixture
+def saved(run, tmp_path):
+    run("--prompt", PROMPT, "--max-new-tokens", "5", "--save-session", str(tmp_path / "a"))
+    return str(tmp_path / "a")
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "1.3", "--seed", "5"]])
+def test_a_text_is_resumed(run, tmp_path, sampling):
+    whole = run("--prompt", PROMPT, *sampling, "--max-new-tokens", "30")
+    path = str(tmp_path / "chat")
+    pieces = [run("--prompt", PROMPT, *sampling, "--max-new-tokens", "9", "--save-session", path)]
+    for count in ("4", "17"):
+        pieces.append(run("--load-session", path, "--prompt", "", "--max-new-tokens", count, "--save-session", path))
+    assert "".join(pieces) == whole
+    assert len(whole) > 10
+
+
+def test_the_next_turn_follows_the_first(run, model_dir, prompt_file, sample, tmp_path):
+    path = str(tmp_path / "chat")
+    options = ["--snapkv-budget", "256", "--max-new-tokens", "8", "--stop", "\n"]
+    assert run("--prompt-file", str(prompt_file), *options, "--save-session", path) == sample.answer
+    said = run("--load-session", path, "--prompt", "\nx = ", "--max-new-tokens", "12")
+
+    model = ortolan.load(model_dir, device="cpu")
+    session = model.restore(path)
+    assert {256} == {
+        len(kept[0]) for layer in range(len(session.plan.layers)) if (kept := session.kept_positions(layer)) is not None
+    }
+    tokens = list(session.generate(model.tokenizer.encode("\nx = ", add_special_tokens=False), 12))
+    assert model.tokenizer.decode(tokens) == said
+
+
+def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
+    expected = run("--load-session", saved, "--prompt", "", "--max-new-tokens", "6")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run("--load-session", saved, "--max-new-tokens", "6") == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--snapkv-budget", "512"], "SnapKV"),
+        (["--max-context", "8"], "max_context"),
+        (["--prompt", "", "--temperature", "1"], "own sampling"),
+        (["--chat"], "chat template"),
+    ],
+)
+def test_options_that_a_saved_session_has_itself(refuse, saved, arguments, named):
+    prompt = [] if "--prompt" in arguments else ["--prompt", "x"]
+    code, line = refuse("--load-session", saved, *prompt, *arguments)
+    assert code == 2
+    assert named in line
+
+
+@pytest.mark.parametrize("damage", ["missing", "folder", "truncated", "altered", "text"])
+def test_a_damaged_file_is_one_line(refuse, saved, tmp_path, damage):
+    path = tmp_path / "damaged"
+    content = bytearray((tmp_path / "a").read_bytes())
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "altered":
+        content[-1000] ^= 4
+        path.write_bytes(content)
+    elif damage == "text":
+        path.write_text("hello")
+    code, line = refuse("--load-session", str(path), "--prompt", "x")
+    assert code == 2
+    assert str(path) in line
+
+
+def test_another_model_is_one_line(refuse, tmp_path, capsys):
+    from families import tiny_checkpoint
+
+    folder = ortolan.export(tiny_checkpoint("llama", tmp_path / "hf"), tmp_path / "model", max_context=64)
+    ortolan.load(folder, device="cpu").session().save(tmp_path / "other")
+    capsys.readouterr()
+    code, line = refuse("--load-session", str(tmp_path / "other"), "--prompt", "x")
+    assert code == 2
+    assert "another model" in line
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", ""])
+def test_a_bad_name_is_found_before_the_work(refuse, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(ortolan, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    code, line = refuse("--prompt", "x", "--save-session", str(tmp_path / name))
+    assert code == 2
+    assert str(tmp_path) in line
+
+
+def test_a_full_disk_fails_behind_the_text(model_dir, capsys, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file.os, "fsync", full)
+    options = ["--prompt", PROMPT, "--max-new-tokens", "5", "--save-session", str(tmp_path / "a")]
+    assert main(["generate", str(model_dir), *options]) == 1
+    output = capsys.readouterr()
+    assert output.out.endswith("\n")
+    assert output.err.startswith("ortolan: error: ")
+    assert "No space left" in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "^"}')
+    return Tokenizer(tmp_path)
+
+
+def test_turns_of_a_chat_join_to_the_conversation(chat_tokenizer):
+    first, second = (
+        chat_tokenizer.decode(chat_turn(chat_tokenizer, text, is_first=n == 0))
+        for n, text in enumerate(["Hi.", "Why?"])
+    )
+    messages = [("user", "Hi."), ("assistant", "So."), ("user", "Why?")]
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    assert first + "So." + second == chat_tokenizer.apply_chat_template(conversation, tokenize=False)
+
+
+def test_a_template_that_rewrites_answers_is_refused(chat_tokenizer, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(ortolan.errors.ConfigError, match="rewrites answers"):
+        chat_turn(Tokenizer(tmp_path), "x", is_first=False)
