@@ -65,7 +65,7 @@ def _compact(parts: EvictParts, i: int, keep: Tensor) -> None:
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,
-        {"key_cache": layer.key, "value_cache": layer.value, "keep": keep},
+        {"key_cache": layer.key, "value_cache": layer.value, "keep": keep, **parts.paging(i)},
         num_outputs=2,
     )
     is_kept = graph.node(f"{path}/is_kept", "GreaterOrEqual", [keep, graph.constant("int32/zero", 0, np.int32)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ class EvictParts:
         self.window = self.graph.input(contract.EVICT_WINDOW, INT64, [1])
         self.sink = self.graph.input(contract.EVICT_SINK, INT64, [1])
         layers = [i for i, layer in enumerate(manifest.layers) if layer.evictable]
+        self._tables = self._declare_tables(layers)
         self.layers = {i: self._declare(i) for i in layers}
 
     def _declare(self, i: int) -> LayerInputs:
@@ -86,9 +88,26 @@ class EvictParts:
             kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
         )
 
+    def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Declare the block tables of a paged model's evictable layers; returns each layer's."""
+        tables = {}
+        for kind in self.manifest.cache_kinds:
+            members = [i for i in kind.layers if i in layers]
+            if members:
+                shape = ["B", f"pages_per_sequence.{kind.name}"]
+                tables |= dict.fromkeys(members, self.graph.input(kind.block_table, INT32, shape))
+        return tables
+
+    def paging(self, i: int) -> dict[str, Tensor]:
+        """Return a layer's block table as an operator's input; none for contiguous caches."""
+        return {"block_table": self._tables[i]} if i in self._tables else {}
+
     def cache_shape(self, i: int) -> Shape:
         """Shape of one layer's key or value cache."""
         layer = self.manifest.layers[i]
+        if self.manifest.paged:
+            pages = f"pages.{contract.cache_kind(layer.window)}"
+            return [pages, layer.num_kv_heads, self.manifest.page_size, layer.head_size]
         return [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
 
     def pooled_score(self, i: int) -> Tensor:
@@ -97,7 +116,7 @@ class EvictParts:
         (score,) = graph.operator(
             f"{path}/SnapKvScore",
             emitters.snap_kv_score,
-            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len},
+            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
             scale=self.manifest.attention_scale,
             softcap=self.manifest.attention_softcap,
             group_reduce=self.options.group_reduce,

@@ -12,15 +12,10 @@ from ortolan.runtime.plan import CachePlan
 
 @dataclass(slots=True)
 class LayerCache:
-    """The buffers of one layer, [1, Hkv, C, D] each."""
+    """The buffers of one layer: [1, Hkv, C, D] each, or pools of pages [N, Hkv, P, D]."""
 
     key: Array
     value: Array
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the cache."""
-        return int(self.key.shape[2])
 
 
 class CacheBuffers:
@@ -43,9 +38,29 @@ class CacheBuffers:
         return int(sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers))
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes set aside for key and value caches that hold nothing now."""
+        return 0
+
+    @property
     def capture_bytes(self) -> int:
         """Bytes of the captured queries."""
         return int(sum(capture.nbytes for capture in self.captures.values()))
+
+    def capacity(self, index: int) -> int:
+        """Return the slots of one layer's cache."""
+        return int(self.layers[index].key.shape[2])
+
+    def tables(self) -> dict[str, Array]:
+        """Map the graph's input names to the block tables; contiguous caches have none."""
+        return {}
+
+    def tables_in_use(self) -> dict[str, Array]:
+        """Return the block tables without the columns that no layer uses now."""
+        return {}
+
+    def release(self, index: int, capacity: int) -> None:
+        """Give back what is cheap to give back past `capacity` slots of one layer: of one buffer, nothing."""
 
     def resize(self, index: int, capacity: int, held: int) -> None:
         """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""

@@ -100,6 +100,7 @@ class DeviceSession(Session):
         parts = {
             "weights_bytes": self._weights_bytes,
             "cache_bytes": self.cache_bytes,
+            "free_page_bytes": self._caches.free_bytes,
             "capture_bytes": self._caches.capture_bytes,
             "step_bytes": self._stepper.bytes + self._chooser.bytes,
         }
@@ -252,7 +253,7 @@ class DeviceSession(Session):
     def _longest_chain(self) -> int:
         """Return the logical length up to which steps can follow one another without a change of caches or RoPE."""
         lengths = self._lengths
-        room = [self.cache_capacity(i) - int(held.max()) for i, held in lengths.physical.items()]
+        room = [self.cache_capacity(i) - held for i, held in self._held().items()]
         limits = [self.plan.max_context, self._manifest.rope_limits[self._variant]]
         return min(*limits, lengths.logical + min(room, default=self.plan.max_context))
 

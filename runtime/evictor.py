@@ -54,6 +54,10 @@ def evict(
     shared |= {contract.value_cache(index): caches.layers[index].value for index in physical}
     for name, cache in shared.items():
         buffers.bind_in_place(binding, name, cache)
+    wanted = {i.name for i in ort_session.get_inputs()}
+    for name, table in caches.tables_in_use().items():
+        if name in wanted:
+            buffers.bind_input(binding, name, table)
     for index in physical:
         binding.bind_output(contract.keep(index))
         binding.bind_output(contract.output(contract.kv_len(index)))

@@ -25,6 +25,7 @@ class MemoryReport:
         weights_bytes: of the model: on CUDA what opening it took, elsewhere the size of its files.
         cache_bytes: key and value caches now.
         planned_cache_bytes: key and value caches before any eviction.
+        free_page_bytes: of a paged session's pools, the pages that hold nothing now.
         capture_bytes: queries captured for SnapKV.
         step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
         other_session_bytes: caches and buffers of the model's other sessions, and what the pool holds for later ones.
@@ -40,6 +41,7 @@ class MemoryReport:
     planned_cache_bytes: int
     capture_bytes: int
     step_bytes: int
+    free_page_bytes: int = 0
     other_session_bytes: int | None = None
     arena_bytes: int | None = None
     used_bytes: int | None = None

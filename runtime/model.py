@@ -227,6 +227,7 @@ def _check_graph(ort_session: Any, manifest: Manifest) -> None:
         wanted |= {contract.key_cache(index), contract.value_cache(index)}
         if layer.evictable:
             wanted |= {contract.kv_len(index), contract.capture(index)}
+    wanted |= {kind.block_table for kind in manifest.cache_kinds}
     if len(manifest.rope_limits) > 1:
         wanted.add(contract.ROPE_VARIANT)
     extra = inputs - wanted - {contract.POSITIONS}
@@ -238,9 +239,11 @@ def _check_graph(ort_session: Any, manifest: Manifest) -> None:
     shapes = {i.name: i.shape for i in ort_session.get_inputs()}
     for index, layer in enumerate(manifest.layers):
         for name in (contract.key_cache(index), contract.value_cache(index)):
-            _, heads, _, size = shapes[name]
-            if [heads, size] != [layer.num_kv_heads, layer.head_size]:
+            _, heads, slots, size = shapes[name]
+            fits = not manifest.paged or slots == manifest.page_size
+            if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
                 raise ContractMismatchError(
                     f"{MODEL_FILE}: {name} has the shape {shapes[name]}, the manifest says "
-                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}; export the model again"
+                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
+                    f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
                 )

@@ -49,6 +49,7 @@ class CachePlan:
         layers: the cache of each layer.
         slot_tile: capacities of full-attention caches that shrink and grow are multiples of it.
         growth_room: slots beyond what is needed now that such a cache gets.
+        page_size: slots of a page; 0 where caches are contiguous. Every capacity is a multiple of it.
     """
 
     max_context: int
@@ -56,6 +57,7 @@ class CachePlan:
     layers: tuple[LayerPlan, ...]
     slot_tile: int = RING_TILE
     growth_room: int = 256
+    page_size: int = 0
 
     @property
     def bytes(self) -> int:
@@ -86,7 +88,7 @@ def plan_caches(
         manifest: of the model.
         max_context: longest sequence, tokens; None takes the manifest's.
         chunk_size: most tokens of one prefill step; None takes the manifest's.
-        cuda: round capacities up to whole tiles of the CUDA kernels.
+        cuda: round capacities up to whole tiles of the CUDA kernels. Those of a paged model are whole pages.
 
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
@@ -102,32 +104,41 @@ def plan_caches(
             "export it again with a larger max_context"
         )
     layers = []
+    multiple = max(manifest.page_size, CUDA_TILE if cuda else 1)  # both are powers of two
     for layer in manifest.layers:
         slot_bytes = 2 * layer.num_kv_heads * layer.head_size * ELEMENT_BYTES[manifest.dtype]
         layers.append(
             LayerPlan(
                 kind="ring" if layer.window > 0 else "full",
                 window=layer.window,
-                capacity=_capacity(manifest.sink, layer.window, context, chunk, cuda),
+                capacity=_round_up(_capacity(manifest.sink, layer.window, context, chunk, cuda), multiple),
                 slot_bytes=slot_bytes,
                 full_length_bytes=context * slot_bytes,
             )
         )
-    if not cuda:
-        return CachePlan(max_context=context, chunk_size=chunk, layers=tuple(layers), growth_room=min(chunk, 256))
     return CachePlan(
-        max_context=context, chunk_size=chunk, layers=tuple(layers), slot_tile=CUDA_TILE, growth_room=CUDA_GROWTH_ROOM
+        max_context=context,
+        chunk_size=chunk,
+        layers=tuple(layers),
+        slot_tile=manifest.page_size or (CUDA_TILE if cuda else RING_TILE),
+        growth_room=_growth_room(chunk, cuda=cuda, paged=manifest.paged),
+        page_size=manifest.page_size,
     )
 
 
+def _growth_room(chunk: int, *, cuda: bool, paged: bool) -> int:
+    """Return the slots that a cache gets in advance; on CUDA a chain of steps ends where it must grow."""
+    if cuda:
+        return CUDA_GROWTH_ROOM
+    return 0 if paged else min(chunk, 256)
+
+
 def _capacity(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
-    """Return the slots of a cache: at most the context's, where a ring would be longer."""
+    """Return the slots that a cache needs: at most the context's, where a ring would be longer."""
     if window > 0:
         largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
-        capacity = max(min(ring_capacity(sink, window, largest_step), context), sink + window)
-    else:
-        capacity = max(context, sink + 1)
-    return _round_up(capacity, CUDA_TILE) if cuda else capacity
+        return max(min(ring_capacity(sink, window, largest_step), context), sink + window)
+    return max(context, sink + 1)
 
 
 def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:

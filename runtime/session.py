@@ -12,11 +12,11 @@ import numpy.typing as npt
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
-from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.paged_caches import make_caches
 from ortolan.runtime.plan import CachePlan, ring_keeps, split_chunks
 from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.stats import Stats
@@ -48,7 +48,7 @@ class Session:
         self._evict_session = evict_session
         self._weights_bytes = weights_bytes
         self._capture_rows = snapkv.window if snapkv else 0
-        self._caches = CacheBuffers(manifest, plan, self._capture_rows, buffers or HostBuffers())
+        self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers())
         self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
         self._history: list[int] = []  # every token fed so far
@@ -63,7 +63,7 @@ class Session:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the key and value caches hold now."""
+        """Bytes that the key and value caches take now; of paged ones, their pages."""
         return self._caches.bytes
 
     def physical_length(self, layer: int) -> int:
@@ -76,7 +76,7 @@ class Session:
     def cache_capacity(self, layer: int) -> int:
         """Return the slots of one layer's cache now."""
         self._check_layer(layer)
-        return self._caches.layers[layer].capacity
+        return self._caches.capacity(layer)
 
     def kept_positions(self, layer: int) -> npt.NDArray[np.int32] | None:
         """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one.
@@ -156,6 +156,8 @@ class Session:
             self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
+        for index, held in self._held().items():
+            self._caches.release(index, self._grown(index, held) if held else 0)
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
@@ -164,6 +166,7 @@ class Session:
             weights_bytes=self._weights_bytes,
             cache_bytes=self.cache_bytes,
             planned_cache_bytes=self.plan.bytes,
+            free_page_bytes=self._caches.free_bytes,
             capture_bytes=self._caches.capture_bytes,
             step_bytes=self._stepper.bytes,
         )
@@ -298,10 +301,18 @@ class Session:
         self._variant = variant
         return everything
 
+    def _held(self) -> dict[int, int]:
+        """Return how many tokens each full-attention cache holds, by layer; where kv heads differ, the most."""
+        physical, logical = self._lengths.physical, self.logical_length
+        return {
+            index: int(physical[index].max()) if index in physical else logical
+            for index, layer in enumerate(self.plan.layers)
+            if layer.kind == "full"
+        }
+
     def _make_room(self, count: int) -> None:
-        """Grow full-attention caches that an eviction had shrunk."""
-        for index, lengths in self._lengths.physical.items():
-            held = int(lengths.max())
+        """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""
+        for index, held in self._held().items():
             if held + count > self.cache_capacity(index):
                 self._caches.resize(index, self._grown(index, held + count), held)
 
@@ -326,8 +337,7 @@ class Session:
             raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
         self._lengths.record_eviction(keep)
         self._captured_at_eviction = caches.copy_captures()
-        for index, lengths in self._lengths.physical.items():
-            held = int(lengths.max())
+        for index, held in self._held().items():
             caches.resize(index, self._grown(index, held), held)
         caches.buffers.trim()
         self.stats.evictions += 1

@@ -1,0 +1,135 @@
+"""Holds the caches of one sequence in pages: pools as large as the plan, and the pages of them that it uses."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ortolan.errors import CapacityError
+from ortolan.manifest import CacheKind, Manifest
+from ortolan.runtime.buffers import Array, Buffers
+from ortolan.runtime.caches import CacheBuffers, LayerCache
+from ortolan.runtime.plan import CachePlan
+
+NO_PAGE = -1  # in a table's entries past the pages in use, which are never followed
+
+
+class PageTable:
+    """The pages that one sequence has of one kind of caches, in the order of its slots.
+
+    Every page of the pool is either free or in the table, once.
+    """
+
+    def __init__(self, num_pages: int, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._free = list(range(num_pages - 1, -1, -1))  # the next one to take is the last
+        self._pages: list[int] = []
+        self.array: Array = buffers.allocate((1, num_pages), np.int32)  # [1, M]
+        self._write()
+
+    @property
+    def used(self) -> int:
+        """Pages in the table."""
+        return len(self._pages)
+
+    @property
+    def free(self) -> int:
+        """Pages of the pool that hold nothing."""
+        return len(self._free)
+
+    def resize(self, num_pages: int) -> None:
+        """Take or free pages at the table's end.
+
+        Raises:
+            CapacityError: the pool has fewer; nothing changed.
+        """
+        if num_pages == self.used:
+            return
+        if num_pages > self.used + self.free:
+            raise CapacityError(
+                f"{num_pages} pages are needed, the pool has {self.used + self.free}; make the session with a larger "
+                "max_context"
+            )
+        while self.used < num_pages:
+            self._pages.append(self._free.pop())
+        while self.used > num_pages:
+            self._free.append(self._pages.pop())
+        self._write()
+
+    def _write(self) -> None:
+        row = np.full(self.array.shape, NO_PAGE, np.int32)
+        row[0, : self.used] = self._pages
+        self._buffers.write(self.array, row)
+
+
+class PagedCaches(CacheBuffers):
+    """All caches of one sequence, in pages. Full-attention layers grow and shrink by pages; rings keep theirs.
+
+    No buffer is ever replaced: a change of pages changes the tables that bindings already read.
+    """
+
+    def __init__(self, manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> None:
+        self._page_size = manifest.page_size
+        self._kinds: dict[int, CacheKind] = {i: kind for kind in manifest.cache_kinds for i in kind.layers}
+        self._tables = {
+            kind.name: PageTable(plan.layers[kind.layers[0]].capacity // self._page_size, buffers)
+            for kind in manifest.cache_kinds
+        }
+        for kind in manifest.cache_kinds:
+            if kind.window > 0:
+                table = self._tables[kind.name]
+                table.resize(table.free)
+        self._wanted = dict.fromkeys(self._kinds, 0)  # slots of each full-attention layer
+        self._slot_bytes = [layer.slot_bytes for layer in plan.layers]
+        super().__init__(manifest, plan, capture_rows, buffers)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages in use."""
+        return sum(self._page_bytes(i) * self._table(i).used for i in self._kinds)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the pools' other pages."""
+        return sum(self._page_bytes(i) * self._table(i).free for i in self._kinds)
+
+    def capacity(self, index: int) -> int:
+        """Return the slots of the pages that one layer's cache has."""
+        return self._table(index).used * self._page_size
+
+    def resize(self, index: int, capacity: int, held: int) -> None:
+        """Let one layer have `capacity` slots; its kind keeps what its largest layer needs, so rows stay in place."""
+        assert held <= capacity
+        kind = self._kinds[index]
+        self._wanted[index] = capacity
+        wanted = max(self._wanted[i] for i in kind.layers)
+        self._tables[kind.name].resize(-(-wanted // self._page_size))
+
+    def release(self, index: int, capacity: int) -> None:
+        """Give pages past `capacity` slots back, unless another layer of the kind needs them."""
+        self.resize(index, min(capacity, self._wanted[index]), 0)
+
+    def tables(self) -> dict[str, Array]:
+        """Map the graph's input names to the block tables, [1, M] int32 each."""
+        return {kind.block_table: self._tables[kind.name].array for kind in self._kinds.values()}
+
+    def tables_in_use(self) -> dict[str, Array]:
+        """Return the block tables without the columns past the pages in use."""
+        used = {kind.block_table: self._tables[kind.name].used for kind in self._kinds.values()}
+        return {name: array[:, : used[name]] for name, array in self.tables().items()}
+
+    def _table(self, index: int) -> PageTable:
+        return self._tables[self._kinds[index].name]
+
+    def _page_bytes(self, index: int) -> int:
+        return self._page_size * self._slot_bytes[index]
+
+    def _allocate(self, index: int, capacity: int) -> LayerCache:
+        layer = self._manifest.layers[index]
+        shape = (capacity // self._page_size, layer.num_kv_heads, self._page_size, layer.head_size)
+        return LayerCache(self._empty(shape), self._empty(shape))
+
+
+def make_caches(manifest: Manifest, plan: CachePlan, capture_rows: int, buffers: Buffers) -> CacheBuffers:
+    """Make the caches of one sequence, as the model's graph takes them."""
+    kind = PagedCaches if manifest.paged else CacheBuffers
+    return kind(manifest, plan, capture_rows, buffers)
