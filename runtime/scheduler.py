@@ -80,18 +80,8 @@ class Scheduler:
         return sum(self.pools[kind.name].held * kind.page_bytes for kind in self.plan.kinds)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait.
-
-        Raises:
-            CapacityError: it may need more pages than a whole pool has.
-        """
-        for kind in self.plan.kinds:
-            needed = sequence.most_pages(kind)
-            if needed > kind.num_pages:
-                raise CapacityError(
-                    f"the request may need {needed} pages of {kind.name!r} for up to {sequence.max_length} tokens, the "
-                    f"pool has {kind.num_pages}; shorten the prompt or max_new_tokens, or raise max_cache_bytes"
-                )
+        """Let a sequence wait. Raises as `check_fits`."""
+        check_fits(self.plan, sequence)
         insort(self._waiting, sequence, key=_number)
 
     def remove(self, sequence: Sequence) -> None:
@@ -244,6 +234,21 @@ class Scheduler:
             while pages:
                 self.pools[name].release(pages.pop())
         sequence.pages = {}
+
+
+def check_fits(plan: EnginePlan, sequence: Sequence) -> None:
+    """Refuse a sequence that could not finish alone.
+
+    Raises:
+        CapacityError: it may need more pages than a whole pool has.
+    """
+    for kind in plan.kinds:
+        needed = sequence.most_pages(kind)
+        if needed > kind.num_pages:
+            raise CapacityError(
+                f"the request may need {needed} pages of {kind.name!r} for up to {sequence.max_length} tokens, the "
+                f"pool has {kind.num_pages}; shorten the prompt or max_new_tokens, or raise max_cache_bytes"
+            )
 
 
 def _number(sequence: Sequence) -> int:

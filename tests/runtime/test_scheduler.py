@@ -22,9 +22,7 @@ ADAKV = dataclasses.replace(SNAPKV, policy="adakv")
 def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limits=(64,)):
     kinds = [KindPlan(name="full", window=-1, page_size=PAGE, table_pages=16, num_pages=pages, page_bytes=100)]
     if rings:
-        kinds.append(
-            KindPlan(name="window_6", window=6, page_size=PAGE, table_pages=4, num_pages=rings, page_bytes=30)
-        )
+        kinds.append(KindPlan(name="window_6", window=6, page_size=PAGE, table_pages=4, num_pages=rings, page_bytes=30))
     return EnginePlan(
         max_sequences=max_sequences,
         max_context=64,
@@ -118,7 +116,9 @@ class Driver:
         raise AssertionError("the sequences do not end")
 
 
-requests = st.tuples(st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, None, SNAPKV, ADAKV]), st.booleans())
+requests = st.tuples(
+    st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, None, SNAPKV, ADAKV]), st.booleans()
+)
 actions = st.lists(st.one_of(requests, st.integers(0, 40), st.just("step"), st.just("step")), max_size=60)
 
 

@@ -1,0 +1,120 @@
+"""Lays the inputs of a step of many sequences out in one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan import contract
+from ortolan.manifest import Manifest
+from ortolan.runtime.buffers import Array
+from ortolan.runtime.step_inputs import ALIGNMENT, Field
+
+Lengths = Mapping[int, npt.NDArray[np.int32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence's part of a step.
+
+    Attributes:
+        tokens: to feed, at least one.
+        logical: tokens read before.
+        pages: of each kind, in the order of their slots.
+        variant: of RoPE.
+        physical: tokens in the cache of each evictable layer, per kv head [Hkv]; a layer left out holds `logical`.
+        captures: for each evictable layer the buffer [1, Wq, Hq, D] that takes queries; empty: none are taken.
+    """
+
+    tokens: Sequence[int]
+    logical: int
+    pages: Mapping[str, Sequence[int]]
+    variant: int = 0
+    physical: Lengths = field(default_factory=dict)
+    captures: Mapping[int, Array] = field(default_factory=dict)
+
+
+class BatchLayout:
+    """Places the inputs of a step of `sequences` sequences and `tokens` tokens.
+
+    A step may have fewer of both: the sequences left over have no tokens, and the rows past the last token belong to
+    nobody. `lengths` is the part that a later step of the same sequences changes although its tokens are not known.
+    """
+
+    def __init__(self, manifest: Manifest, tokens: int, sequences: int, columns: Mapping[str, int]) -> None:
+        """Place the inputs; `columns` are those of each kind's block table."""
+        self.tokens, self.sequences = tokens, sequences
+        self._manifest = manifest
+        self._bytes = 0
+        self._heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
+        self.token_ids = self._place((tokens,), "int64")
+        self.positions = self._place((tokens,), "int64")
+        self.rope_variant = self._place((tokens,), "int64")
+        self.query_start = self._place((sequences + 1,), "int32")
+        self.past_len = self._place((sequences,), "int32")
+        self.kv_len = {i: self._place((sequences, heads), "int32") for i, heads in self._heads.items()}
+        self.tables = {
+            kind.name: self._place((sequences, columns[kind.name]), "int32") for kind in manifest.cache_kinds
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the block."""
+        return self._bytes
+
+    def fill(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], no_page: int) -> None:
+        """Write the inputs of a step to a host block; `no_page` stands in tables past the pages in use."""
+        counts = [len(row.tokens) for row in rows]
+        used = sum(counts)
+        starts = self.query_start.view(block)
+        starts[: len(rows) + 1] = np.cumsum([0, *counts])
+        starts[len(rows) :] = used
+        for name in (self.token_ids, self.positions, self.rope_variant):
+            name.view(block)[used:] = 0
+        begin = 0
+        for row, count in zip(rows, counts, strict=True):
+            end = begin + count
+            self.token_ids.view(block)[begin:end] = row.tokens
+            self.positions.view(block)[begin:end] = np.arange(row.logical, row.logical + count)
+            self.rope_variant.view(block)[begin:end] = row.variant
+            begin = end
+        self._fill_lengths(block, rows)
+        self._fill_tables(block, rows, no_page)
+
+    def named(self, block: Array) -> dict[str, Array]:
+        """Map graph input names to the inputs in a block, on the host or the device."""
+        inputs = {
+            contract.TOKEN_IDS: self.token_ids.view(block),
+            contract.POSITIONS: self.positions.view(block),
+            contract.ROPE_VARIANT: self.rope_variant.view(block),
+            contract.QUERY_START: self.query_start.view(block),
+            contract.PAST_LEN: self.past_len.view(block),
+        }
+        inputs |= {contract.kv_len(index): lengths.view(block) for index, lengths in self.kv_len.items()}
+        return inputs | {kind.block_table: self.tables[kind.name].view(block) for kind in self._manifest.cache_kinds}
+
+    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
+        past = self.past_len.view(block)
+        past[:] = 0
+        past[: len(rows)] = [row.logical for row in rows]
+        for index, place in self.kv_len.items():
+            lengths = place.view(block)
+            lengths[:] = 0
+            for b, row in enumerate(rows):
+                lengths[b] = row.physical.get(index, row.logical)
+
+    def _fill_tables(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], no_page: int) -> None:
+        for name, place in self.tables.items():
+            table = place.view(block)
+            table[:] = no_page
+            for b, row in enumerate(rows):
+                table[b, : len(row.pages[name])] = row.pages[name]
+
+    def _place(self, shape: tuple[int, ...], dtype: str) -> Field:
+        place = Field(self._bytes, shape, dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self._bytes += -(-size // ALIGNMENT) * ALIGNMENT
+        return place

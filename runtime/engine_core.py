@@ -1,0 +1,180 @@
+"""Runs the steps of an engine, one after another, in whatever thread calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortolan.errors import NumericError, OrtolanError
+from ortolan.runtime.batch_inputs import Row
+from ortolan.runtime.batch_stepper import BAD, BatchStepper, StepResult
+from ortolan.runtime.request import Request
+from ortolan.runtime.scheduler import Chunk, Scheduler
+from ortolan.runtime.sequence import Sequence as TokenSequence
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine did since it was made.
+
+    Attributes:
+        steps: runs of the scheduler that fed something.
+        fed_tokens: prompts' and generated ones, those read anew included.
+        generated_tokens: tokens chosen.
+        reused_tokens: tokens of prompts that were not read because pages held them already.
+        evictions: sequences evicted.
+        preemptions: times a sequence gave its pages back for an older one.
+        finished, failed: requests that ended by themselves, and by an error or a cancel.
+    """
+
+    steps: int = 0
+    fed_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A chunk that was run, and where its logits are."""
+
+    chunk: Chunk
+    result: StepResult
+    row: int
+
+
+class EngineCore:
+    """Owns the scheduler, the stepper and all requests; not thread-safe."""
+
+    def __init__(self, scheduler: Scheduler, stepper: BatchStepper) -> None:
+        self.scheduler, self.stepper = scheduler, stepper
+        self._requests: dict[TokenSequence, Request] = {}
+        self._stats = EngineStats()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters."""
+        scheduler = self.scheduler
+        return dataclasses.replace(
+            self._stats, reused_tokens=scheduler.reused_tokens, preemptions=scheduler.preemptions
+        )
+
+    def add(self, request: Request) -> None:
+        """Let a request wait; one that cannot fit fails by itself."""
+        try:
+            self.scheduler.add(request.sequence)
+        except OrtolanError as error:
+            request.outbox.fail(error)
+            self._stats.failed += 1
+            return
+        self._requests[request.sequence] = request
+
+    def cancel(self, request: Request, error: Exception) -> None:
+        """End a request with an error, unless it has ended."""
+        if request.sequence in self._requests:
+            self._fail(request, error)
+
+    def cancel_all(self, error: Exception) -> None:
+        """End all requests with an error."""
+        for request in list(self._requests.values()):
+            self._fail(request, error)
+
+    def step(self) -> None:
+        """Run one step of whatever can run; a failure ends only the requests that it belongs to."""
+        chunks = self.scheduler.next_step()
+        self._stats.steps += bool(chunks)
+        ran = self._run([chunk for chunk in chunks if not chunk.captures])
+        for chunk in chunks:
+            if chunk.captures:  # alone, so that nothing is captured of the others
+                ran += self._run([chunk])
+        sound = [each for each in ran if self._check(each)]
+        self.scheduler.advance(tuple(each.chunk for each in sound))
+        for each in sound:
+            self._stats.fed_tokens += each.chunk.end - each.chunk.begin
+            self._finish_chunk(each)
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[Ran]:
+        """Run chunks together; where that fails, one by one, so that only those at fault fail."""
+        if not chunks:
+            return []
+        try:
+            result = self.stepper.run([self._row(chunk) for chunk in chunks])
+        except OrtolanError as error:
+            if len(chunks) > 1:
+                return [ran for chunk in chunks for ran in self._run([chunk])]
+            self._fail(self._requests[chunks[0].sequence], error)
+            return []
+        return [Ran(chunk, result, row) for row, chunk in enumerate(chunks)]
+
+    def _row(self, chunk: Chunk) -> Row:
+        sequence, request = chunk.sequence, self._requests[chunk.sequence]
+        if chunk.captures and not request.captures and sequence.snapkv is not None:
+            request.captures = self.stepper.make_captures(sequence.snapkv.window)
+        return Row(
+            tokens=sequence.tokens[chunk.begin : chunk.end],
+            logical=chunk.begin,
+            pages=sequence.pages,
+            variant=sequence.variant,
+            physical=request.physical(),
+            captures=request.captures if chunk.captures else {},
+        )
+
+    def _check(self, ran: Ran) -> bool:
+        """Fail a request whose logits are no numbers, before its pages are offered to others."""
+        if ran.result.best()[ran.row] != BAD:
+            return True
+        message = (
+            f"the logits after position {ran.chunk.end - 1} hold NaN or infinity; export the model with a wider dtype"
+        )
+        self._fail(self._requests[ran.chunk.sequence], NumericError(message))
+        return False
+
+    def _finish_chunk(self, ran: Ran) -> None:
+        request = self._requests[ran.chunk.sequence]
+        if ran.chunk.evicts and not self._evict(request):
+            return
+        if not ran.chunk.samples:
+            return
+        tokens = request.sequence.tokens
+        if request.is_greedy:
+            token = ran.result.best()[ran.row]
+        else:
+            token = request.sampler.choose(ran.result.logits(ran.row), tokens)
+        tokens.append(token)
+        self._stats.generated_tokens += 1
+        if request.accept(token):
+            self._remove(request)
+            self._stats.finished += 1
+
+    def _evict(self, request: Request) -> bool:
+        """Evict after the prompt; returns whether the request goes on."""
+        sequence = request.sequence
+        assert sequence.snapkv is not None
+        row = Row(tokens=(), logical=sequence.fed, pages=sequence.pages, captures=request.captures)
+        try:
+            request.kept = self.stepper.evict(row, sequence.snapkv)
+        except OrtolanError as error:
+            self._fail(request, error)
+            return False
+        request.captures = {}
+        self.scheduler.record_eviction(sequence, max(int(kept.max()) for kept in request.kept.values()))
+        self._stats.evictions += 1
+        return True
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.outbox.fail(error)
+        self._remove(request)
+        self._stats.failed += 1
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.sequence]
+        request.captures = {}
+        self.scheduler.remove(request.sequence)
