@@ -119,7 +119,23 @@ class Driver:
 requests = st.tuples(
     st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, None, SNAPKV, ADAKV]), st.booleans()
 )
-actions = st.lists(st.one_of(requests, st.integers(0, 40), st.just("step"), st.just("step")), max_size=60)
+short_lists = st.lists(st.one_of(requests, st.integers(0, 40), st.just("step"), st.just("step")), max_size=60)
+
+
+def draw_actions(seed):
+    """Draw a long list, in which many requests run at once."""
+    rng = np.random.default_rng(seed)
+    draws = []
+    for kind in rng.integers(0, 10, 80):
+        if kind < 4:
+            snapkv = [None, None, SNAPKV, ADAKV][rng.integers(4)]
+            draws.append((int(rng.integers(1, 41)), int(rng.integers(1, 25)), snapkv, bool(rng.integers(3) == 0)))
+        else:
+            draws.append("step" if kind < 9 else int(rng.integers(0, 40)))
+    return draws
+
+
+actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
 
 
 def play(actions, plan, overcommit):
@@ -221,6 +237,16 @@ def test_a_request_larger_than_the_pool_is_refused():
     assert len(scheduler.waiting) == 2
     with pytest.raises(CapacityError, match="'full'"):
         scheduler.add(make_sequence(2, 20, new=2, snapkv=ADAKV))
+
+
+def test_a_long_prompt_is_promised_its_pages_before_the_eviction():
+    driver = Driver(make_plan(18))
+    for number in range(2):
+        driver.scheduler.add(make_sequence(number, 40, new=20, snapkv=SNAPKV))
+    driver.step()
+    assert [s.number for s in driver.scheduler.waiting] == [1]
+    driver.drain()
+    assert driver.scheduler.preemptions == 0
 
 
 def test_an_eviction_frees_pages():
