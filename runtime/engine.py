@@ -51,7 +51,8 @@ class Engine:
 
     One thread of the engine's own runs all steps, so that the model is used by no other thread meanwhile; `submit`,
     streams and `cancel` may be used from any thread and any event loop. Close the engine, or use it as a context
-    manager; requests that are unfinished then fail with EngineClosedError.
+    manager; requests that are unfinished then fail with EngineClosedError. An engine that nobody refers to any more,
+    through a stream neither, closes itself.
     """
 
     def __init__(
@@ -149,9 +150,8 @@ class Engine:
             outbox=outbox,
             sampler=Sampler(options),
         )
-        worker = self._worker
-        worker.send(lambda core: core.add(request))
-        return Stream(outbox, len(tokens), lambda: worker.cancel(request))
+        self._worker.send(lambda core: core.add(request))
+        return Stream(outbox, len(tokens), lambda: self._worker.cancel(request))  # a stream keeps its engine alive
 
     def stats(self) -> EngineStats:
         """Return what was done so far."""
