@@ -2,9 +2,9 @@
 
     python benchmarks/engine_soak.py --requests 2000
 
-Requests differ in length, eviction policy, seed and the moment of their cancel; several threads submit them. Afterwards no
-byte of the page pools may be held, and every request that was not cancelled must have the tokens that a session gives
-it alone, up to the first choice whose two best logits are closer than rounding.
+Requests differ in length, eviction policy and the moment of their cancel; several threads submit them. Afterwards no
+byte of the page pools may be held, and every request must have the tokens that a session gives it alone, except where
+the two best logits are closer than rounding.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Job:
 
 
 def make_jobs(count: int, seed: int, vocabulary: int) -> list[Job]:
-    """Draw requests: most are short, some long; a quarter generates much, two in five may evict, a seventh is cancelled."""
+    """Draw requests: most are short, a quarter generates much, two in five may evict, a seventh is cancelled."""
     rng = np.random.default_rng(seed)
     jobs = []
     for _ in range(count):

@@ -11,9 +11,28 @@ import numpy.typing as npt
 from ortolan import contract
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array
+from ortolan.runtime.options import Sampling
+from ortolan.runtime.sampler import Sampler
 from ortolan.runtime.step_inputs import ALIGNMENT, Field
 
 Lengths = Mapping[int, npt.NDArray[np.int32]]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Choice:
+    """How one sequence's tokens are chosen; the same object for all its steps.
+
+    Attributes:
+        sampling: the rules.
+        sampler: draws on the host.
+        seed: of draws on a device, which depend on it and on the number of tokens alone.
+        tokens: the sequence so far.
+    """
+
+    sampling: Sampling
+    sampler: Sampler
+    seed: int
+    tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +46,7 @@ class Row:
         variant: of RoPE.
         physical: tokens in the cache of each evictable layer, per kv head [Hkv]; a layer left out holds `logical`.
         captures: for each evictable layer the buffer [1, Wq, Hq, D] that takes queries; empty: none are taken.
+        choice: how the token after these is chosen; None: it is known, or not wanted.
     """
 
     tokens: Sequence[int]
@@ -35,13 +55,14 @@ class Row:
     variant: int = 0
     physical: Lengths = field(default_factory=dict)
     captures: Mapping[int, Array] = field(default_factory=dict)
+    choice: Choice | None = None
 
 
 class BatchLayout:
     """Places the inputs of a step of `sequences` sequences and `tokens` tokens.
 
-    A step may have fewer of both: the sequences left over have no tokens, and the rows past the last token belong to
-    nobody. `lengths` is the part that a later step of the same sequences changes although its tokens are not known.
+    A step on CUDA may have fewer of both: the sequences left over have no tokens, and the rows past the last token
+    belong to nobody. `token_ids` come first, so that all else can be written without them.
     """
 
     def __init__(self, manifest: Manifest, tokens: int, sequences: int, columns: Mapping[str, int]) -> None:

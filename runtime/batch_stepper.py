@@ -24,13 +24,10 @@ BAD = -1  # in place of a token: the logits are no numbers
 
 
 class StepResult(Protocol):
-    """The logits of a step."""
+    """What a step chose."""
 
-    def best(self) -> list[int]:
-        """Return the most likely token of each row; `BAD` where a logit is NaN or infinite. May wait."""
-
-    def logits(self, row: int) -> Logits:
-        """Return the logits [V] after the last token of one row. May wait."""
+    def tokens(self) -> list[int]:
+        """Wait, and return the token after each row; `BAD` where a logit is NaN or infinite, any without a choice."""
 
 
 class BatchStepper(Protocol):
@@ -40,8 +37,17 @@ class BatchStepper(Protocol):
     def cache_bytes(self) -> int:
         """Bytes of all page pools."""
 
-    def run(self, rows: Sequence[Row]) -> StepResult:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `run` returns before the step is done, so that a chained one may be enqueued behind it."""
+
+    def run(self, rows: Sequence[Row], *, chained: bool = False) -> StepResult:
         """Feed tokens of several sequences; one sequence's failure may be that of all.
+
+        Args:
+            rows: at least one.
+            chained: the rows' sequences are those of the step before, and each feeds the token that it chose there,
+                whatever `tokens` says.
 
         Raises:
             OrtolanError: the step failed; to feed its tokens again is safe.
@@ -57,27 +63,30 @@ class BatchStepper(Protocol):
             OrtolanError: the eviction failed, and the sequence's caches are lost.
         """
 
+    def close(self) -> None:
+        """Give back what others could use; no step follows."""
+
 
 class HostResult:
-    """Logits [B, V] in host memory."""
+    """Tokens chosen on the host, from logits [B, V]."""
 
-    def __init__(self, logits: Logits) -> None:
-        self._logits = logits
+    def __init__(self, rows: Sequence[Row], logits: Logits) -> None:
+        finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
+        self._tokens = [_choose(row, logits[b]) if finite[b] else BAD for b, row in enumerate(rows)]
 
-    def best(self) -> list[int]:
-        """Return the most likely token of each row; `BAD` where a logit is NaN or infinite."""
-        finite = np.isfinite(self._logits.sum(axis=1, dtype=np.float64))
-        tokens: list[int] = np.where(finite, self._logits.argmax(axis=1), BAD).tolist()
-        return tokens
+    def tokens(self) -> list[int]:
+        """Return the token after each row."""
+        return self._tokens
 
-    def logits(self, row: int) -> Logits:
-        """Return the logits [V] of one row."""
-        result: Logits = self._logits[row]
-        return result
+
+def _choose(row: Row, logits: Logits) -> int:
+    return row.choice.sampler.choose(logits, row.choice.tokens) if row.choice else 0
 
 
 class HostBatchStepper:
     """Runs steps on the CPU."""
+
+    runs_ahead = False
 
     def __init__(self, ort_session: Any, evict_sessions: EvictSessions, manifest: Manifest, plan: EnginePlan) -> None:
         self._session, self._evict_sessions, self._manifest = ort_session, evict_sessions, manifest
@@ -94,8 +103,9 @@ class HostBatchStepper:
         """Bytes of all page pools."""
         return self._pools.bytes
 
-    def run(self, rows: Sequence[Row]) -> HostResult:
+    def run(self, rows: Sequence[Row], *, chained: bool = False) -> HostResult:
         """Feed tokens of several sequences."""
+        assert not chained
         columns = {
             kind.name: self._rings.get(kind.name) or max(len(row.pages[kind.name]) for row in rows)
             for kind in self._manifest.cache_kinds
@@ -115,7 +125,7 @@ class HostBatchStepper:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # the binding raises its own exception types, one per status code
             raise OrtolanError(f"the decoder graph failed: {error}") from error
-        return HostResult(logits)
+        return HostResult(rows, logits)
 
     def make_captures(self, window: int) -> dict[int, Array]:
         """Allocate what takes a sequence's last `window` queries."""
@@ -124,6 +134,9 @@ class HostBatchStepper:
     def evict(self, row: Row, options: SnapKv) -> dict[int, npt.NDArray[np.int32]]:
         """Evict one sequence; returns the tokens that each kv head keeps, [Hkv]."""
         return evict_sequence(self._evict_sessions(options), self._pools, row, options)
+
+    def close(self) -> None:
+        """Do nothing: the arrays go with the last reference."""
 
 
 class EvictSessions(Protocol):

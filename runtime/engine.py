@@ -20,8 +20,7 @@ from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling, SnapKv
-from ortolan.runtime.request import Request, StopFilter, Stops
-from ortolan.runtime.sampler import Sampler
+from ortolan.runtime.request import Request, StopFilter, Stops, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import Sequence as TokenSequence
 from ortolan.runtime.stream import Outbox, Stream
@@ -142,13 +141,12 @@ class Engine:
         check_fits(self.plan, sequence)
         request = Request(
             sequence=sequence,
-            sampling=options,
+            choice=make_choice(options, tokens),
             stops=stops,
             eos_token_ids=frozenset(() if ignore_eos else self._manifest.eos_token_ids),
             max_new_tokens=max_new_tokens,
             max_context=context,
             outbox=outbox,
-            sampler=Sampler(options),
         )
         self._worker.send(lambda core: core.add(request))
         return Stream(outbox, len(tokens), lambda: self._worker.cancel(request))  # a stream keeps its engine alive
@@ -269,6 +267,7 @@ class Worker:
             self._run_calls(core)
             core.cancel_all(error)
             self._core = None
+        core.stepper.close()
 
     def _take_calls(self, core: EngineCore) -> bool:
         """Run the functions sent, waiting for some where there is nothing else to do; False: stop."""

@@ -10,7 +10,7 @@ from ortolan.errors import NumericError, OrtolanError
 from ortolan.runtime.batch_inputs import Row
 from ortolan.runtime.batch_stepper import BAD, BatchStepper, StepResult
 from ortolan.runtime.request import Request
-from ortolan.runtime.scheduler import Chunk, Scheduler
+from ortolan.runtime.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.sequence import Sequence as TokenSequence
 
 
@@ -54,6 +54,7 @@ class EngineCore:
         self.scheduler, self.stepper = scheduler, stepper
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()
+        self._ahead: list[Ran] = []  # a decode step whose tokens were not taken yet: PENDING in their sequences
 
     @property
     def is_busy(self) -> bool:
@@ -88,30 +89,69 @@ class EngineCore:
             self._fail(request, error)
 
     def step(self) -> None:
-        """Run one step of whatever can run; a failure ends only the requests that it belongs to."""
+        """Run one step of whatever can run; a failure ends only the requests that it belongs to.
+
+        Where the stepper runs ahead, tokens of a decode step are taken once the next step is enqueued behind it.
+        """
         chunks = self.scheduler.next_step()
+        chained = self._continues(chunks)
+        if self._ahead and not chained:
+            self._take_ahead()
+            chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
         self._stats.steps += bool(chunks)
-        ran = self._run([chunk for chunk in chunks if not chunk.captures])
+        ran = self._run([chunk for chunk in chunks if not chunk.captures], chained=chained)
         for chunk in chunks:
             if chunk.captures:  # alone, so that nothing is captured of the others
                 ran += self._run([chunk])
-        sound = [each for each in ran if self._check(each)]
-        self.scheduler.advance(tuple(each.chunk for each in sound))
-        for each in sound:
-            self._stats.fed_tokens += each.chunk.end - each.chunk.begin
-            self._finish_chunk(each)
+        before, self._ahead = self._ahead, []
+        if self.stepper.runs_ahead and _is_one_decode_step(ran):
+            self._advance(ran)
+            for each in ran:
+                each.chunk.sequence.tokens.append(PENDING)
+            self._ahead = ran
+        else:
+            sound = [each for each in ran if self._check(each)]
+            self._advance(sound)
+            for each in sound:
+                self._finish_chunk(each)
+        for each in before:
+            self._take_token(each)
 
-    def _run(self, chunks: Sequence[Chunk]) -> list[Ran]:
+    def _continues(self, chunks: Sequence[Chunk]) -> bool:
+        """Say whether a step feeds exactly what the step under way chooses."""
+        return bool(self._ahead) and [chunk.sequence for chunk in chunks] == [
+            each.chunk.sequence for each in self._ahead
+        ]
+
+    def _take_ahead(self) -> None:
+        """Wait for the step under way, and take its tokens."""
+        before, self._ahead = self._ahead, []
+        for each in before:
+            self._take_token(each)
+
+    def _take_token(self, ran: Ran) -> None:
+        """Put the token that a step under way has chosen in its place; it may end the request."""
+        if ran.chunk.sequence in self._requests and self._check(ran):
+            self._accept(ran, ran.result.tokens()[ran.row])
+
+    def _advance(self, ran: Sequence[Ran]) -> None:
+        self.scheduler.advance(tuple(each.chunk for each in ran))
+        self._stats.fed_tokens += sum(each.chunk.end - each.chunk.begin for each in ran)
+
+    def _run(self, chunks: Sequence[Chunk], *, chained: bool = False) -> list[Ran]:
         """Run chunks together; where that fails, one by one, so that only those at fault fail."""
         if not chunks:
             return []
         try:
-            result = self.stepper.run([self._row(chunk) for chunk in chunks])
+            result = self.stepper.run([self._row(chunk) for chunk in chunks], chained=chained)
         except OrtolanError as error:
-            if len(chunks) > 1:
-                return [ran for chunk in chunks for ran in self._run([chunk])]
-            self._fail(self._requests[chunks[0].sequence], error)
-            return []
+            if chained:
+                self._take_ahead()
+            elif len(chunks) == 1:
+                self._fail(self._requests[chunks[0].sequence], error)
+                return []
+            left = [chunk for chunk in chunks if chunk.sequence in self._requests]
+            return [ran for chunk in left for ran in self._run([chunk])]
         return [Ran(chunk, result, row) for row, chunk in enumerate(chunks)]
 
     def _row(self, chunk: Chunk) -> Row:
@@ -125,15 +165,17 @@ class EngineCore:
             variant=sequence.variant,
             physical=request.physical(),
             captures=request.captures if chunk.captures else {},
+            choice=request.choice if chunk.samples else None,
         )
 
     def _check(self, ran: Ran) -> bool:
-        """Fail a request whose logits are no numbers, before its pages are offered to others."""
-        if ran.result.best()[ran.row] != BAD:
+        """Fail a request whose logits are no numbers; its pages serve nobody else."""
+        if ran.result.tokens()[ran.row] != BAD:
             return True
         message = (
             f"the logits after position {ran.chunk.end - 1} hold NaN or infinity; export the model with a wider dtype"
         )
+        self.scheduler.forget_prefix(ran.chunk.sequence)
         self._fail(self._requests[ran.chunk.sequence], NumericError(message))
         return False
 
@@ -141,16 +183,15 @@ class EngineCore:
         request = self._requests[ran.chunk.sequence]
         if ran.chunk.evicts and not self._evict(request):
             return
-        if not ran.chunk.samples:
-            return
-        tokens = request.sequence.tokens
-        if request.is_greedy:
-            token = ran.result.best()[ran.row]
-        else:
-            token = request.sampler.choose(ran.result.logits(ran.row), tokens)
-        tokens.append(token)
+        if ran.chunk.samples:
+            request.sequence.tokens.append(PENDING)
+            self._accept(ran, ran.result.tokens()[ran.row])
+
+    def _accept(self, ran: Ran, token: int) -> None:
+        request, place = self._requests[ran.chunk.sequence], ran.chunk.end
+        request.sequence.tokens[place] = token
         self._stats.generated_tokens += 1
-        if request.accept(token):
+        if request.accept(token, place + 1):
             self._remove(request)
             self._stats.finished += 1
 
@@ -178,3 +219,10 @@ class EngineCore:
         del self._requests[request.sequence]
         request.captures = {}
         self.scheduler.remove(request.sequence)
+
+
+def _is_one_decode_step(ran: Sequence[Ran]) -> bool:
+    """Say whether one run fed one token of each sequence and chose the next."""
+    chunks = [each.chunk for each in ran]
+    one_each = all(chunk.samples and not chunk.evicts and chunk.end - chunk.begin == 1 for chunk in chunks)
+    return one_each and len({id(each.result) for each in ran}) == 1

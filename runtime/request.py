@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import ConfigError
+from ortolan.runtime.batch_inputs import Choice
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.sampler import Sampler
@@ -67,37 +69,25 @@ class Request:
 
     Attributes:
         sequence: its tokens.
-        sampling: how the next is chosen.
+        choice: how the next is chosen.
         stops: ends it.
         eos_token_ids: end it too.
         max_new_tokens: the most to generate.
         max_context: longest sequence.
         outbox: where tokens go.
-        sampler: draws on the host.
         kept: tokens that each kv head of each evictable layer kept at the eviction, [Hkv]; empty before it.
         captures: buffers of queries, while the prompt's last ones are read.
     """
 
     sequence: TokenSequence
-    sampling: Sampling
+    choice: Choice
     stops: StopFilter
     eos_token_ids: frozenset[int]
     max_new_tokens: int
     max_context: int
     outbox: Outbox
-    sampler: Sampler
     kept: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
     captures: Mapping[int, Array] = field(default_factory=dict)
-
-    @property
-    def generated(self) -> int:
-        """Tokens chosen so far."""
-        return len(self.sequence.tokens) - self.sequence.prompt_length
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always the next."""
-        return self.sampling.temperature == 0.0 and self.sampling.repetition_penalty == 1.0
 
     def physical(self) -> dict[int, npt.NDArray[np.int32]]:
         """Return the tokens in each cache that was evicted, per kv head [Hkv]."""
@@ -107,8 +97,8 @@ class Request:
         later = sequence.fed - sequence.evicted_at
         return {index: lengths + np.int32(later) for index, lengths in self.kept.items()}
 
-    def accept(self, token: int) -> bool:
-        """Take the next token, and hand on what may be seen of it; returns whether it was the last."""
+    def accept(self, token: int, length: int) -> bool:
+        """Take the token that makes the sequence `length` long, and hand on what may be seen; True: it was the last."""
         if token in self.eos_token_ids:
             return self._finish("eos")
         seen, stopped = self.stops.push(token)
@@ -116,9 +106,9 @@ class Request:
         if stopped:
             self.outbox.finish("stop")
             return True
-        if self.generated == self.max_new_tokens:
+        if length - self.sequence.prompt_length == self.max_new_tokens:
             return self._finish("length")
-        if len(self.sequence.tokens) > self.max_context:
+        if length > self.max_context:
             return self._finish("context")
         return False
 
@@ -126,3 +116,9 @@ class Request:
         self.outbox.put(self.stops.flush())
         self.outbox.finish(reason)
         return True
+
+
+def make_choice(sampling: Sampling, tokens: list[int]) -> Choice:
+    """Make a sequence's choice; `tokens` are those that it goes on adding to."""
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+    return Choice(sampling=sampling, sampler=Sampler(sampling), seed=seed, tokens=tokens)

@@ -92,6 +92,13 @@ class Scheduler:
             self._admitted.remove(sequence)
         self._release_pages(sequence)
 
+    def forget_prefix(self, sequence: Sequence) -> None:
+        """Offer a sequence's pages to nobody: what they hold is spoiled."""
+        if self._index is not None:
+            for pages in sequence.pages.values():
+                for page in pages:
+                    self._index.forget(page)
+
     def restart(self, sequence: Sequence) -> None:
         """Take an admitted sequence's pages away and let it wait, to read all its tokens anew."""
         self._admitted.remove(sequence)

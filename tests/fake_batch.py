@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -70,16 +71,29 @@ class FakeStepper:
         self.batches: list[list[int]] = []  # tokens of each row of each step
         self.cache_bytes = plan.bytes
         self.fail_next = False
+        self.fail_packed: set[int] = set()  # steps, counted from 1, that fail where they have several rows
+        self.runs_ahead = False
+        self.fed: list[int] = []  # what the last step chose
 
-    def run(self, rows: Sequence[Row]) -> HostResult:
+    def run(self, rows: Sequence[Row], *, chained: bool = False) -> HostResult:
         """Feed tokens."""
+        if chained:
+            rows = [dataclasses.replace(row, tokens=[token]) for row, token in zip(rows, self.fed, strict=True)]
+        assert all(token >= 0 for row in rows for token in row.tokens)
         self.batches.append([len(row.tokens) for row in rows])
         if self.fail_next:
             self.fail_next = False
             raise ValueError("a bug")
+        if len(rows) > 1 and len(self.batches) in self.fail_packed:
+            raise OrtolanError("too many rows")
         if any(BREAKING in row.tokens for row in rows):
             raise OrtolanError("the decoder graph failed")
-        return HostResult(np.stack([self._feed(row) for row in rows]))
+        result = HostResult(rows, np.stack([self._feed(row) for row in rows]))
+        self.fed = result.tokens()
+        return result
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def make_captures(self, window: int) -> dict[int, np.ndarray]:
         """Allocate what nothing is written to."""

@@ -44,9 +44,9 @@ def held(make_engine):
     core = engine._worker.ask(lambda core: core)
     run = core.stepper.run
 
-    def wait_and_run(rows):
+    def wait_and_run(rows, **options):
         release.wait()
-        return run(rows)
+        return run(rows, **options)
 
     core.stepper.run = wait_and_run
     engine.release = release
@@ -106,6 +106,11 @@ def test_many_threads_submit_and_read(make_engine, manifest):
     assert_nothing_held(engine)
 
 
+def divide_by_zero(stream):
+    for token in stream:
+        raise ZeroDivisionError(token)
+
+
 @pytest.mark.parametrize("how", ["break", "exception", "cancel", "next and cancel"])
 def test_a_loop_that_is_left_cancels_its_request_alone(make_engine, manifest, how):
     engine = make_engine()
@@ -116,8 +121,7 @@ def test_a_loop_that_is_left_cancels_its_request_alone(make_engine, manifest, ho
             break
     elif how == "exception":
         with pytest.raises(ZeroDivisionError):
-            for _ in stream:
-                _ = 1 / 0
+            divide_by_zero(stream)
     else:
         if how == "next and cancel":
             next(stream)

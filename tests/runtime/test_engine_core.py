@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError, RequestCancelledError
 from ortolan.runtime.engine_core import EngineCore
-from ortolan.runtime.request import Request, StopFilter
-from ortolan.runtime.sampler import Sampler
+from ortolan.runtime.request import Request, StopFilter, make_choice
 from ortolan.runtime.scheduler import Scheduler
 from ortolan.runtime.sequence import Sequence
 from ortolan.runtime.stream import Outbox
@@ -21,28 +20,29 @@ SNAPKV = SnapKv(budget=20, window=8, sink=2)
 
 
 def make_request(manifest, number, prompt, new, *, snapkv=None, sampling=None, stop=(), max_context=256):
-    sampling = sampling or Sampling()
+    sampling, tokens = sampling or Sampling(), list(prompt)
     return Request(
         sequence=Sequence(
             number=number,
-            tokens=list(prompt),
+            tokens=tokens,
             prompt_length=len(prompt),
             max_length=min(len(prompt) + new - 1, max_context),
             snapkv=snapkv,
         ),
-        sampling=sampling,
+        choice=make_choice(sampling, tokens),
         stops=StopFilter(stop, manifest.vocab_size),
         eos_token_ids=frozenset(manifest.eos_token_ids),
         max_new_tokens=new,
         max_context=max_context,
         outbox=Outbox(),
-        sampler=Sampler(sampling),
     )
 
 
-def make_core(manifest, pages=64, overcommit=1.0, **options):
+def make_core(manifest, pages=64, overcommit=1.0, *, runs_ahead=False, **options):
     plan = make_plan(manifest, pages, **options)
-    return EngineCore(Scheduler(plan, overcommit), FakeStepper(manifest, plan))
+    core = EngineCore(Scheduler(plan, overcommit), FakeStepper(manifest, plan))
+    core.stepper.runs_ahead = runs_ahead
+    return core
 
 
 def drain(core):
@@ -86,10 +86,13 @@ actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
     st.sampled_from([1.0, 4.0]),
     st.sampled_from([3, 24]),
     st.sampled_from([(256,), (60, 256)]),
+    st.booleans(),
 )
-def test_every_request_gets_the_tokens_that_it_gets_alone(actions, rings, pages, overcommit, chunk, rope_limits):
+def test_every_request_gets_the_tokens_that_it_gets_alone(
+    actions, rings, pages, overcommit, chunk, rope_limits, runs_ahead
+):
     manifest = make_manifest(rings=rings, rope_limits=rope_limits)
-    core = make_core(manifest, pages, overcommit, chunk_tokens=chunk)
+    core = make_core(manifest, pages, overcommit, runs_ahead=runs_ahead, chunk_tokens=chunk)
     requests, cancelled = [], set()
     for action in actions:
         if action is None:
@@ -122,10 +125,26 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(actions, rings, pages,
     assert overcommit > 1 or core.stats().preemptions == 0
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_packed_step_that_fails_is_run_one_by_one(runs_ahead):
+    manifest = make_manifest(rings=True)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    core.stepper.fail_packed = {1, 7, 8, 20}
+    prompts = [draw_prompt(10 + seed, seed) for seed in range(3)]
+    requests = [make_request(manifest, i, prompt, 20) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert [len(rows) for rows in core.stepper.batches].count(1) >= 9
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.outbox.tokens == expected_tokens(manifest, prompt, 20)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("rings", [False, True])
-def test_faulty_requests_fail_alone(rings):
+def test_faulty_requests_fail_alone(rings, runs_ahead):
     manifest = make_manifest(rings=rings)
-    core = make_core(manifest)
+    core = make_core(manifest, runs_ahead=runs_ahead)
     prompts = [draw_prompt(30, seed) for seed in range(4)]
     prompts[1][20] = NUMBERLESS
     prompts[2][29] = BREAKING
@@ -177,21 +196,23 @@ def test_an_eviction_that_fails_ends_its_request_alone(monkeypatch):
     assert core.scheduler.held_bytes == 0
 
 
-def test_generation_ends_at_the_context_as_a_session_does():
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_generation_ends_at_the_context_as_a_session_does(runs_ahead):
     manifest = make_manifest(rings=True)
-    core = make_core(manifest)
+    core = make_core(manifest, runs_ahead=runs_ahead)
     request = make_request(manifest, 0, draw_prompt(250, 0), 100)
     core.add(request)
     drain(core)
     assert (len(request.outbox.tokens), request.outbox.reason) == (7, "context")
 
 
-def test_end_of_sequence_is_not_yielded():
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_end_of_sequence_is_not_yielded(runs_ahead):
     manifest = make_manifest(rings=False)
     prompt = draw_prompt(9, 1)
     wanted = expected_tokens(manifest, prompt, 12)
     ending = dataclasses.replace(manifest, eos_token_ids=(wanted[6],))
-    core = make_core(ending)
+    core = make_core(ending, runs_ahead=runs_ahead)
     request = make_request(ending, 0, prompt, 12)
     core.add(request)
     drain(core)
@@ -199,11 +220,12 @@ def test_end_of_sequence_is_not_yielded():
     assert (request.outbox.tokens, request.outbox.reason) == (wanted[:end], "eos")
 
 
-def test_a_stop_sequence_is_held_back():
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_stop_sequence_is_held_back(runs_ahead):
     manifest = make_manifest(rings=False)
     prompt = draw_prompt(9, 1)
     wanted = expected_tokens(manifest, prompt, 12)
-    core = make_core(manifest)
+    core = make_core(manifest, runs_ahead=runs_ahead)
     request = make_request(manifest, 0, prompt, 12, stop=[wanted[5:8], 57])
     core.add(request)
     drain(core)
