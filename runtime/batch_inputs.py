@@ -44,7 +44,7 @@ class Row:
         logical: tokens read before.
         pages: of each kind, in the order of their slots.
         variant: of RoPE.
-        physical: tokens in the cache of each evictable layer, per kv head [Hkv]; a layer left out holds `logical`.
+        physical: tokens in the cache of each evictable layer, per kv head [Hkv]; empty: all hold `logical`.
         captures: for each evictable layer the buffer [1, Wq, Hq, D] that takes queries; empty: none are taken.
         choice: how the token after these is chosen; None: it is known, or not wanted.
     """
@@ -62,7 +62,8 @@ class BatchLayout:
     """Places the inputs of a step of `sequences` sequences and `tokens` tokens.
 
     A step on CUDA may have fewer of both: the sequences left over have no tokens, and the rows past the last token
-    belong to nobody. `token_ids` come first, so that all else can be written without them.
+    belong to nobody. `token_ids` come first and block tables last, so that what changes between them can be written
+    alone.
     """
 
     def __init__(self, manifest: Manifest, tokens: int, sequences: int, columns: Mapping[str, int]) -> None:
@@ -70,13 +71,15 @@ class BatchLayout:
         self.tokens, self.sequences = tokens, sequences
         self._manifest = manifest
         self._bytes = 0
-        self._heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
+        self._entries: dict[str, list[int]] = {}  # of each row of the tables
+        heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
         self.token_ids = self._place((tokens,), "int64")
         self.positions = self._place((tokens,), "int64")
         self.rope_variant = self._place((tokens,), "int64")
         self.query_start = self._place((sequences + 1,), "int32")
         self.past_len = self._place((sequences,), "int32")
-        self.kv_len = {i: self._place((sequences, heads), "int32") for i, heads in self._heads.items()}
+        self.kv_len = {i: self._place((sequences, count), "int32") for i, count in heads.items()}
+        self.tables_begin = self._bytes  # all before it are small
         self.tables = {
             kind.name: self._place((sequences, columns[kind.name]), "int32") for kind in manifest.cache_kinds
         }
@@ -93,17 +96,32 @@ class BatchLayout:
         starts = self.query_start.view(block)
         starts[: len(rows) + 1] = np.cumsum([0, *counts])
         starts[len(rows) :] = used
-        for name in (self.token_ids, self.positions, self.rope_variant):
-            name.view(block)[used:] = 0
-        begin = 0
-        for row, count in zip(rows, counts, strict=True):
-            end = begin + count
-            self.token_ids.view(block)[begin:end] = row.tokens
-            self.positions.view(block)[begin:end] = np.arange(row.logical, row.logical + count)
-            self.rope_variant.view(block)[begin:end] = row.variant
-            begin = end
-        self._fill_lengths(block, rows)
-        self._fill_tables(block, rows, no_page)
+        for place in (self.token_ids, self.positions, self.rope_variant):
+            place.view(block)[used:] = 0
+        self.token_ids.view(block)[:used] = [token for row in rows for token in row.tokens]
+        self.rope_variant.view(block)[:used] = np.repeat([row.variant for row in rows], counts)
+        self._fill_lengths(block, rows, counts)
+        for name, place in self.tables.items():
+            table = place.view(block)
+            table[:] = no_page
+            for b, row in enumerate(rows):
+                table[b, : len(row.pages[name])] = row.pages[name]
+        self._entries = {name: [len(row.pages[name]) for row in rows] for name in self.tables}
+
+    def advance(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> bool:
+        """Write the next step of the sequences that `fill` was told of last; returns whether a table changed.
+
+        Each feeds one token, which is left as it is; pages may have been added to the end of its list.
+        """
+        self._fill_lengths(block, rows, [1] * len(rows))
+        changed = False
+        for name, entries in self._entries.items():
+            for b, row in enumerate(rows):
+                pages = row.pages[name]
+                if len(pages) > entries[b]:
+                    self.tables[name].view(block)[b, entries[b] : len(pages)] = pages[entries[b] :]
+                    entries[b], changed = len(pages), True
+        return changed
 
     def named(self, block: Array) -> dict[str, Array]:
         """Map graph input names to the inputs in a block, on the host or the device."""
@@ -117,22 +135,19 @@ class BatchLayout:
         inputs |= {contract.kv_len(index): lengths.view(block) for index, lengths in self.kv_len.items()}
         return inputs | {kind.block_table: self.tables[kind.name].view(block) for kind in self._manifest.cache_kinds}
 
-    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
+    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], counts: list[int]) -> None:
         past = self.past_len.view(block)
-        past[:] = 0
         past[: len(rows)] = [row.logical for row in rows]
+        past[len(rows) :] = 0
+        used = sum(counts)
+        starts = self.query_start.view(block)[: len(rows)]
+        self.positions.view(block)[:used] = np.arange(used) + np.repeat(past[: len(rows)] - starts, counts)
+        evicted = [(b, row.physical) for b, row in enumerate(rows) if row.physical]
         for index, place in self.kv_len.items():
             lengths = place.view(block)
-            lengths[:] = 0
-            for b, row in enumerate(rows):
-                lengths[b] = row.physical.get(index, row.logical)
-
-    def _fill_tables(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], no_page: int) -> None:
-        for name, place in self.tables.items():
-            table = place.view(block)
-            table[:] = no_page
-            for b, row in enumerate(rows):
-                table[b, : len(row.pages[name])] = row.pages[name]
+            lengths[:] = past[:, None]
+            for b, physical in evicted:
+                lengths[b] = physical[index]
 
     def _place(self, shape: tuple[int, ...], dtype: str) -> Field:
         place = Field(self._bytes, shape, dtype)

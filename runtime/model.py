@@ -15,6 +15,7 @@ from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, Op
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.cuda_batch import CudaBatchStepper
 from ortolan.runtime.cuda_stepper import is_out_of_memory
 from ortolan.runtime.device import (
     CPU_PROVIDER,
@@ -130,7 +131,12 @@ class Model:
 
     def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
         """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
-        return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
+        if self._device is None:
+            return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
+        device = self._device
+        return CudaBatchStepper(
+            self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
+        )
 
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
         """Refuse a plan that the device has no memory for."""
