@@ -90,7 +90,7 @@ class EvictParts:
 
     def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
         """Declare the block tables of a paged model's evictable layers; returns each layer's."""
-        tables = {}
+        tables: dict[int, Tensor] = {}
         for kind in self.manifest.cache_kinds:
             members = [i for i in kind.layers if i in layers]
             if members:
@@ -146,6 +146,18 @@ class EvictParts:
         """Return C of a score [B, heads, C], as int64 [1]."""
         shape = self.graph.node(f"{path}/Shape", "Shape", [score])
         return self.graph.node(f"{path}/slots", "Gather", [shape, self.graph.constant("index/slots", [2], np.int64)])
+
+    def cache_slots(self, i: int) -> Tensor:
+        """Return C of a layer's cache, as int64 [1]: the slots of a sequence, not of a pool."""
+        path, graph = f"layers.{i}/evict", self.graph
+        source, axis = (self._tables[i], 1) if i in self._tables else (self.layers[i].key, 2)
+        shape = graph.node(f"{path}/Shape", "Shape", [source])
+        index = graph.constant("index/pages" if i in self._tables else "index/slots", [axis], np.int64)
+        if i not in self._tables:
+            return graph.node(f"{path}/slots", "Gather", [shape, index])
+        pages = graph.node(f"{path}/pages", "Gather", [shape, index])
+        size = graph.constant("int64/page_size", [self.manifest.page_size], np.int64)
+        return graph.node(f"{path}/slots", "Mul", [pages, size])
 
     def scalar(self, path: str, vector: Tensor) -> Tensor:
         """Reshape [1] to []."""

@@ -22,7 +22,9 @@ class Visibility:
         self._masks = [np.repeat(causal[None], layer.num_kv_heads, axis=0) for layer in layers]
         for mask, layer in zip(self._masks, layers, strict=True):
             if layer.window > 0:
-                mask &= ~np.tril(np.ones((length, length), bool), -layer.window)
+                beyond = np.tril(np.ones((length, length), bool), -layer.window)
+                beyond[:, : session._manifest.sink] = False
+                mask &= ~beyond
         self._evictable = [i for i, layer in enumerate(layers) if layer.evictable]
 
     def note_eviction(self, session: ortolan.Session) -> None:

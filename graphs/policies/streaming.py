@@ -19,8 +19,7 @@ def keep_streaming(parts: EvictParts) -> dict[int, Tensor]:
 def _keep(parts: EvictParts, i: int) -> Tensor:
     """Rank positions by themselves: the latest are the best, sinks above all."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
-    shape = graph.node(f"{path}/Shape", "Shape", [layer.key])
-    slots = graph.node(f"{path}/slots", "Gather", [shape, graph.constant("index/slots", [2], np.int64)])
+    slots = parts.cache_slots(i)
     positions = parts.positions(path, slots)
     lengths = parts.lengths(path, layer.kv_len, shared=False)
     budget = graph.node(f"{path}/count", "Min", [parts.budget, slots])
