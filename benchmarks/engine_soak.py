@@ -25,12 +25,12 @@ import numpy as np
 import ortolan
 from ortolan.errors import OrtolanError, RequestCancelledError
 
-MAX_CONTEXT = 1280
+MAX_CONTEXT = 768
 CHUNK_SIZE = 128
 PAGE_SIZE = 16
-LONGEST_PROMPT = 1200
+LONGEST_PROMPT = 720
 MOST_NEW = 40
-SEQUENCES = 16
+SEQUENCES = 32
 POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv")
 TIE = 1e-3  # of the logits' range; choices closer than that may fall either way in another batch
 
@@ -48,14 +48,14 @@ class Job:
 
 
 def make_jobs(count: int, seed: int, vocabulary: int) -> list[Job]:
-    """Draw requests: most are short, a quarter generates much, two in five may evict, a seventh is cancelled."""
+    """Draw requests: most are short, a third generates much, two in five may evict, a seventh is cancelled."""
     rng = np.random.default_rng(seed)
     jobs = []
     for _ in range(count):
         length = 1 + int(rng.beta(1, 3) * (LONGEST_PROMPT - 1))
         new = int(rng.integers(1, MOST_NEW + 1))
-        if rng.random() < 1 / 4:
-            length, new = 1 + length // 40, new * 5  # pages run out while such requests decode
+        if rng.random() < 1 / 3:
+            length, new = 1 + length // 40, new * 8  # pages run out while such requests decode
         snapkv = None
         if rng.random() < 2 / 5:
             policy = POLICIES[rng.integers(len(POLICIES))]
@@ -125,12 +125,12 @@ def run(model: ortolan.Model, count: int, seed: int, *, check: int | None = None
     """
     jobs = make_jobs(count, seed, model.manifest.vocab_size)
     plan = model.plan_engine(SEQUENCES, None, CHUNK_SIZE, MAX_CONTEXT)
-    shares = {kind: SEQUENCES if kind.is_ring else 1.0 for kind in plan.kinds}  # full attention: pages must run out
+    shares = {kind: SEQUENCES / 2 if kind.is_ring else 1.0 for kind in plan.kinds}  # full attention: pages must run out
     budget = int(sum(n * kind.pages_for(MAX_CONTEXT) * kind.page_bytes for kind, n in shares.items()))
     start = time.perf_counter()
-    with ortolan.Engine(model, SEQUENCES, budget, CHUNK_SIZE, max_context=MAX_CONTEXT, overcommit=3.0) as engine:
+    with ortolan.Engine(model, SEQUENCES, budget, CHUNK_SIZE, max_context=MAX_CONTEXT, overcommit=4.0) as engine:
         before = engine.memory()
-        serve(engine, jobs, threads=4, in_flight=10)
+        serve(engine, jobs, threads=4, in_flight=12)
         after, stats = engine.memory(), engine.stats()
     seconds = time.perf_counter() - start
     checked = [(i, find_difference(model, job)) for i, job in enumerate(jobs[:check])]

@@ -25,6 +25,7 @@ class EngineStats:
         reused_tokens: tokens of prompts that were not read because pages held them already.
         evictions: sequences evicted.
         preemptions: times a sequence gave its pages back for an older one.
+        most_running: most requests that had pages at once.
         finished, failed: requests that ended by themselves, and by an error or a cancel.
     """
 
@@ -34,15 +35,17 @@ class EngineStats:
     reused_tokens: int = 0
     evictions: int = 0
     preemptions: int = 0
+    most_running: int = 0
     finished: int = 0
     failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A chunk that was run, and where its logits are."""
+    """A chunk that was run with its sequence's pages, and where its logits are."""
 
     chunk: Chunk
+    pages: dict[str, list[int]]
     result: StepResult
     row: int
 
@@ -99,6 +102,7 @@ class EngineCore:
             self._take_ahead()
             chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
         self._stats.steps += bool(chunks)
+        self._stats.most_running = max(self._stats.most_running, len(self.scheduler.admitted))
         ran = self._run([chunk for chunk in chunks if not chunk.captures], chained=chained)
         for chunk in chunks:
             if chunk.captures:  # alone, so that nothing is captured of the others
@@ -118,10 +122,10 @@ class EngineCore:
             self._take_token(each)
 
     def _continues(self, chunks: Sequence[Chunk]) -> bool:
-        """Say whether a step feeds exactly what the step under way chooses."""
-        return bool(self._ahead) and [chunk.sequence for chunk in chunks] == [
-            each.chunk.sequence for each in self._ahead
-        ]
+        """Say whether a step feeds exactly what the step under way chooses, into the same pages."""
+        before = [(each.chunk.sequence, each.chunk.end, each.chunk.end + 1) for each in self._ahead]
+        same = [(chunk.sequence, chunk.begin, chunk.end) for chunk in chunks] == before
+        return bool(before) and same and all(each.chunk.sequence.pages is each.pages for each in self._ahead)
 
     def _take_ahead(self) -> None:
         """Wait for the step under way, and take its tokens."""
@@ -152,7 +156,7 @@ class EngineCore:
                 return []
             left = [chunk for chunk in chunks if chunk.sequence in self._requests]
             return [ran for chunk in left for ran in self._run([chunk])]
-        return [Ran(chunk, result, row) for row, chunk in enumerate(chunks)]
+        return [Ran(chunk, chunk.sequence.pages, result, row) for row, chunk in enumerate(chunks)]
 
     def _row(self, chunk: Chunk) -> Row:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]

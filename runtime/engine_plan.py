@@ -92,8 +92,9 @@ def plan_engine(
 ) -> EnginePlan:
     """Divide a number of bytes among the page pools of a model.
 
-    Rings take what `max_sequences` sequences need, or fewer where the full-attention pool could then not hold one
-    sequence of `max_context`; that pool gets the rest, at most what all sequences can use.
+    Rings take what `max_sequences` sequences need, or fewer: as many as leave the full-attention pool a quarter
+    of `max_context` for each, and room for one sequence of that length. That pool gets the rest, at most what all
+    sequences can use.
 
     Args:
         manifest: of a paged model.
@@ -157,7 +158,7 @@ def _divide(kinds: list[KindPlan], sequences: int, context: int, max_bytes: int 
     rings = sum(kind.pages_for(context) * kind.page_bytes for kind in kinds if kind.is_ring)  # of one sequence
     full = sum(kind.pages_for(context) * kind.page_bytes for kind in kinds if not kind.is_ring)
     budget = sequences * (rings + full) if max_bytes is None else max_bytes
-    ringed = max(1, min(sequences, (budget - full) // rings)) if rings else sequences
+    ringed = _ringed_sequences(sequences, rings, full, budget) if rings else sequences
     left = budget - ringed * rings
     divided = []
     for kind in kinds:
@@ -171,6 +172,12 @@ def _divide(kinds: list[KindPlan], sequences: int, context: int, max_bytes: int 
             )
         divided.append(dataclasses.replace(kind, num_pages=wanted))
     return divided
+
+
+def _ringed_sequences(sequences: int, rings: int, full: int, budget: int) -> int:
+    """Return how many sequences get rings; `rings` and `full` are the bytes of one sequence of the longest."""
+    fitting = (n for n in range(sequences, 1, -1) if n * rings + max(n * full // 4, full) <= budget)
+    return next(fitting, 1)
 
 
 def _slot_bytes(manifest: Manifest, layer: int) -> int:

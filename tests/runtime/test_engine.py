@@ -70,7 +70,7 @@ def test_streams_yield_what_each_prompt_gets_alone(make_engine, manifest):
         assert stream.prompt_tokens == len(prompt)
     assert_nothing_held(engine)
     stats = engine.stats()
-    assert (stats.finished, stats.failed, stats.generated_tokens) == (5, 0, 100)
+    assert (stats.finished, stats.failed, stats.generated_tokens, stats.most_running) == (5, 0, 100, 4)
 
 
 def test_asynchronous_loops_share_one_event_loop(make_engine, manifest):

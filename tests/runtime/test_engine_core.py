@@ -78,7 +78,7 @@ def draw_actions(seed):
 actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     actions,
     st.booleans(),
