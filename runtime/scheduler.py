@@ -14,11 +14,10 @@ Nothing here runs a model, reads a clock or draws a number: equal calls give equ
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ortolan.errors import CapacityError
-from ortolan.runtime.engine_plan import EnginePlan, KindPlan
+from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.pages import PagePool, PrefixIndex, chain_digests, extend_chain
 from ortolan.runtime.sequence import Sequence
 
@@ -153,7 +152,10 @@ class Scheduler:
 
     def _provide_pages(self, chunks: dict[Sequence, Chunk], sequence: Sequence, length: int) -> bool:
         """Give a sequence the pages of `length` fed tokens; False where it had to give way itself."""
-        for kind, missing in self._missing(sequence, length):
+        for kind in self.plan.kinds:
+            missing = kind.pages_for(sequence.slots_at(kind, length)) - len(sequence.pages[kind.name])
+            if missing <= 0:
+                continue
             pool = self.pools[kind.name]
             while pool.available < missing:
                 youngest = self._admitted[-1]
@@ -164,12 +166,6 @@ class Scheduler:
                     return False
             sequence.pages[kind.name] += [pool.take() for _ in range(missing)]
         return True
-
-    def _missing(self, sequence: Sequence, length: int) -> Iterator[tuple[KindPlan, int]]:
-        """Yield how many pages of each kind a sequence lacks to hold `length` fed tokens."""
-        for kind in self.plan.kinds:
-            needed = kind.pages_for(sequence.slots_at(kind, length))
-            yield kind, max(0, needed - len(sequence.pages.get(kind.name, ())))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Admit the first waiting sequence if the pools allow it, with the pages that already hold its beginning."""
@@ -228,6 +224,8 @@ class Scheduler:
 
     def _restart_where_rope_changes(self) -> None:
         """Restart sequences that have outgrown their RoPE variant: all their keys are to be rotated anew."""
+        if len(self.plan.rope_limits) == 1:
+            return
         for sequence in [s for s in self._admitted if self._variant(s) != s.variant]:
             self.restart(sequence)
 

@@ -151,8 +151,8 @@ def test_a_pool_larger_than_the_device_is_refused(model):
     assert free <= total
 
 
-def test_overflowing_logits_fail_their_request_alone():
-    """A model in float16 whose residual overflows for one token."""
+def test_a_spoiled_cache_fails_its_request_alone():
+    """NaN in the pages of one sequence reaches no other."""
     model = open_device("llama", "float32", "plain", page_size=16, sink=2)
     with Engine(model, 4, chunk_tokens=64) as engine:
         core = engine._worker.ask(lambda core: core)
