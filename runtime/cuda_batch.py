@@ -30,7 +30,7 @@ from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.pools import Pools
 
 EMPTY_ENTRY = 0  # of block tables, past the pages in use: never followed, but a page all the same
-RESULTS_UNDER_WAY = 4  # a step's tokens are taken before the third after it is enqueued
+STAGING_BUFFERS = 3  # copies from pinned memory wait for nothing; a step is over before the second after it is written
 GREEDY = Sampling()
 
 
@@ -51,6 +51,8 @@ class Bucket:
         self.layout = BatchLayout(manifest, size, size, columns)
         self.host = np.zeros(self.layout.bytes, np.uint8)
         self.block: Array = device.upload(self.host)
+        self._device, self._turn = device, 0
+        self._staging = [device.pinned(self.host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
         self.logits = logits  # [B, V]
         with device.scope():
             self.state = ChainState(
@@ -63,6 +65,15 @@ class Bucket:
         self.binding: Any = None
         self.options: Any = None  # of runs that replay the graph
         self.graph_id = NO_GRAPH
+
+    def write(self, begin: int, end: int) -> None:
+        """Enqueue the copy of a range of the host's inputs; these may be changed at once."""
+        staging = self._staging[self._turn % STAGING_BUFFERS]
+        self._turn += 1
+        staging[begin:end] = self.host[begin:end]
+        with self._device.scope():
+            target = self.block[begin:end]
+        self._device.write(target, staging[begin:end])
 
 
 class DeviceResult:
@@ -106,10 +117,6 @@ class CudaBatchStepper:
         self._buckets: dict[int, Bucket] = {}
         self._eager, self._binding = run_options(NO_GRAPH), ort_session.io_binding()
         self._bind_pools(self._binding)
-        self._results = [
-            (device.pinned((self._sizes[-1],), np.int32), device.event()) for _ in range(RESULTS_UNDER_WAY)
-        ]
-        self._enqueued = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -178,9 +185,7 @@ class CudaBatchStepper:
         else:
             layout.fill(bucket.host, rows, EMPTY_ENTRY)
             begin, end = 0, layout.bytes
-        with self._device.scope():
-            target = bucket.block[begin:end]
-        self._device.write(target, bucket.host[begin:end])
+        bucket.write(begin, end)
         if bucket.binding is None:
             bucket.binding = self._session.io_binding()
             self._bind_pools(bucket.binding)
@@ -199,8 +204,8 @@ class CudaBatchStepper:
             bucket.chooser.start(sampling, [choice.tokens if choice else () for choice in choices])
         if any(choice and choice.sampling.temperature > 0 for choice in choices):
             bucket.chooser.reseed(draw_rules(choices))
-        produced, event = self._results[self._enqueued % RESULTS_UNDER_WAY]
-        self._enqueued += 1
+        # Pinned memory is handed out again once a result is dropped: the stream writes there in order.
+        produced, event = self._device.pinned((len(choices),), np.int32), self._device.event()
         bucket.chooser.choose(produced, draw=0, advance_tokens=0)
         self._device.record(event)
         return DeviceResult(self._device, produced, len(rows), event)

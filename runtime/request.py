@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,11 +29,15 @@ class StopFilter:
         Raises:
             ConfigError: one is empty, or no token id.
         """
+        if isinstance(stops, str) or not isinstance(stops, Iterable):
+            raise ConfigError(f"stop is {stops!r}; it must be a list of token ids and of sequences of them")
         self._stops = [_checked(stop, vocab_size) for stop in stops]
         self._held: list[int] = []
 
     def push(self, token: int) -> tuple[list[int], bool]:
         """Take a token; returns the tokens that are no part of a stop sequence for sure, and whether one is whole."""
+        if not self._stops:
+            return [token], False
         held = self._held
         held.append(token)
         for stop in self._stops:
@@ -50,7 +54,7 @@ class StopFilter:
 
 
 def _checked(stop: int | Sequence[int], vocab_size: int) -> list[int]:
-    tokens = [stop] if isinstance(stop, (int, np.integer)) else list(stop)
+    tokens = list(stop) if isinstance(stop, Iterable) else [stop]
     valid = all(isinstance(t, (int, np.integer)) and not isinstance(t, bool) and 0 <= t < vocab_size for t in tokens)
     if not tokens or not valid:
         raise ConfigError(f"stop holds {stop!r}; each must be a token id in 0 .. {vocab_size - 1}, or a list of such")

@@ -105,6 +105,13 @@ def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, dra
         assert results == serve(host, prompts, 120, snapkv=snapkv)
 
 
+def test_many_evict_in_one_step(model, make_engine, draw_tokens):
+    prompts = [draw_tokens(60, seed=seed) for seed in range(8)]
+    results = serve(make_engine(model, 8, None, 500), prompts, 20, snapkv=[SNAPKV] * 8)
+    with Engine(model, 8, chunk_tokens=500) as host:
+        assert results == serve(host, prompts, 20, snapkv=[SNAPKV] * 8)
+
+
 def test_draws_depend_on_seed_and_place_alone(model, make_engine, draw_tokens):
     options = Sampling(temperature=1.5, top_k=30, repetition_penalty=1.2, seed=4)
     prompt = draw_tokens(50)

@@ -268,7 +268,7 @@ def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stoppe
     assert stopped or out + stop_filter.flush() == pushed
 
 
-@pytest.mark.parametrize("stop", [[[]], [10], [[3, -1]], [True], ["a"], [[1.5]]])
+@pytest.mark.parametrize("stop", [[[]], [10], [[3, -1]], [True], ["a"], [[1.5]], [None], 5, "ab"])
 def test_stops_that_are_no_tokens_are_refused(stop):
     with pytest.raises(ConfigError, match="stop"):
         StopFilter(stop, 10)

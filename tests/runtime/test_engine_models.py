@@ -47,7 +47,9 @@ def test_tokens_are_those_of_sessions(model, draw_tokens, assert_same):
     with Engine(model, 4, chunk_tokens=24) as engine:
         streams = [engine.submit(prompt, 30, ignore_eos=True) for prompt in prompts]
         results = [stream.result() for stream in streams]
-        assert engine.memory().held_bytes == 0
+        memory = engine.memory()
+        assert memory.held_bytes == 0
+        assert memory.pool_bytes == engine.plan.bytes == memory.kept_bytes + memory.free_bytes
     for prompt, tokens in zip(prompts, results, strict=True):
         assert len(tokens) == 30
         assert_same(model, prompt, tokens)
