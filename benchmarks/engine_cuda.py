@@ -13,6 +13,7 @@ its engine, where its builder can make a paged model.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -109,20 +110,28 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         requests["capacity"] = {"kind": "capacity", "budget_sequences": 2, "context": options.capacity, "new": 64}
     answers: dict[str, Any] = {}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answers["versions"] = json.loads(process.stdout.readline() or '"the worker does not start"')
+        answers["versions"] = answer(process, None)
         for title, request in requests.items():
-            try:
-                process.stdin.write(json.dumps(request | vocab) + "\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                break
-            line = process.stdout.readline()
-            answers[title] = json.loads(line) if line else {"error": "the worker ended"}
+            answers[title] = answer(process, request | vocab)
             print(f"{name} {title}: {json.dumps(answers[title])}", flush=True)
-        process.stdin.close()
+            if process.poll() is not None:
+                break
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close() if process.stdin else None
     return answers
+
+
+def answer(process: subprocess.Popen[str], request: dict[str, Any] | None) -> Any:
+    """Send a request, if there is one, and return the answer; an error where the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if request is not None:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        return json.loads(process.stdout.readline())
+    except (BrokenPipeError, json.JSONDecodeError):
+        return {"error": f"the worker ended with code {process.wait()}; its messages are above"}
 
 
 def print_ratios(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:

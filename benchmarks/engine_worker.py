@@ -82,13 +82,14 @@ class OrtolanWorker:
                 next(streams[-1])
             seconds = time.perf_counter() - start
             rates.append((sum(len(stream.tokens) for stream in streams) - before) / seconds)
+            memory = vars_of(engine.memory())
             for stream in streams:
                 stream.cancel()
         return {
             "generated_per_second": rates[-1],
             "step_ms": 1e3 * batch / rates[-1],
             "prefill_seconds": read,
-            "memory": vars_of(engine.memory()),
+            "memory": memory,
         }
 
     def mixed(self, running: int, requests: int, prompts: list[int], new: int, vocab_size: int) -> Report:

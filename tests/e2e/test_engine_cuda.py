@@ -36,10 +36,13 @@ def assert_same(model, prompt, tokens, dtype="float32", snapkv=None):
 
 
 def serve(engine, prompts, new, options=None, snapkv=()):
-    streams = [
-        engine.submit(prompt, new, options, ignore_eos=True, snapkv=snapkv[i] if snapkv else None)
-        for i, prompt in enumerate(prompts)
-    ]
+    def submit_all(_):
+        return [
+            engine.submit(prompt, new, options, ignore_eos=True, snapkv=snapkv[i] if snapkv else None)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    streams = engine._worker.ask(submit_all)  # between two steps
     results = [stream.result() for stream in streams]
     memory = engine.memory()
     assert memory.held_bytes == 0

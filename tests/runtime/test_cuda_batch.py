@@ -76,10 +76,13 @@ def make_engine(monkeypatch):
 
 
 def serve(engine, prompts, new=30, options=(), **more):
-    streams = [
-        engine.submit(prompt, new, *options, ignore_eos=True, **{k: v[i] for k, v in more.items()})
-        for i, prompt in enumerate(prompts)
-    ]
+    def submit_all(_):
+        return [
+            engine.submit(prompt, new, *options, ignore_eos=True, **{k: v[i] for k, v in more.items()})
+            for i, prompt in enumerate(prompts)
+        ]
+
+    streams = engine._worker.ask(submit_all)  # between two steps
     results = [stream.result() for stream in streams]
     assert engine.memory().held_bytes == 0
     return results

@@ -78,10 +78,12 @@ def test_evicted_sequences_give_way_and_come_back(model, draw_tokens, assert_sam
     prompts = [draw_tokens(80, seed=seed) for seed in range(6)]
     options = [SNAPKV if seed % 2 else None for seed in range(6)]
     with Engine(model, 6, budget, 32, overcommit=5.0) as engine:
-        streams = [
-            engine.submit(prompt, 120, ignore_eos=True, snapkv=snapkv)
-            for prompt, snapkv in zip(prompts, options, strict=True)
-        ]
+        streams = engine._worker.ask(  # all of them between two steps
+            lambda _: [
+                engine.submit(prompt, 120, ignore_eos=True, snapkv=snapkv)
+                for prompt, snapkv in zip(prompts, options, strict=True)
+            ]
+        )
         results = [stream.result() for stream in streams]
         assert engine.stats().preemptions > 0
     for prompt, tokens, snapkv in zip(prompts, results, options, strict=True):
