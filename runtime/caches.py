@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ortolan import contract
@@ -59,8 +60,22 @@ class CacheBuffers:
         """Return the block tables without the columns that no layer uses now."""
         return {}
 
-    def release(self, index: int, capacity: int) -> None:
-        """Give back what is cheap to give back past `capacity` slots of one layer: of one buffer, nothing."""
+    def fit(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Make the caches of full-attention layers as large as said.
+
+        Args:
+            slots: what each full-attention layer is to have; all of them are given.
+            held: rows at the front of each, which are kept; at most its slots.
+
+        Raises:
+            CapacityError: there is no memory.
+        """
+        for index, capacity in slots.items():
+            if capacity != self.capacity(index):
+                self.resize(index, capacity, held[index])
+
+    def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Give back what costs nothing to give back past these slots: of contiguous caches, nothing."""
 
     def resize(self, index: int, capacity: int, held: int) -> None:
         """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from ortolan.errors import CapacityError
@@ -78,7 +80,6 @@ class PagedCaches(CacheBuffers):
             if kind.window > 0:
                 table = self._tables[kind.name]
                 table.resize(table.free)
-        self._wanted = dict.fromkeys(self._kinds, 0)  # slots of each full-attention layer
         self._slot_bytes = [layer.slot_bytes for layer in plan.layers]
         super().__init__(manifest, plan, capture_rows, buffers)
 
@@ -96,17 +97,19 @@ class PagedCaches(CacheBuffers):
         """Return the slots of the pages that one layer's cache has."""
         return self._table(index).used * self._page_size
 
-    def resize(self, index: int, capacity: int, held: int) -> None:
-        """Let one layer have `capacity` slots; its kind keeps what its largest layer needs, so rows stay in place."""
-        assert held <= capacity
-        kind = self._kinds[index]
-        self._wanted[index] = capacity
-        wanted = max(self._wanted[i] for i in kind.layers)
-        self._tables[kind.name].resize(-(-wanted // self._page_size))
+    def fit(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Take or free pages: a kind has what its largest layer needs, and what layers hold stays where it is."""
+        wanted: dict[str, int] = {}
+        for index, capacity in slots.items():
+            assert held[index] <= capacity
+            name = self._kinds[index].name
+            wanted[name] = max(wanted.get(name, 0), capacity)
+        for name, capacity in wanted.items():
+            self._tables[name].resize(-(-capacity // self._page_size))
 
-    def release(self, index: int, capacity: int) -> None:
-        """Give pages past `capacity` slots back, unless another layer of the kind needs them."""
-        self.resize(index, min(capacity, self._wanted[index]), 0)
+    def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Give pages past the slots of every layer of a kind back."""
+        self.fit({index: min(capacity, self.capacity(index)) for index, capacity in slots.items()}, held)
 
     def tables(self) -> dict[str, Array]:
         """Map the graph's input names to the block tables, [1, M] int32 each."""

@@ -156,8 +156,8 @@ class Session:
             self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
-        for index, held in self._held().items():
-            self._caches.release(index, self._grown(index, held) if held else 0)
+        held = self._held()
+        self._caches.release({i: self._grown(i, length) if length else 0 for i, length in held.items()}, held)
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
@@ -312,9 +312,11 @@ class Session:
 
     def _make_room(self, count: int) -> None:
         """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""
-        for index, held in self._held().items():
-            if held + count > self.cache_capacity(index):
-                self._caches.resize(index, self._grown(index, held + count), held)
+        held = self._held()
+        slots = {i: self.cache_capacity(i) for i in held}
+        grown = {i: self._grown(i, held[i] + count) for i in held if held[i] + count > slots[i]}
+        if grown:
+            self._caches.fit(slots | grown, held)
 
     def _grown(self, index: int, needed: int) -> int:
         """Return the slots that a full-attention cache of `needed` tokens gets."""
@@ -337,8 +339,8 @@ class Session:
             raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
         self._lengths.record_eviction(keep)
         self._captured_at_eviction = caches.copy_captures()
-        for index, held in self._held().items():
-            caches.resize(index, self._grown(index, held), held)
+        held = self._held()
+        caches.fit({i: self._grown(i, length) for i, length in held.items()}, held)
         caches.buffers.trim()
         self.stats.evictions += 1
         self.stats.eviction_seconds += time.perf_counter() - start

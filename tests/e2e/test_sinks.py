@@ -148,3 +148,12 @@ def test_learned_sinks_are_float32_whatever_the_models_type(tmp_path, monkeypatc
     wide, half = (model.session().prefill(draw_tokens(100)) for model in models)
     assert relative_difference(half, wide) < 100 * np.finfo(np.float16).eps
     assert read_manifest(models[1].folder).sink == 4
+
+
+@pytest.mark.parametrize("paging", PAGINGS)
+def test_sinks_change_nothing_where_every_layer_sees_everything(tmp_path, paging):
+    checkpoint = tiny_checkpoint("llama", tmp_path / "hf", seed=3)
+    plain, sunk = (export(checkpoint, tmp_path / str(sink), sink, paging).session() for sink in (0, 9))
+    tokens = draw_tokens(100)
+    rows = [read_everything(session, tokens, [3, 9, 60]) for session in (plain, sunk)]
+    np.testing.assert_equal(rows[1], rows[0])

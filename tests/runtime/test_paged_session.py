@@ -169,3 +169,18 @@ def test_other_page_sizes_are_refused(tmp_path, page_size):
     with pytest.raises(ConfigError, match="16, 32, 64, 128, 256"):
         ortolan.export(checkpoint, tmp_path / "model", paged=True, page_size=page_size)
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_a_layer_that_needs_few_pages_takes_none_from_another(exported, order):
+    """The layers of a kind share pages, so the one that holds most decides, in whatever order they are named."""
+    caches = exported("llama", 16).session()._caches
+    table = caches._tables["full"]
+    held = {0: 100, 1: 20, 2: 5, 3: 5}
+    caches.fit(dict.fromkeys(order, 112), held)
+    table._free.reverse()
+    pages = list(table._pages)
+    caches.fit({i: max(held[i], 17) for i in order}, held)
+    assert table._pages == pages
+    caches.release({i: min(held[i], 40) for i in order}, dict.fromkeys(order, 5))
+    assert table._pages == pages[:3]
