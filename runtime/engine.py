@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, EngineClosedError, RequestCancelledError
+from ortolan.errors import CapacityError, ConfigError, EngineClosedError, OrtolanError, RequestCancelledError
 from ortolan.manifest import Manifest
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
@@ -267,7 +268,8 @@ class Worker:
             self._run_calls(core)
             core.cancel_all(error)
             self._core = None
-        core.stepper.close()
+        with contextlib.suppress(OrtolanError):  # a device that failed has told every reader already
+            core.stepper.close()
 
     def _take_calls(self, core: EngineCore) -> bool:
         """Run the functions sent, waiting for some where there is nothing else to do; False: stop."""
