@@ -47,6 +47,8 @@ class Row:
         physical: tokens in the cache of each evictable layer, per kv head [Hkv]; empty: all hold `logical`.
         captures: for each evictable layer the buffer [1, Wq, Hq, D] that takes queries; empty: none are taken.
         choice: how the token after these is chosen; None: it is known, or not wanted.
+        source: row of the step before whose choice is this row's only token, whatever `tokens` says; None: `tokens`
+            are known.
     """
 
     tokens: Sequence[int]
@@ -56,6 +58,7 @@ class Row:
     physical: Lengths = field(default_factory=dict)
     captures: Mapping[int, Array] = field(default_factory=dict)
     choice: Choice | None = None
+    source: int | None = None
 
 
 class BatchLayout:

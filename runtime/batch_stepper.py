@@ -39,15 +39,12 @@ class BatchStepper(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether `run` returns before the step is done, so that a chained one may be enqueued behind it."""
+        """Whether `run` returns before the step is done, and rows may have a source."""
 
-    def run(self, rows: Sequence[Row], *, chained: bool = False) -> StepResult:
-        """Feed tokens of several sequences; one sequence's failure may be that of all.
+    def run(self, rows: Sequence[Row]) -> StepResult:
+        """Feed tokens of several sequences, at least one; one sequence's failure may be that of all.
 
-        Args:
-            rows: at least one.
-            chained: the rows' sequences are those of the step before, and each feeds the token that it chose there,
-                whatever `tokens` says.
+        At most one step may be under way that was not waited for.
 
         Raises:
             OrtolanError: the step failed; to feed its tokens again is safe.
@@ -103,9 +100,8 @@ class HostBatchStepper:
         """Bytes of all page pools."""
         return self._pools.bytes
 
-    def run(self, rows: Sequence[Row], *, chained: bool = False) -> HostResult:
+    def run(self, rows: Sequence[Row]) -> HostResult:
         """Feed tokens of several sequences."""
-        assert not chained
         columns = {
             kind.name: self._rings.get(kind.name) or max(len(row.pages[kind.name]) for row in rows)
             for kind in self._manifest.cache_kinds

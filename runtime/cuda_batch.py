@@ -2,7 +2,7 @@
 
 Steps that feed one token of each sequence replay a CUDA graph, captured once per batch size; a step of fewer sequences
 takes the next larger one, whose last sequences then have no tokens. All other steps run kernel by kernel. Tokens are
-chosen on the device and stay there, so that a chained step is enqueued before the host has seen them.
+chosen on the device and stay there, so that the next step is enqueued before the host has seen them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ class Bucket:
 class DeviceResult:
     """Tokens on their way from the device."""
 
-    def __init__(self, device: CudaBuffers, produced: npt.NDArray[np.int32], count: int, event: Any) -> None:
+    def __init__(
+        self, device: CudaBuffers, produced: npt.NDArray[np.int32], count: int, event: Any, staging: Any
+    ) -> None:
         self._device, self._produced, self._count, self._event = device, produced, count, event
+        self._staging = staging  # memory that the step reads
         self._tokens: list[int] | None = None
 
     def tokens(self) -> list[int]:
@@ -88,6 +91,7 @@ class DeviceResult:
         if self._tokens is None:
             self._device.wait(self._event)
             self._tokens = self._produced[: self._count].tolist()
+            self._staging = None
         return self._tokens
 
 
@@ -115,6 +119,7 @@ class CudaBatchStepper:
         self._logits: Array = device.allocate((self._sizes[-1], manifest.vocab_size), np.float32)
         device.write(self._logits, np.zeros(self._logits.shape, np.float32))
         self._buckets: dict[int, Bucket] = {}
+        self._last: tuple[Bucket | None, int] = (None, 0)  # of the step before: its batch size, rows of a decode step
         self._eager, self._binding = run_options(NO_GRAPH), ort_session.io_binding()
         self._bind_pools(self._binding)
 
@@ -123,7 +128,7 @@ class CudaBatchStepper:
         """Bytes of all page pools."""
         return self._pools.bytes
 
-    def run(self, rows: Sequence[Row], *, chained: bool = False) -> DeviceResult:
+    def run(self, rows: Sequence[Row]) -> DeviceResult:
         """Enqueue a step of several sequences.
 
         Raises:
@@ -131,12 +136,16 @@ class CudaBatchStepper:
             OrtolanError: ONNX Runtime or a kernel failed.
         """
         bucket = self._bucket(len(rows))
+        goes_on = self._goes_on(rows, bucket)
+        chosen = None if goes_on else self._pick_chosen(rows)
+        staging = None
         if any(len(row.tokens) != 1 or row.captures for row in rows):
-            assert not chained
-            self._run_eagerly(rows, bucket)
+            staging = self._run_eagerly(rows, bucket, chosen)
+            self._last = (bucket, 0)
         else:
-            self._run_decode(rows, bucket, chained=chained)
-        return self._choose(rows, bucket, chained=chained)
+            self._run_decode(rows, bucket, chosen, goes_on=goes_on)
+            self._last = (bucket, len(rows))
+        return self._choose(rows, bucket, staging, goes_on=goes_on)
 
     def make_captures(self, window: int) -> dict[int, Array]:
         """Allocate what takes a sequence's last `window` queries. Raises CapacityError."""
@@ -164,28 +173,57 @@ class CudaBatchStepper:
             self._buckets[size] = Bucket(self._manifest, size, self._columns, self._device, logits)
         return self._buckets[size]
 
-    def _run_eagerly(self, rows: Sequence[Row], bucket: Bucket) -> None:
-        """Run a step kernel by kernel; its logits are the first rows of the batch size's."""
+    def _goes_on(self, rows: Sequence[Row], bucket: Bucket) -> bool:
+        """Say whether the sequences of the decode step before go on, each with the token that it chose there."""
+        last, count = self._last
+        return last is bucket and count == len(rows) and all(row.source == b for b, row in enumerate(rows))
+
+    def _pick_chosen(self, rows: Sequence[Row]) -> tuple[Array, Array] | None:
+        """Copy the choices of the step before that rows feed: their places among the tokens, and their values."""
+        last, _ = self._last
+        ends = np.cumsum([len(row.tokens) for row in rows])
+        pairs = [(end - 1, row.source) for end, row in zip(ends, rows, strict=True) if row.source is not None]
+        if last is None or not pairs:
+            return None
+        places, sources = self._device.upload(np.array(pairs, np.int64).T)
+        with self._device.scope():
+            return places, last.state.token_ids[sources]
+
+    def _put_chosen(self, token_ids: Array, chosen: tuple[Array, Array] | None) -> None:
+        if chosen is not None:
+            with self._device.scope():
+                token_ids[chosen[0]] = chosen[1]
+
+    def _run_eagerly(self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None) -> Any:
+        """Run a step kernel by kernel; its logits are the first rows of the batch size's.
+
+        Returns the host memory that the step's inputs come from, which must stay as it is until the step is done.
+        """
         layout = BatchLayout(self._manifest, sum(len(row.tokens) for row in rows), len(rows), self._columns)
-        host = np.zeros(layout.bytes, np.uint8)
+        host = self._device.pinned((layout.bytes,), np.uint8)
         layout.fill(host, rows, EMPTY_ENTRY)
         block = self._device.upload(host)
         with self._device.scope():
             inputs, logits = layout.named(block), bucket.logits[: len(rows)]
+        self._put_chosen(inputs[contract.TOKEN_IDS], chosen)
         captures = rows[0].captures or self._pools.make_captures(0, len(rows))
         self._bind(self._binding, inputs, captures, logits)
         self._run(self._binding, self._eager)
+        return host
 
-    def _run_decode(self, rows: Sequence[Row], bucket: Bucket, *, chained: bool) -> None:
+    def _run_decode(
+        self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None, *, goes_on: bool
+    ) -> None:
         """Replay the graph of a batch size, or capture it."""
         layout = bucket.layout
-        if chained:
+        if goes_on:
             changed = layout.advance(bucket.host, rows)
             begin, end = layout.positions.offset, layout.bytes if changed else layout.tables_begin
         else:
             layout.fill(bucket.host, rows, EMPTY_ENTRY)
             begin, end = 0, layout.bytes
         bucket.write(begin, end)
+        self._put_chosen(bucket.state.token_ids, chosen)
         if bucket.binding is None:
             bucket.binding = self._session.io_binding()
             self._bind_pools(bucket.binding)
@@ -196,19 +234,21 @@ class CudaBatchStepper:
             bucket.options = run_options(bucket.graph_id)
         self._run(bucket.binding, bucket.options)
 
-    def _choose(self, rows: Sequence[Row], bucket: Bucket, *, chained: bool) -> DeviceResult:
-        """Enqueue the choice of each row's next token; it is also the token that a chained step feeds."""
+    def _choose(self, rows: Sequence[Row], bucket: Bucket, staging: Any, *, goes_on: bool) -> DeviceResult:
+        """Enqueue the choice of each row's next token; the next step may feed it from where it is on the device."""
         choices = [row.choice for row in rows] + [None] * (bucket.layout.sequences - len(rows))
-        if not chained:
+        if not goes_on:
             sampling = [choice.sampling if choice else GREEDY for choice in choices]
-            bucket.chooser.start(sampling, [choice.tokens if choice else () for choice in choices])
+            penalized = any(options.repetition_penalty != 1.0 for options in sampling)
+            histories = [choice.tokens if choice and penalized else () for choice in choices]
+            bucket.chooser.start(sampling, histories)
         if any(choice and choice.sampling.temperature > 0 for choice in choices):
             bucket.chooser.reseed(draw_rules(choices))
         # Pinned memory is handed out again once a result is dropped: the stream writes there in order.
         produced, event = self._device.pinned((len(choices),), np.int32), self._device.event()
         bucket.chooser.choose(produced, draw=0, advance_tokens=0)
         self._device.record(event)
-        return DeviceResult(self._device, produced, len(rows), event)
+        return DeviceResult(self._device, produced, len(rows), event, staging)
 
     def _bind_pools(self, binding: Any) -> None:
         for name, array in self._pools.named().items():
@@ -226,6 +266,7 @@ class CudaBatchStepper:
         try:
             self._session.run_with_iobinding(binding, options)
         except Exception as error:  # the binding raises its own exception types, one per status code
+            self._device.synchronize()  # what was enqueued still reads the inputs
             if is_out_of_memory(error):
                 raise CapacityError(
                     f"cuda:{self._device.device_id} has no memory for the decoder's intermediate results: {error}; "

@@ -57,7 +57,7 @@ class EngineCore:
         self.scheduler, self.stepper = scheduler, stepper
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()
-        self._ahead: list[Ran] = []  # a decode step whose tokens were not taken yet: PENDING in their sequences
+        self._ahead: list[Ran] = []  # a step whose tokens were not taken yet: PENDING in their sequences
 
     @property
     def is_busy(self) -> bool:
@@ -94,62 +94,89 @@ class EngineCore:
     def step(self) -> None:
         """Run one step of whatever can run; a failure ends only the requests that it belongs to.
 
-        Where the stepper runs ahead, tokens of a decode step are taken once the next step is enqueued behind it.
+        Where the stepper runs ahead, the tokens of a step are taken once the next is enqueued behind it.
         """
         chunks = self.scheduler.next_step()
-        chained = self._continues(chunks)
-        if self._ahead and not chained:
+        if self._ahead and not self._can_follow(chunks):
             self._take_ahead()
             chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
         self._stats.steps += bool(chunks)
         self._stats.most_running = max(self._stats.most_running, len(self.scheduler.admitted))
-        ran = self._run([chunk for chunk in chunks if not chunk.captures], chained=chained)
+        ran = self._run([chunk for chunk in chunks if not chunk.captures])
         for chunk in chunks:
             if chunk.captures:  # alone, so that nothing is captured of the others
                 ran += self._run([chunk])
-        before, self._ahead = self._ahead, []
-        if self.stepper.runs_ahead and _is_one_decode_step(ran):
+        if self.stepper.runs_ahead and _is_one_run(ran):
             self._advance(ran)
             for each in ran:
-                each.chunk.sequence.tokens.append(PENDING)
-            self._ahead = ran
+                if each.chunk.samples:
+                    each.chunk.sequence.tokens.append(PENDING)
+            before, self._ahead = self._ahead, ran
+            self._take(before)
         else:
-            sound = [each for each in ran if self._check(each)]
-            self._advance(sound)
-            for each in sound:
-                self._finish_chunk(each)
-        for each in before:
-            self._take_token(each)
+            self._take_ahead()
+            self._finish(ran)
 
-    def _continues(self, chunks: Sequence[Chunk]) -> bool:
-        """Say whether a step feeds exactly what the step under way chooses, into the same pages."""
-        before = [(each.chunk.sequence, each.chunk.end, each.chunk.end + 1) for each in self._ahead]
-        same = [(chunk.sequence, chunk.begin, chunk.end) for chunk in chunks] == before
-        return bool(before) and same and all(each.chunk.sequence.pages is each.pages for each in self._ahead)
+    def _can_follow(self, chunks: Sequence[Chunk]) -> bool:
+        """Say whether all that a step needs is known, or on the device since the step under way."""
+        unknown = [chunk for chunk in chunks if chunk.sequence.tokens[chunk.end - 1] == PENDING]
+        ahead = {each.chunk.sequence: each for each in self._ahead}
+        for chunk in unknown:
+            before = ahead.get(chunk.sequence)
+            if before is None or before.pages is not chunk.sequence.pages:  # it gave its pages back meanwhile
+                return False
+            if (before.chunk.end, chunk.end) != (chunk.begin, chunk.begin + 1):
+                return False
+        if not unknown or not any(self._requests[chunk.sequence].has_penalty for chunk in chunks):
+            return True
+        # A penalty needs all tokens; the device has marked them where the same sequences go on decoding.
+        same = [chunk.sequence for chunk in unknown] == list(ahead)
+        one_each = all(each.chunk.end - each.chunk.begin == 1 for each in self._ahead)
+        return same and one_each and len(unknown) == len(chunks)
 
     def _take_ahead(self) -> None:
         """Wait for the step under way, and take its tokens."""
         before, self._ahead = self._ahead, []
-        for each in before:
-            self._take_token(each)
+        self._take(before)
 
-    def _take_token(self, ran: Ran) -> None:
-        """Put the token that a step under way has chosen in its place; it may end the request."""
-        if ran.chunk.sequence in self._requests and self._check(ran):
-            self._accept(ran, ran.result.tokens()[ran.row])
+    def _take(self, before: Sequence[Ran]) -> None:
+        """Put the tokens that a step under way has chosen in their places; they may end requests."""
+        for each in before:
+            each.result.tokens()  # also where nobody wants them: no more than one step may be under way
+            if each.chunk.sequence in self._requests and self._check(each):
+                self._offer_prefix(each)
+                if each.chunk.samples:
+                    self._accept(each)
+
+    def _finish(self, ran: Sequence[Ran]) -> None:
+        """Wait for a step, and do all that follows from it."""
+        alive = [each for each in ran if each.chunk.sequence in self._requests]
+        sound = [each for each in alive if self._check(each)]
+        self._advance(sound)
+        for each in sound:
+            self._offer_prefix(each)
+            if each.chunk.evicts and not self._evict(self._requests[each.chunk.sequence]):
+                continue
+            if each.chunk.samples:
+                each.chunk.sequence.tokens.append(PENDING)
+                self._accept(each)
+
+    def _offer_prefix(self, ran: Ran) -> None:
+        if ran.pages is ran.chunk.sequence.pages:  # else it gave them back meanwhile
+            self.scheduler.offer_prefix(ran.chunk.sequence, ran.chunk.end)
 
     def _advance(self, ran: Sequence[Ran]) -> None:
         self.scheduler.advance(tuple(each.chunk for each in ran))
         self._stats.fed_tokens += sum(each.chunk.end - each.chunk.begin for each in ran)
 
-    def _run(self, chunks: Sequence[Chunk], *, chained: bool = False) -> list[Ran]:
+    def _run(self, chunks: Sequence[Chunk]) -> list[Ran]:
         """Run chunks together; where that fails, one by one, so that only those at fault fail."""
         if not chunks:
             return []
         try:
-            result = self.stepper.run([self._row(chunk) for chunk in chunks], chained=chained)
+            result = self.stepper.run([self._row(chunk) for chunk in chunks])
         except OrtolanError as error:
-            if chained:
+            if self._ahead:
                 self._take_ahead()
             elif len(chunks) == 1:
                 self._fail(self._requests[chunks[0].sequence], error)
@@ -162,15 +189,20 @@ class EngineCore:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]
         if chunk.captures and not request.captures and sequence.snapkv is not None:
             request.captures = self.stepper.make_captures(sequence.snapkv.window)
+        tokens = sequence.tokens[chunk.begin : chunk.end]
         return Row(
-            tokens=sequence.tokens[chunk.begin : chunk.end],
+            tokens=tokens,
             logical=chunk.begin,
             pages=sequence.pages,
             variant=sequence.variant,
             physical=request.physical(),
             captures=request.captures if chunk.captures else {},
             choice=request.choice if chunk.samples else None,
+            source=self._row_ahead(sequence) if tokens[-1] == PENDING else None,
         )
+
+    def _row_ahead(self, sequence: TokenSequence) -> int:
+        return next(each.row for each in self._ahead if each.chunk.sequence is sequence)
 
     def _check(self, ran: Ran) -> bool:
         """Fail a request whose logits are no numbers; its pages serve nobody else."""
@@ -183,16 +215,10 @@ class EngineCore:
         self._fail(self._requests[ran.chunk.sequence], NumericError(message))
         return False
 
-    def _finish_chunk(self, ran: Ran) -> None:
-        request = self._requests[ran.chunk.sequence]
-        if ran.chunk.evicts and not self._evict(request):
-            return
-        if ran.chunk.samples:
-            request.sequence.tokens.append(PENDING)
-            self._accept(ran, ran.result.tokens()[ran.row])
-
-    def _accept(self, ran: Ran, token: int) -> None:
+    def _accept(self, ran: Ran) -> None:
+        """Put the token that a chunk's logits chose in its place; it may end the request."""
         request, place = self._requests[ran.chunk.sequence], ran.chunk.end
+        token = ran.result.tokens()[ran.row]
         request.sequence.tokens[place] = token
         self._stats.generated_tokens += 1
         if request.accept(token, place + 1):
@@ -225,8 +251,7 @@ class EngineCore:
         self.scheduler.remove(request.sequence)
 
 
-def _is_one_decode_step(ran: Sequence[Ran]) -> bool:
-    """Say whether one run fed one token of each sequence and chose the next."""
-    chunks = [each.chunk for each in ran]
-    one_each = all(chunk.samples and not chunk.evicts and chunk.end - chunk.begin == 1 for chunk in chunks)
-    return one_each and len({id(each.result) for each in ran}) == 1
+def _is_one_run(ran: Sequence[Ran]) -> bool:
+    """Say whether one run did all of a step, and nothing else follows from it than tokens."""
+    special = any(each.chunk.captures or each.chunk.evicts for each in ran)
+    return not special and len({id(each.result) for each in ran}) == 1

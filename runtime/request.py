@@ -93,6 +93,11 @@ class Request:
     kept: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
     captures: Mapping[int, Array] = field(default_factory=dict)
 
+    @property
+    def has_penalty(self) -> bool:
+        """Whether the choice of a token depends on all tokens before."""
+        return self.choice.sampling.repetition_penalty != 1.0
+
     def physical(self) -> dict[int, npt.NDArray[np.int32]]:
         """Return the tokens in each cache that was evicted, per kv head [Hkv]."""
         sequence = self.sequence

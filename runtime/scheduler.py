@@ -120,10 +120,24 @@ class Scheduler:
         return tuple(chunks.values())
 
     def advance(self, chunks: tuple[Chunk, ...]) -> None:
-        """Take note that a step was run."""
+        """Take note that a step was run, or is under way."""
         for chunk in chunks:
             chunk.sequence.fed = chunk.end
-            self._publish(chunk.sequence)
+
+    def offer_prefix(self, sequence: Sequence, length: int) -> None:
+        """Offer the pages of a sequence's first `length` tokens to others; these tokens were fed, and are sound.
+
+        Eviction moves rows within its sequence's pages, so those stay private.
+        """
+        if self._index is None or sequence.snapkv is not None:
+            return
+        (kind,) = self.plan.kinds
+        size = self.plan.page_size
+        while (sequence.published + 1) * size <= length:
+            begin = sequence.published * size
+            sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
+            self._index.add(sequence.digest, sequence.pages[kind.name][sequence.published])
+            sequence.published += 1
 
     def record_eviction(self, sequence: Sequence, kept_slots: int) -> None:
         """Take note that at most `kept_slots` of a sequence's tokens are left, and release pages past them."""
@@ -183,7 +197,7 @@ class Scheduler:
             sequence.pages[kind.name] += prefix
             sequence.fed = len(prefix) * self.plan.page_size
             self.reused_tokens += sequence.fed
-            self._publish(sequence)
+            self.offer_prefix(sequence, sequence.fed)
         return True
 
     def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
@@ -206,21 +220,6 @@ class Scheduler:
         size = self.plan.page_size
         whole = (len(sequence.tokens) - 1) // size
         return self._index.find(list(chain_digests(sequence.tokens, size, whole, _root(sequence))))
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Tell the prefix index of pages that are full; eviction writes over its sequence's, so those stay private."""
-        if self._index is None or sequence.snapkv is not None:
-            return
-        (kind,) = self.plan.kinds
-        size = self.plan.page_size
-        while (sequence.published + 1) * size <= sequence.fed:
-            begin = sequence.published * size
-            tokens = sequence.tokens[begin : begin + size]
-            if PENDING in tokens:
-                return
-            sequence.digest = extend_chain(sequence.digest or _root(sequence), tokens)
-            self._index.add(sequence.digest, sequence.pages[kind.name][sequence.published])
-            sequence.published += 1
 
     def _restart_where_rope_changes(self) -> None:
         """Restart sequences that have outgrown their RoPE variant: all their keys are to be rotated anew."""

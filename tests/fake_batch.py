@@ -73,12 +73,14 @@ class FakeStepper:
         self.fail_next = False
         self.fail_packed: set[int] = set()  # steps, counted from 1, that fail where they have several rows
         self.runs_ahead = False
-        self.fed: list[int] = []  # what the last step chose
+        self.fed: list[int] = []  # what the last step chose, by row
 
-    def run(self, rows: Sequence[Row], *, chained: bool = False) -> HostResult:
+    def run(self, rows: Sequence[Row]) -> HostResult:
         """Feed tokens."""
-        if chained:
-            rows = [dataclasses.replace(row, tokens=[token]) for row, token in zip(rows, self.fed, strict=True)]
+        sources = [None if row.source is None else [max(0, self.fed[row.source])] for row in rows]
+        rows = [
+            dataclasses.replace(row, tokens=source or row.tokens) for row, source in zip(rows, sources, strict=True)
+        ]
         assert all(token >= 0 for row in rows for token in row.tokens)
         self.batches.append([len(row.tokens) for row in rows])
         if self.fail_next:

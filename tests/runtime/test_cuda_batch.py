@@ -126,18 +126,41 @@ def test_draws_depend_on_seed_and_place_alone(model, make_engine, draw_tokens):
     assert len(set(alone)) > 5
 
 
-def test_steps_are_chained(model, make_engine, draw_tokens, monkeypatch):
-    """Where nothing joins or leaves, no step waits for the one before it, and none uploads what did not change."""
+def test_a_penalty_sees_all_tokens_while_prompts_are_read(model, make_engine, draw_tokens):
+    """The histories of the penalty are whole at every step, as the stand-in's chooser asserts."""
+    options = Sampling(repetition_penalty=1.3)
     engine = make_engine(model)
-    chained, run = [], engine.stepper.run
 
-    def note(rows, **options):
-        chained.append(options.get("chained", False))
-        return run(rows, **options)
+    def submit_both(_):
+        return [
+            engine.submit(draw_tokens(10), 60, options, ignore_eos=True),
+            engine.submit(draw_tokens(400, seed=1), 30, ignore_eos=True),
+        ]
+
+    results = [stream.result() for stream in engine._worker.ask(submit_both)]
+    with Engine(model, 4, chunk_tokens=24) as host:
+        assert results[0] == host.submit(draw_tokens(10), 60, options, ignore_eos=True).result()
+        assert results[1] == host.submit(draw_tokens(400, seed=1), 30, ignore_eos=True).result()
+
+
+def test_steps_do_not_wait_for_those_before(model, make_engine, draw_tokens, monkeypatch):
+    """Prompts and decodes that join and leave feed what the step before chose, from the device."""
+    engine = make_engine(model)
+    sources, run = [], engine.stepper.run
+
+    def note(rows):
+        sources.append([row.source for row in rows])
+        return run(rows)
 
     monkeypatch.setattr(engine.stepper, "run", note)
-    serve(engine, [draw_tokens(20), draw_tokens(22, seed=1)], 60)
-    assert chained.count(True) >= 55
+    prompts = [draw_tokens(count, seed=count) for count in (20, 22, 70, 9)]
+    results = serve(engine, prompts, 40)
+    decoding = [source for row in sources for source in row]
+    assert decoding.count(None) <= 4 + sum(-(-len(prompt) // 20) for prompt in prompts)
+    assert any(None in row and set(row) != {None} for row in sources)
+    assert any(row and row != list(range(len(row))) and None not in row for row in sources)
+    with Engine(model, 4, chunk_tokens=24) as host:
+        assert results == serve(host, prompts, 40)
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])

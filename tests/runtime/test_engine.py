@@ -44,10 +44,10 @@ def held(make_engine):
     core = engine._worker.ask(lambda core: core)
     run = core.stepper.run
 
-    def wait_and_run(rows, **options):
+    def wait_and_run(rows):
         if not free.is_set():
             permits.acquire()
-        return run(rows, **options)
+        return run(rows)
 
     def release():
         free.set()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortolan import SnapKv
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan, KindPlan
-from ortolan.runtime.scheduler import PENDING, Scheduler
+from ortolan.runtime.scheduler import Scheduler
 from ortolan.runtime.sequence import Sequence
 
 PAGE = 4
@@ -64,6 +64,7 @@ class Driver:
             self.check_chunk(chunk)
         scheduler.advance(chunks)
         for chunk in chunks:
+            scheduler.offer_prefix(chunk.sequence, chunk.end)
             self.finish_chunk(chunk)
         self.check_pages()
         return chunks
@@ -286,19 +287,20 @@ def test_prefixes_are_private_where_pages_are_written_over(why):
     assert driver.scheduler.pools["full"].kept == 0
 
 
-def test_pages_with_tokens_that_are_not_known_yet_are_published_later():
+def test_pages_are_offered_once_they_are_known_to_be_sound():
     driver = Driver(make_plan(40, chunk_tokens=64))
-    sequence = make_sequence(0, range(7), new=9)
+    sequence = make_sequence(0, range(9), new=9)
     scheduler = driver.scheduler
     scheduler.add(sequence)
-    for _ in range(2):
-        chunks = scheduler.next_step()
-        scheduler.advance(chunks)
-        sequence.tokens.append(PENDING)
-    assert (sequence.fed, sequence.published) == (8, 1)
-    sequence.tokens[7] = 3
     scheduler.advance(scheduler.next_step())
+    assert (sequence.fed, sequence.published) == (9, 0)
+    scheduler.offer_prefix(sequence, 7)
+    assert sequence.published == 1
+    scheduler.offer_prefix(sequence, 9)
     assert sequence.published == 2
+    scheduler.forget_prefix(sequence)
+    scheduler.remove(sequence)
+    assert scheduler.pools["full"].kept == 0
 
 
 def test_rope_variants_share_no_prefix_and_are_read_anew():
