@@ -98,12 +98,16 @@ def read(job: Job, stream: Any) -> None:
         job.outcome = f"{type(error).__name__}: {error}"
 
 
-def find_difference(model: ortolan.Model, job: Job) -> str | None:
+def find_difference(model: ortolan.Model, job: Job, sessions: dict[Any, ortolan.Session]) -> str | None:
     """Say where a job's tokens differ from those of a session, except after a tie.
 
-    The session is fed the job's own tokens, so that one choice that fell otherwise does not hide the next.
+    The session is fed the job's own tokens, so that one choice that fell otherwise does not hide the next. Sessions are
+    kept by their eviction, and emptied before they are used again.
     """
-    session = model.session(MAX_CONTEXT, CHUNK_SIZE, job.snapkv)
+    if job.snapkv not in sessions:
+        sessions[job.snapkv] = model.session(MAX_CONTEXT, CHUNK_SIZE, job.snapkv)
+    session = sessions[job.snapkv]
+    session.rewind(0)
     logits = session.prefill(job.prompt)
     for index, token in enumerate(job.tokens):
         best = int(np.argmax(logits))
@@ -133,7 +137,8 @@ def run(model: ortolan.Model, count: int, seed: int, *, check: int | None = None
         serve(engine, jobs, threads=4, in_flight=12)
         after, stats = engine.memory(), engine.stats()
     seconds = time.perf_counter() - start
-    checked = [(i, find_difference(model, job)) for i, job in enumerate(jobs[:check])]
+    sessions: dict[Any, ortolan.Session] = {}
+    checked = [(i, find_difference(model, job, sessions)) for i, job in enumerate(jobs[:check])]
     return {
         "requests": count,
         "seconds": round(seconds, 2),

@@ -37,7 +37,7 @@ def assert_same(soak, monkeypatch):
 
     def check(model, prompt, tokens, snapkv=None):
         job = soak.Job(list(prompt), len(tokens), snapkv, None, list(tokens))
-        assert soak.find_difference(model, job) is None
+        assert soak.find_difference(model, job, {}) is None
 
     return check
 
@@ -166,7 +166,7 @@ def test_a_soak_reports_what_is_wrong(soak, paged_model, draw_tokens, assert_sam
     assert_same(paged_model, draw_tokens(20), tokens)
     wrong = [*tokens[:3], (tokens[3] + 1) % 131, *tokens[4:]]
     job = soak.Job(draw_tokens(20), 5, None, None, wrong)
-    assert "token 3" in soak.find_difference(paged_model, job)
+    assert "token 3" in soak.find_difference(paged_model, job, {})
     clean = {"held_bytes": 0, "free_bytes": 9}
     report = {"outcomes": {"length": 1}, "memory_before": clean, "memory_after": clean, "unfinished": []}
     assert soak.is_sound(report | {"differences": {}})
