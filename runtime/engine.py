@@ -23,7 +23,7 @@ from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.request import Request, StopFilter, Stops, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
-from ortolan.runtime.sequence import Sequence as TokenSequence
+from ortolan.runtime.sequence import TokenSequence
 from ortolan.runtime.stream import Outbox, Stream
 
 Answer = TypeVar("Answer")

@@ -11,7 +11,7 @@ from ortolan.runtime.batch_inputs import Row
 from ortolan.runtime.batch_stepper import BAD, BatchStepper, StepResult
 from ortolan.runtime.request import Request
 from ortolan.runtime.scheduler import PENDING, Chunk, Scheduler
-from ortolan.runtime.sequence import Sequence as TokenSequence
+from ortolan.runtime.sequence import TokenSequence
 
 
 @dataclass(slots=True)

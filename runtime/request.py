@@ -14,7 +14,7 @@ from ortolan.runtime.batch_inputs import Choice
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.sampler import Sampler
-from ortolan.runtime.sequence import Sequence as TokenSequence
+from ortolan.runtime.sequence import TokenSequence
 from ortolan.runtime.stream import Outbox
 
 Stops = Sequence[int | Sequence[int]]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.pages import PagePool, PrefixIndex, chain_digests, extend_chain
-from ortolan.runtime.sequence import Sequence
+from ortolan.runtime.sequence import TokenSequence
 
 PENDING = -1  # in place of a token that the device has chosen and the host not seen yet
 
@@ -36,7 +36,7 @@ class Chunk:
         evicts: whether the sequence evicts after them.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     begin: int
     end: int
     samples: bool
@@ -60,16 +60,16 @@ class Scheduler:
         self._overcommit = overcommit
         self._index = PrefixIndex() if plan.shares_prefixes else None
         self.pools = {kind.name: PagePool(kind.name, kind.num_pages, self._index) for kind in plan.kinds}
-        self._waiting: list[Sequence] = []  # by number
-        self._admitted: list[Sequence] = []  # by number
+        self._waiting: list[TokenSequence] = []  # by number
+        self._admitted: list[TokenSequence] = []  # by number
 
     @property
-    def waiting(self) -> tuple[Sequence, ...]:
+    def waiting(self) -> tuple[TokenSequence, ...]:
         """Sequences without pages, in their order."""
         return tuple(self._waiting)
 
     @property
-    def admitted(self) -> tuple[Sequence, ...]:
+    def admitted(self) -> tuple[TokenSequence, ...]:
         """Sequences that read or decode, in their order."""
         return tuple(self._admitted)
 
@@ -78,12 +78,12 @@ class Scheduler:
         """Bytes of the pages that sequences hold."""
         return sum(self.pools[kind.name].held * kind.page_bytes for kind in self.plan.kinds)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Let a sequence wait. Raises as `check_fits`."""
         check_fits(self.plan, sequence)
         insort(self._waiting, sequence, key=_number)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Forget a sequence, wherever it is, and release its pages."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
@@ -91,14 +91,14 @@ class Scheduler:
             self._admitted.remove(sequence)
         self._release_pages(sequence)
 
-    def forget_prefix(self, sequence: Sequence) -> None:
+    def forget_prefix(self, sequence: TokenSequence) -> None:
         """Offer a sequence's pages to nobody: what they hold is spoiled."""
         if self._index is not None:
             for pages in sequence.pages.values():
                 for page in pages:
                     self._index.forget(page)
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart(self, sequence: TokenSequence) -> None:
         """Take an admitted sequence's pages away and let it wait, to read all its tokens anew."""
         self._admitted.remove(sequence)
         self._release_pages(sequence)
@@ -108,7 +108,7 @@ class Scheduler:
     def next_step(self) -> tuple[Chunk, ...]:
         """Choose what the next step feeds, and give its tokens their pages; empty where nothing can run."""
         self._restart_where_rope_changes()
-        chunks: dict[Sequence, Chunk] = {}
+        chunks: dict[TokenSequence, Chunk] = {}
         preempted = self.preemptions
         for sequence in [s for s in self._admitted if s.needs_one]:
             self._plan_chunk(chunks, sequence, 1)
@@ -124,7 +124,7 @@ class Scheduler:
         for chunk in chunks:
             chunk.sequence.fed = chunk.end
 
-    def offer_prefix(self, sequence: Sequence, length: int) -> None:
+    def offer_prefix(self, sequence: TokenSequence, length: int) -> None:
         """Offer the pages of a sequence's first `length` tokens to others; these tokens were fed, and are sound.
 
         Eviction moves rows within its sequence's pages, so those stay private.
@@ -139,7 +139,7 @@ class Scheduler:
             self._index.add(sequence.digest, sequence.pages[kind.name][sequence.published])
             sequence.published += 1
 
-    def record_eviction(self, sequence: Sequence, kept_slots: int) -> None:
+    def record_eviction(self, sequence: TokenSequence, kept_slots: int) -> None:
         """Take note that at most `kept_slots` of a sequence's tokens are left, and release pages past them."""
         sequence.record_eviction(kept_slots)
         for kind in self.plan.kinds:
@@ -147,7 +147,7 @@ class Scheduler:
             while len(pages) > kind.pages_for(sequence.slots_at(kind, sequence.fed)):
                 self.pools[kind.name].release(pages.pop())
 
-    def _plan_chunk(self, chunks: dict[Sequence, Chunk], sequence: Sequence, room: int) -> int:
+    def _plan_chunk(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, room: int) -> int:
         """Add at most `room` tokens of a sequence to the step; returns their number."""
         if sequence not in self._admitted:  # gave way to an older one in this step
             return 0
@@ -164,7 +164,7 @@ class Scheduler:
         )
         return end - sequence.fed
 
-    def _provide_pages(self, chunks: dict[Sequence, Chunk], sequence: Sequence, length: int) -> bool:
+    def _provide_pages(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, length: int) -> bool:
         """Give a sequence the pages of `length` fed tokens; False where it had to give way itself."""
         for kind in self.plan.kinds:
             missing = kind.pages_for(sequence.slots_at(kind, length)) - len(sequence.pages[kind.name])
@@ -181,7 +181,7 @@ class Scheduler:
             sequence.pages[kind.name] += [pool.take() for _ in range(missing)]
         return True
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: TokenSequence) -> bool:
         """Admit the first waiting sequence if the pools allow it, with the pages that already hold its beginning."""
         sequence.variant = self._variant(sequence)
         prefix = self._known_prefix(sequence)
@@ -200,7 +200,7 @@ class Scheduler:
             self.offer_prefix(sequence, sequence.fed)
         return True
 
-    def _fits(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def _fits(self, sequence: TokenSequence, prefix: list[int]) -> bool:
         """Say whether a waiting sequence can be promised all its pages, and given those of its known tokens."""
         for kind in self.plan.kinds:
             pool = self.pools[kind.name]
@@ -213,7 +213,7 @@ class Scheduler:
                 return False
         return True
 
-    def _known_prefix(self, sequence: Sequence) -> list[int]:
+    def _known_prefix(self, sequence: TokenSequence) -> list[int]:
         """Return pages that hold the beginning of a sequence; its last token is fed in any case, for its logits."""
         if self._index is None or sequence.snapkv is not None:
             return []
@@ -228,11 +228,11 @@ class Scheduler:
         for sequence in [s for s in self._admitted if self._variant(s) != s.variant]:
             self.restart(sequence)
 
-    def _variant(self, sequence: Sequence) -> int:
+    def _variant(self, sequence: TokenSequence) -> int:
         length = min(len(sequence.tokens), sequence.max_length)
         return next(i for i, limit in enumerate(self.plan.rope_limits) if limit >= length)
 
-    def _release_pages(self, sequence: Sequence) -> None:
+    def _release_pages(self, sequence: TokenSequence) -> None:
         """Release a sequence's pages, the last first: of a kept prefix the end is given out before the beginning."""
         for name, pages in sequence.pages.items():
             while pages:
@@ -240,7 +240,7 @@ class Scheduler:
         sequence.pages = {}
 
 
-def check_fits(plan: EnginePlan, sequence: Sequence) -> None:
+def check_fits(plan: EnginePlan, sequence: TokenSequence) -> None:
     """Refuse a sequence that could not finish alone.
 
     Raises:
@@ -255,10 +255,10 @@ def check_fits(plan: EnginePlan, sequence: Sequence) -> None:
             )
 
 
-def _number(sequence: Sequence) -> int:
+def _number(sequence: TokenSequence) -> int:
     return sequence.number
 
 
-def _root(sequence: Sequence) -> bytes:
+def _root(sequence: TokenSequence) -> bytes:
     """Return what a chain of digests begins with: keys differ between RoPE variants."""
     return bytes([sequence.variant])

@@ -11,7 +11,7 @@ BOUNDED_POLICIES = ("snapkv", "streaming")  # under these no head keeps more tha
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
+class TokenSequence:
     """What the scheduler knows of a request.
 
     Attributes:

@@ -13,7 +13,7 @@ from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanErro
 from ortolan.runtime.engine_core import EngineCore
 from ortolan.runtime.request import Request, StopFilter, make_choice
 from ortolan.runtime.scheduler import Scheduler
-from ortolan.runtime.sequence import Sequence
+from ortolan.runtime.sequence import TokenSequence
 from ortolan.runtime.stream import Outbox
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
@@ -22,7 +22,7 @@ SNAPKV = SnapKv(budget=20, window=8, sink=2)
 def make_request(manifest, number, prompt, new, *, snapkv=None, sampling=None, stop=(), max_context=256):
     sampling, tokens = sampling or Sampling(), list(prompt)
     return Request(
-        sequence=Sequence(
+        sequence=TokenSequence(
             number=number,
             tokens=tokens,
             prompt_length=len(prompt),

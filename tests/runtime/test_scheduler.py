@@ -12,7 +12,7 @@ from ortolan import SnapKv
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan, KindPlan
 from ortolan.runtime.scheduler import Scheduler
-from ortolan.runtime.sequence import Sequence
+from ortolan.runtime.sequence import TokenSequence
 
 PAGE = 4
 SNAPKV = SnapKv(budget=8, window=4, sink=1)
@@ -35,7 +35,7 @@ def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limit
 
 def make_sequence(number, prompt, new=4, snapkv=None):
     tokens = list(prompt) if not isinstance(prompt, int) else [1000 * number + i for i in range(prompt)]
-    return Sequence(
+    return TokenSequence(
         number=number, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens) + new - 1, snapkv=snapkv
     )
 
