@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (PyTorch's own habit)
-from cuda_timing import L2_BYTES, DeviceSession, captured, machine, median_ms
+from cuda_timing import L2_BYTES, DeviceSession, captured, machine, median_ms, use_own_stream
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortolan.custom_ops import emitters
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out: it is compiled for a minute")
     options = parser.parse_args()
     torch.manual_seed(0)
+    use_own_stream()
     where = machine()
     print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, torch {where['torch']}, CUDA {where['cuda']}")
     copy, matmul = float(where["copy_bytes_per_second"]) / 1e12, float(where["matmul_flops"]) / 1e12

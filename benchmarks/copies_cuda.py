@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnx
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, machine, median_ms
+from cuda_timing import L2_BYTES, DeviceSession, machine, median_ms, use_own_stream
 
 from ortolan.custom_ops import emitters
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
+    use_own_stream()
     where = machine()
     copy = float(where["copy_bytes_per_second"])
     print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, copy {copy / 1e12:.2f} TB/s")

@@ -20,7 +20,8 @@ L2_BYTES = 64 << 20  # rotated buffers hold more than this, so that a run does n
 class DeviceSession:
     """A session whose inputs and outputs are torch tensors that stay where they are.
 
-    Runs on torch's current stream. With `graph` the nodes are captured at the first run and replayed after it.
+    Runs on torch's current stream, which must not be the default one (`use_own_stream`). With `graph` the nodes are
+    captured at the first run and replayed after it.
     """
 
     def __init__(
@@ -35,6 +36,8 @@ class DeviceSession:
         options.log_severity_level = 3
         ortolan.custom_ops.register(options)
         stream = torch.cuda.current_stream().cuda_stream
+        if not stream:
+            raise RuntimeError("ONNX Runtime would make a stream of its own, which torch's events do not time")
         provider = {"user_compute_stream": str(stream), "enable_cuda_graph": str(int(graph))}
         model = _model(nodes, inputs, outputs).SerializeToString()
         self._session = ort.InferenceSession(model, options, providers=[("CUDAExecutionProvider", provider)])
@@ -62,6 +65,11 @@ def _model(
     domains = {"": 23, OPERATOR_DOMAIN: OPERATOR_VERSION, "com.microsoft": 1}
     opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in domains.items()]
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def use_own_stream() -> None:
+    """Move torch's work off the default stream: its address is 0, which ONNX Runtime takes for none given."""
+    torch.cuda.set_stream(torch.cuda.Stream())
 
 
 def median_ms(step: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:

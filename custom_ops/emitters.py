@@ -197,6 +197,7 @@ def fused_linear(
     A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32;
     the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight
     and bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for.
+    In a step of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate.
 
     Args:
         x: [T, I] T1. Rows of I features.

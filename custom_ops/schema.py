@@ -256,7 +256,8 @@ _FUSED: tuple[Operator, ...] = (
         name="FusedLinear",
         doc="A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32; "
         "the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight and "
-        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for.",
+        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for. In a step "
+        "of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
             Port(name="weight", shape="[O, I] or [2 * O, I]", type=ELEMENT, doc="Weight; 2 * O rows if gated."),

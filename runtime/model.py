@@ -62,8 +62,9 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self._buffers = buffers
         free_before = buffers.memory()[0] if buffers else 0
-        self._session = self._open(str(folder / self._choose_file(fused)), graph=True)
-        _check_graph(self._session, manifest)
+        file_name = self._choose_file(fused)
+        self._session = self._open(str(folder / file_name), graph=True)
+        _check_graph(self._session, manifest, file_name)
         self._device: DeviceModel | None = None
         if buffers:
             weights = max(0, free_before - buffers.memory()[0])
@@ -250,8 +251,8 @@ def load(
     return Model(folder, manifest, provider, num_threads, evict_builder, buffers=buffers, fused=fused)
 
 
-def _check_graph(ort_session: Any, manifest: Manifest) -> None:
-    """Check that the graph's inputs are those that the manifest promises."""
+def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
+    """Check that the inputs of the graph in `file_name` are those that the manifest promises."""
     inputs = {i.name for i in ort_session.get_inputs()}
     wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
     for index, layer in enumerate(manifest.layers):
@@ -264,7 +265,7 @@ def _check_graph(ort_session: Any, manifest: Manifest) -> None:
     extra = inputs - wanted - {contract.POSITIONS}
     if not wanted <= inputs or extra:
         raise ContractMismatchError(
-            f"{MODEL_FILE} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
+            f"{file_name} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
             "export the model again"
         )
     shapes = {i.name: i.shape for i in ort_session.get_inputs()}
@@ -274,7 +275,7 @@ def _check_graph(ort_session: Any, manifest: Manifest) -> None:
             fits = not manifest.paged or slots == manifest.page_size
             if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
                 raise ContractMismatchError(
-                    f"{MODEL_FILE}: {name} has the shape {shapes[name]}, the manifest says "
+                    f"{file_name}: {name} has the shape {shapes[name]}, the manifest says "
                     f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
                     f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
                 )

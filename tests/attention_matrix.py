@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import devices
 import numpy as np
+import numpy.typing as npt
 from resident import Resident, run_resident
 from tolerances import assert_as_good_as_plain
 
@@ -110,6 +112,12 @@ def sequence_rows(case: MatrixCase, element: np.dtype, sequence: int) -> Rows:
     return Rows(query=rows.query[:n], key=rows.key[:n], value=rows.value[:n])
 
 
+def nan_filled(shape: tuple[int, ...], element: npt.DTypeLike) -> np.ndarray:
+    """Return an array of NaN, whose bits are all set in every floating type."""
+    size = math.prod(shape) * np.dtype(element).itemsize
+    return np.full(size, 0xFF, np.uint8).view(element).reshape(shape)
+
+
 class LayerCaches:
     """Key and value caches of a case, full of NaN, and the two operators around them."""
 
@@ -122,7 +130,7 @@ class LayerCaches:
             slots, pages = case.page_slots, sequences * each + 2
             table = np.random.default_rng(7).permutation(pages)[: sequences * each].reshape(sequences, each)
             self._table = {"block_table": Resident.of(table.astype(np.int32))}
-        empty = np.full((pages, kv_heads, slots, case.head_size), np.nan, element)
+        empty = nan_filled((pages, kv_heads, slots, case.head_size), element)
         self._caches = {"key_cache": Resident.of(empty), "value_cache": Resident.of(empty)}
 
     def step(self, rows: list[Rows], ranges: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -140,9 +148,9 @@ class LayerCaches:
         new = {"key": packed["key"], "value": packed["value"]}
         run_resident("RingKvAppend", {**new, **self._caches, **lengths}, {}, sink=case.sink)
         tokens, heads, size = packed["query"].shape
-        results = {"output": Resident.of(np.full((tokens, heads, size), np.nan, self._element))}
+        results = {"output": Resident.of(nan_filled((tokens, heads, size), self._element))}
         if case.lse:
-            results["lse"] = Resident.of(np.full((heads, tokens), np.nan, np.float32))
+            results["lse"] = Resident.of(nan_filled((heads, tokens), np.float32))
         attend = {"query": packed["query"], **self._caches, **lengths}
         run_resident("SwaAttention", attend, results, window=case.window, sink=case.sink)
         return results["output"].numpy(), results["lse"].numpy() if case.lse else None

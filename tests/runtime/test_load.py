@@ -1,6 +1,7 @@
 """Opening model folders: refusals say what is wrong before a session is made."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -8,8 +9,9 @@ import pytest
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
-from ortolan.manifest import MANIFEST_FILE
+from ortolan.manifest import FUSED_FILE, MANIFEST_FILE, MODEL_FILE, read_manifest
 from ortolan.runtime import device as device_module
+from ortolan.runtime.model import Model
 
 
 @pytest.fixture
@@ -65,6 +67,23 @@ def test_a_graph_with_other_inputs_is_refused(folder):
     change_manifest(folder, layers=[layer | {"evictable": False} for layer in layers])
     with pytest.raises(ContractMismatchError, match=r"unknown.*layer\.0\.capture"):
         ortolan.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(("fused", "opened"), [(None, FUSED_FILE), (False, MODEL_FILE)])
+@pytest.mark.parametrize("change", [{"evictable": False}, {"num_kv_heads": 4}])
+def test_a_refusal_names_the_graph_that_was_opened(full_model, folder, monkeypatch, fused, opened, change):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[layer | change for layer in layers])
+    paths = []
+
+    def open_graph(self, path, *, graph=False):
+        paths.append(path)
+        return full_model._session  # what differs between the files needs CUDA; their inputs are the same
+
+    monkeypatch.setattr(Model, "_open", open_graph)
+    with pytest.raises(ContractMismatchError, match=rf"^{re.escape(opened)}\b"):
+        Model(folder, read_manifest(folder), device_module.CUDA_PROVIDER, 1, None, fused=fused)
+    assert paths == [str(folder / opened)]
 
 
 def test_a_graph_that_is_no_graph_is_refused(folder):

@@ -21,16 +21,19 @@ auto with_element(ElementType element, Function&& f) {
 // Calls f.operator()<kHeadSize, kRowTiles>() for the smallest decode instance that holds the head.
 template <typename Function>
 auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
-  // What a sequence is expected to bring; one that brings more takes several tiles of rows.
+  // Rows that a sequence is expected to bring; one that brings more takes several entries.
   const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
   const int64_t tokens =
       std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
-  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= 16;
+  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= 8;
   const int64_t head_size = params.cache.head_size;
   if (head_size > 256) return f.template operator()<512, 1>();
-  if (head_size > 128) return f.template operator()<256, 1>();
-  if (head_size > 64) return one_tile ? f.template operator()<128, 1>() : f.template operator()<128, 2>();
-  return one_tile ? f.template operator()<64, 1>() : f.template operator()<64, 2>();
+  const auto with_tiles = [&]<int kHeadSize>() {
+    return one_tile ? f.template operator()<kHeadSize, 1>() : f.template operator()<kHeadSize, 2>();
+  };
+  if (head_size <= 64) return with_tiles.template operator()<64>();
+  if (head_size <= 128) return with_tiles.template operator()<128>();
+  return with_tiles.template operator()<256>();
 }
 
 template <typename Function>

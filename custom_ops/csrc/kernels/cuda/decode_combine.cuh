@@ -1,174 +1,192 @@
 // Merges decode attention's partial sums, in the order that decode_plan.cuh fixes.
 //
-// One block per query row, 16 warps. In rounds of some spans: a warp rebuilds segments (what was handed on
-// whole, or the tiles of a segment that blocks shared), then threads own columns and merge segments into
-// spans, and spans into the row. A span that was handed on whole stands in the place of its first segment:
-// merging with nothing changes no bit.
+// One block per row of an entry and kColumns columns. Threads own four columns; kColumns / 4 of them rebuild
+// a span at a time: what was handed on whole, or its tiles, in ascending order. Then the spans of a round
+// (fixed by key position) are brought to their common maximum and added up, every eighth by the same warp,
+// and the rounds are merged one by one.
 #pragma once
 
-#include "decode.cuh"
-#include "packed_rows.cuh"
+#include "decode_cursor.cuh"
+#include "ptx.cuh"
 
 namespace ortolan::cuda {
 
-template <int kBlockColumns>
-struct CombineShape {
-  static constexpr bool kIsNarrow = kBlockColumns == 32;
-  static constexpr int kThreads = kIsNarrow ? 512 : 256;
-  static constexpr int kColumns =
-      kBlockColumns <= 128 ? 4 : kBlockColumns / 32;  // of a thread, while rebuilding
-  static constexpr int kSegmentThreads = kBlockColumns / kColumns;
-  static constexpr int kSpans = kIsNarrow ? 8 : 2;  // of a round
-  static constexpr int kSegments = kSpans * kSpanSegments;
+constexpr int kRoundSpans = 64;
+constexpr int kSpanParts = 8;  // of a round: spans that are added up one after another
+
+// With few entries it is faster to count their tiles again than to read what the kernel before has counted.
+constexpr int kCountedEntries = 128;
+__host__ __device__ constexpr bool counts_again(int entries) { return entries <= kCountedEntries; }
+
+// Partial sums of a row in four columns.
+struct PartialSum {
+  RowState state = kNoKeys;
+  float4 sums{};
+
+  __device__ __forceinline__ void merge(const PartialSum& other) {
+    const Merge merge = Merge::of(state, other.state);
+    state = merge.state;
+    sums = {merge.apply(sums.x, other.sums.x), merge.apply(sums.y, other.sums.y),
+            merge.apply(sums.z, other.sums.z), merge.apply(sums.w, other.sums.w)};
+  }
 };
 
 // One row of an entry, as its partial sums were left.
+template <int kHeadSize>
 struct PartialRow {
   const DecodeWorkspace& workspace;
-  const DecodeShape& shape;
   const DecodeLine& line;
   const KeyTiles& tiles;
   int entry;
   int row;
-  int first_column;  // of the thread
+  int column;  // of the thread
 
-  __device__ __forceinline__ int owner(int number) const { return line.owner(line.starts[entry] + number); }
-  __device__ __forceinline__ bool is_whole(const TileRange& range, int owner) const {
-    return line.starts[entry] + range.end <= line.begin(owner + 1);
+  __device__ __forceinline__ int start() const { return line.starts[entry]; }
+  __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
+    return start() + span.end <= line.begin(owner + 1);
   }
-  __device__ __forceinline__ int64_t source(int64_t place) const { return place * shape.entry_rows + row; }
-};
-
-template <int kHeadSize, int kColumns>
-struct SegmentSum {
-  RowState state = kNoKeys;
-  float sums[kColumns] = {};
-
-  __device__ __forceinline__ void load(const PartialRow& row, int64_t place) {
-    const int64_t source = row.source(place);
-    state = row.workspace.states[source];
-    const float* line = row.workspace.sums + source * kHeadSize + row.first_column;
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 4)
-      *reinterpret_cast<float4*>(&sums[c]) = *reinterpret_cast<const float4*>(line + c);
+  __device__ __forceinline__ void load(PartialSum& sum, int64_t place) const {
+    const int64_t source = place * workspace.rows + row;
+    sum.state = workspace.states[source];
+    sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
   }
-
-  __device__ __forceinline__ void rebuild(const PartialRow& row, int segment) {
-    const PartialPlaces places = PartialPlaces::of(row.shape);
-    const int span = segment / kSpanSegments;
-    const TileRange in_span = TileRange::of(row.tiles, span * kSpanTiles, kSpanTiles);
-    if (in_span.begin >= in_span.end) return;
-    const int span_owner = row.owner(in_span.begin);
-    if (row.is_whole(in_span, span_owner)) {
-      if (segment % kSpanSegments == 0)
-        load(row, places.span(row.entry, span_number(row.tiles, span, row.shape.max_spans)));
-      return;
+  __device__ __forceinline__ PartialSum sum_span(int index) const {
+    PartialSum sum;
+    const SpanTiles span = SpanTiles::of(tiles, index);
+    if (span.begin >= span.end) return sum;
+    const int owner = line.owner(start() + span.begin);
+    if (is_whole(span, owner)) {
+      load(sum, workspace.span_place(entry, span_number(tiles, index, workspace.max_spans)));
+      return sum;
     }
-    const int first_tile = segment * kSegmentTiles;
-    const TileRange in_segment = TileRange::of(row.tiles, first_tile, kSegmentTiles);
-    if (in_segment.begin >= in_segment.end) return;
-    const int segment_owner = row.owner(in_segment.begin);
-    if (row.is_whole(in_segment, segment_owner)) return load(row, places.segment(span_owner, first_tile));
-    SegmentSum pieces[kSegmentTiles];
+    PartialSum parts[kSpanTiles];
 #pragma unroll
-    for (int t = 0; t < kSegmentTiles; ++t) {
-      const int tile = first_tile + t;
-      if (row.tiles.rank(tile + 1) > row.tiles.rank(tile))
-        pieces[t].load(row, places.tile(segment_owner, tile));
+    for (int t = 0; t < kSpanTiles; ++t) {
+      const int tile = index * kSpanTiles + t;
+      if (tiles.rank(tile + 1) > tiles.rank(tile)) load(parts[t], workspace.tile_place(owner, tile));
     }
 #pragma unroll
-    for (int t = 0; t < kSegmentTiles; ++t) {
-      const Merge merge = Merge::of(state, pieces[t].state);
-      state = merge.state;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) sums[c] = merge.apply(sums[c], pieces[t].sums[c]);
-    }
+    for (int t = 0; t < kSpanTiles; ++t) sum.merge(parts[t]);
+    return sum;
   }
 };
 
-template <typename Element, int kHeadSize, int kBlockColumns>
-__global__ void __launch_bounds__(CombineShape<kBlockColumns>::kThreads)
+// The spans that an entry visits: sinks', then the window's.
+struct VisitedSpans {
+  int sink_end;
+  int begin;
+  int end;
+
+  static __device__ __forceinline__ VisitedSpans of(const KeyTiles& tiles) {
+    const int sink_end = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
+    return {sink_end, max(tiles.begin / kSpanTiles, sink_end), (tiles.end + kSpanTiles - 1) / kSpanTiles};
+  }
+  __device__ __forceinline__ bool hold(int span) const {
+    return span < end && (span < sink_end || span >= begin);
+  }
+  // The first round after `round` that has a span, or one past the last.
+  __device__ __forceinline__ int next_round(int round) const {
+    const int next = round + 1, sink_rounds = (sink_end + kRoundSpans - 1) / kRoundSpans;
+    return next < sink_rounds ? next : max(next, begin / kRoundSpans);
+  }
+};
+
+// The spans of one round, and the sums of its parts.
+template <int kColumns>
+struct SpanRound {
+  RowState states[kRoundSpans];
+  float4 sums[kRoundSpans][kColumns / 4];
+  float parts[kSpanParts][kColumns];
+
+  // Maximum and denominator of all, and each lane's two weights; the same in every warp.
+  __device__ __forceinline__ RowState weigh(float (&weights)[2], int count, int lane) const {
+    const RowState low = lane < count ? states[lane] : kNoKeys;
+    const RowState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
+    RowState all{fmaxf(low.maximum, high.maximum), 0};
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2)
+      all.maximum = fmaxf(all.maximum, __shfl_xor_sync(~0u, all.maximum, step));
+    const float base = finite_max(all.maximum);
+    weights[0] = fast_exp2(low.maximum - base);
+    weights[1] = fast_exp2(high.maximum - base);
+    all.total = fmaf(low.total, weights[0], high.total * weights[1]);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) all.total += __shfl_xor_sync(~0u, all.total, step);
+    return all;
+  }
+
+  // Adds every kSpanParts-th span, for the columns of a warp.
+  __device__ __forceinline__ void add_part(const float (&weights)[2], int part, int count, int lane) {
+    float added[(kColumns + 31) / 32] = {};
+#pragma unroll
+    for (int i = 0; i < kRoundSpans / kSpanParts; ++i) {
+      const int span = part + i * kSpanParts;
+      if (span >= count) break;
+      const float weight = __shfl_sync(~0u, weights[i / (32 / kSpanParts)], span % 32);
+#pragma unroll
+      for (int c = 0; c < kColumns / 32; ++c)
+        added[c] = fmaf(reinterpret_cast<const float*>(sums[span])[c * 32 + lane], weight, added[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns / 32; ++c) parts[part][c * 32 + lane] = added[c];
+  }
+};
+
+template <typename Element, int kHeadSize, int kColumns, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
                           const __grid_constant__ DecodeShape shape,
                           const __grid_constant__ DecodeWorkspace workspace) {
-  using Shape = CombineShape<kBlockColumns>;
-  __shared__ RowState segment_states[Shape::kSegments], span_states[Shape::kSpans];
-  __shared__ __align__(16) float segment_sums[Shape::kSegments][kBlockColumns];
-  __shared__ float span_sums[Shape::kSpans][kBlockColumns];
-  const int head = blockIdx.y, token = blockIdx.x;
-  const int block_column = blockIdx.z * kBlockColumns;
-  const int part = threadIdx.x % Shape::kSegmentThreads * Shape::kColumns;
+  constexpr int kSpanThreads = kColumns / 4;
+  __shared__ SpanRound<kColumns> spans;
+  __shared__ int counted[kCountedEntries + 1];
+  const int index = blockIdx.x, row = blockIdx.y, first_column = blockIdx.z * kColumns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  const auto sequence = static_cast<int>(sequence_of(params.packing, token));
-  if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens)
-    return;  // nobody's, or a prefill kernel's
-  const int kv_head = head / shape.group;
-  const int number =
-      static_cast<int>(token - params.packing.first(sequence)) * shape.group + head % shape.group;
-  const int index = (sequence * static_cast<int>(params.cache.num_kv_heads) + kv_head) * shape.row_tiles +
-                    number / shape.entry_rows;
+  // Until the wait only what the kernel before had waited for is read.
   const DecodeEntry entry = DecodeEntry::of(params, shape, index);
-  // Until here only what the kernel before had waited for was read.
+  if (row >= entry.rows) return;
+  const bool counts = counts_again(shape.entries);
+  if (counts) count_tiles(params, shape, counted);
+  const VisitedSpans visited = VisitedSpans::of(entry.tiles);
+  const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
   wait_for_previous_kernel();
   launch_dependents();
-  const DecodeLine line(workspace.starts, shape);
-  const PartialRow row{workspace,          shape, line, entry.tiles, index, number % shape.entry_rows,
-                       block_column + part};
-  const int count = entry.tiles.count();
-  const TileRange first_span =
-      TileRange::of(entry.tiles, entry.tiles.at(0) / kSpanTiles * kSpanTiles, kSpanTiles);
-  if (first_span.end - first_span.begin == count && row.is_whole(first_span, row.owner(0))) return;
 
-  // Spans of the sinks, then of the window.
-  const int sink_spans = (entry.tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
-  const int first_window_span = max(entry.tiles.begin / kSpanTiles, sink_spans);
-  const int num_spans = sink_spans + (entry.tiles.end + kSpanTiles - 1) / kSpanTiles - first_window_span;
-  const auto span_at = [&](int n) { return n < sink_spans ? n : first_window_span + n - sink_spans; };
+  const DecodeLine line(counts ? counted : workspace.starts, shape);
+  const PartialRow<kHeadSize> partial{
+      workspace, line, entry.tiles,
+      index,     row,  first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
+  if (first_span.end - first_span.begin == entry.tiles.count() &&
+      partial.is_whole(first_span, line.owner(partial.start())))
+    return;  // one block summed it and stored the output
+
   RowState state = kNoKeys;
-  float sums[(kBlockColumns + Shape::kThreads - 1) / Shape::kThreads] =
-      {};  // of columns threadIdx.x, + kThreads ..
-  for (int first = 0; first < num_spans; first += Shape::kSpans) {
-    const int spans = min(Shape::kSpans, num_spans - first);
-    for (int n = threadIdx.x / Shape::kSegmentThreads; n < spans * kSpanSegments;
-         n += Shape::kThreads / Shape::kSegmentThreads) {
-      SegmentSum<kHeadSize, Shape::kColumns> segment;
-      segment.rebuild(row, span_at(first + n / kSpanSegments) * kSpanSegments + n % kSpanSegments);
-      if (part == 0) segment_states[n] = segment.state;
+  float total = 0;
+  for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
+       round = visited.next_round(round)) {
+    const int count = min(kRoundSpans, visited.end - round * kRoundSpans);
+    for (int n = threadIdx.x / kSpanThreads; n < count; n += kThreads / kSpanThreads) {
+      const int span = round * kRoundSpans + n;
+      const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
+      spans.sums[n][threadIdx.x % kSpanThreads] = sum.sums;
+      if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
+    }
+    __syncthreads();
+    float weights[2];
+    const RowState added = spans.weigh(weights, count, lane);
+    for (int part = warp; part < kSpanParts; part += kThreads / 32)
+      spans.add_part(weights, part, count, lane);
+    __syncthreads();
+    float added_sum = 0;
 #pragma unroll
-      for (int c = 0; c < Shape::kColumns; ++c) segment_sums[n][part + c] = segment.sums[c];
-    }
-    __syncthreads();
-    for (int n = threadIdx.x; n < spans * kBlockColumns; n += Shape::kThreads) {
-      const int span = n / kBlockColumns, column = n % kBlockColumns;
-      RowState span_state = kNoKeys;
-      float span_sum = 0;
-#pragma unroll
-      for (int s = 0; s < kSpanSegments; ++s) {
-        const Merge merge = Merge::of(span_state, segment_states[span * kSpanSegments + s]);
-        span_state = merge.state;
-        span_sum = merge.apply(span_sum, segment_sums[span * kSpanSegments + s][column]);
-      }
-      if (column == 0) span_states[span] = span_state;
-      span_sums[span][column] = span_sum;
-    }
-    __syncthreads();
-    for (int span = 0; span < spans; ++span) {
-      const Merge merge = Merge::of(state, span_states[span]);
-      state = merge.state;
-      for (int c = threadIdx.x; c < kBlockColumns; c += Shape::kThreads)
-        sums[c / Shape::kThreads] = merge.apply(sums[c / Shape::kThreads], span_sums[span][c]);
-    }
-    __syncthreads();
+    for (int part = 0; part < kSpanParts; ++part) added_sum += spans.parts[part][threadIdx.x % kColumns];
+    const Merge merge = Merge::of(state, added);
+    state = merge.state;
+    total = merge.apply(total, added_sum);
   }
-
-  const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
-  if (params.lse && block_column == 0 && threadIdx.x == 0)
-    params.lse[head * params.packing.num_tokens + token] = denominator.lse;
-  auto* output = static_cast<Element*>(params.output) +
-                 (static_cast<int64_t>(token) * params.num_heads + head) * params.cache.head_size;
-  for (int c = threadIdx.x; c < kBlockColumns; c += Shape::kThreads)
-    if (block_column + c < params.cache.head_size)
-      output[block_column + c] = Element(sums[c / Shape::kThreads] * denominator.inverse);
+  if (threadIdx.x < kColumns)
+    entry.store_row<Element>(params, shape, row, first_column + threadIdx.x, state, total);
 }
 
 }  // namespace ortolan::cuda

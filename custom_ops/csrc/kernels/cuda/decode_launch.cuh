@@ -4,74 +4,81 @@
 #include <algorithm>
 
 #include "attention_instances.h"
-#include "decode_combine.cuh"
+#include "decode.cuh"
 #include "launch.cuh"
 
 namespace ortolan::cuda {
 
-struct DecodeLaunch {
-  DecodeShape shape;
-  int num_stages;
-  int shared_bytes;
-};
-
-// How many blocks of how many stages stay resident: two blocks overlap one's arithmetic with the other's
-// loads.
 template <int kHeadSize, int kRowTiles>
-DecodeLaunch plan_decode(const SwaAttentionParams& params, const Device& device) {
-  using Tile = DecodeTile<kHeadSize, kRowTiles>;
-  constexpr int kReservedBytes = 1024;  // of shared memory, per resident block
+int decode_shared_bytes(const DecodeShape& shape) {
+  return DecodeShared::bytes(shape, DecodeStage<kHeadSize>::bytes(shape.tile_keys), 8 * kRowTiles);
+}
+
+// As many warps as leave three stages in shared memory; with few, fewer stages will do.
+template <int kHeadSize, int kRowTiles>
+DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
+  constexpr int kMaxStages = 6, kGoodStages = 3, kStaticBytes = 2048;
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
   const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, kDecodeTokens));
-  DecodeLaunch plan{};
-  DecodeShape& shape = plan.shape;
+  DecodeShape shape{};
+  shape.kv_heads = kv_heads;
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
-  shape.tile_keys = Tile::kKeys;
-  shape.entry_rows = std::min(Tile::kRows, shape.group * tokens);
+  shape.entry_rows = std::min(8 * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.entries = static_cast<int>(params.packing.num_sequences) * kv_heads * shape.row_tiles;
-  const int64_t tiles = params.cache.capacity / Tile::kKeys + 4;  // of an entry, at most
-  shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
-
-  const int fixed = Tile::kFixedBytes + static_cast<int>((shape.entries + 1) * sizeof(int));
-  int resident = 2;
-  for (; resident > 0; --resident) {
-    const int budget = (device.shared_bytes_per_block + kReservedBytes) / resident - kReservedBytes - fixed;
-    plan.num_stages = std::min(kMaxDecodeStages, budget / Tile::kStageBytes);
-    if (plan.num_stages >= resident) break;
+  for (shape.warps = kMaxDecodeWarps<kHeadSize>; shape.warps > 0; shape.warps /= 2) {
+    shape.tile_keys = shape.warps * kWarpKeys;
+    const auto fits = [&] {
+      return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
+    };
+    for (shape.stages = kMaxStages; shape.stages > 0 && !fits();) --shape.stages;
+    if (shape.stages >= std::min(kGoodStages, 1 + shape.warps)) break;
   }
-  plan.shared_bytes = fixed + plan.num_stages * Tile::kStageBytes;
-  shape.blocks = static_cast<int>(
-      std::min<int64_t>(int64_t{std::max(resident, 1)} * device.num_multiprocessors, shape.entries * tiles));
-  return plan;
+  const int64_t tiles = params.cache.capacity / std::max(shape.tile_keys, 1) + 4;  // of an entry, at most
+  shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
+  shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
+  while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
+  shape.by_group = Divisor::of(shape.group);
+  shape.by_kv_heads = Divisor::of(kv_heads);
+  shape.by_row_tiles = Divisor::of(shape.row_tiles);
+  shape.by_blocks = Divisor::of(shape.blocks);
+  return shape;
+}
+
+template <typename Element, int kHeadSize>
+cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
+                           const DecodeWorkspace& workspace, const Launch& launch) {
+  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
+  const auto grid = [&](int columns) {
+    return dim3(static_cast<unsigned>(shape.entries), static_cast<unsigned>(shape.entry_rows),
+                kHeadSize / columns);
+  };
+  if (shape.entries * shape.entry_rows * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
+    return launch_overlapped(decode_combine_kernel<Element, kHeadSize, kWide, 128>, grid(kWide), dim3(128), 0,
+                             launch, params, shape, workspace);
+  return launch_overlapped(decode_combine_kernel<Element, kHeadSize, 32, 256>, grid(32), dim3(256), 0, launch,
+                           params, shape, workspace);
 }
 
 template <typename Element, int kHeadSize, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
-  const DecodeLaunch plan = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
-  if (plan.num_stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
-  const DecodeWorkspace workspace = DecodeWorkspace::of(launch.workspace, plan.shape);
+  const DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
+  if (shape.warps < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
+  const DecodeWorkspace workspace = DecodeWorkspace::of(launch.workspace, shape);
+  const int shared_bytes = decode_shared_bytes<kHeadSize, kRowTiles>(shape);
   const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
-  error = launch_overlapped(kernel, dim3(plan.shape.blocks), dim3(160), plan.shared_bytes, launch, params,
-                            plan.shape, workspace, plan.num_stages);
+  const dim3 block((shape.warps + kLoadWarps + kMergeWarps) * 32);
+  error =
+      launch_overlapped(kernel, dim3(shape.blocks), block, shared_bytes, launch, params, shape, workspace);
   if (error != cudaSuccess) return error;
-  const dim3 rows(static_cast<unsigned>(params.packing.num_tokens), static_cast<unsigned>(params.num_heads));
-  const int64_t narrow_blocks = params.packing.num_tokens * params.num_heads * (kHeadSize / 32);
-  if (narrow_blocks > 4 * launch.device.num_multiprocessors)
-    return launch_overlapped(decode_combine_kernel<Element, kHeadSize, kHeadSize>, rows,
-                             dim3(CombineShape<kHeadSize>::kThreads), 0, launch, params, plan.shape,
-                             workspace);
-  return launch_overlapped(decode_combine_kernel<Element, kHeadSize, 32>,
-                           dim3(rows.x, rows.y, kHeadSize / 32), dim3(CombineShape<32>::kThreads), 0, launch,
-                           params, plan.shape, workspace);
+  return combine_decode<Element, kHeadSize>(params, shape, workspace, launch);
 }
 
 template <typename Element, int kHeadSize, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device) {
-  return DecodeWorkspace::bytes(plan_decode<kHeadSize, kRowTiles>(params, device).shape, kHeadSize);
+  return DecodeWorkspace::bytes(plan_decode<kHeadSize, kRowTiles>(params, device), kHeadSize);
 }
 
 // One source file per element type keeps a build parallel.

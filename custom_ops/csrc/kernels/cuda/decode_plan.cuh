@@ -2,12 +2,12 @@
 //
 // The tiles of all entries (sequence, kv head, tile of query rows) form one line, and each block takes an
 // equal, contiguous piece of it. A block cannot go on with the sums of another, and the order of additions
-// must not depend on the cuts. So sums are built in a tree that is fixed by key position: tiles into
-// segments, segments into spans, each level in ascending order. What a block holds whole it hands on as one
-// partial (a span, else a segment, else a tile); the combine kernel rebuilds the rest in the same order. At
-// most one span and one segment straddle the end of a block's piece, so the place of a partial follows from
-// that block's number, and memory does not grow with the context. Lengths are read on the device: the cuts
-// move as the context grows, the bits of the result do not.
+// must not depend on the cuts. So sums are built in a tree that is fixed by key position: a tile's sum starts
+// afresh, tiles are merged into spans in ascending order, and spans into the row. A span that a block holds
+// whole it hands on as one partial sum, else tile by tile; the combine kernel merges the rest in the same
+// order. At most one span straddles the end of a block's piece, so the place of a tile's partial sum follows
+// from that block's number, and memory does not grow with the context. Lengths are read on the device: the
+// cuts move as the context grows, the bits of the result do not.
 #pragma once
 
 #include "kernels.h"
@@ -16,25 +16,54 @@
 
 namespace ortolan::cuda {
 
-constexpr int kSegmentTiles = 4;
-constexpr int kSpanSegments = 8;
-constexpr int kSpanTiles = kSegmentTiles * kSpanSegments;
+constexpr int kSpanTiles = 8;
+constexpr int kWarpKeys = 16;  // of a tile, per warp
+
+// Division by a number that the host knows, of numbers below 2^31.
+// Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
+struct Divisor {
+  uint32_t magic;
+  uint32_t shift;
+
+  static Divisor of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - divisor;
+    return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
+  }
+  __device__ __forceinline__ int divide(int number) const {
+    const auto n = static_cast<uint32_t>(number);
+    return static_cast<int>((__umulhi(n, magic) + n) >> shift);
+  }
+};
 
 // Sizes that the host knows.
 struct DecodeShape {
   int group;  // query heads per kv head
-  int tile_keys;
-  int entry_rows;  // query rows (token, head of the group) that an entry may hold
+  int kv_heads;
+  int warps;      // that multiply
+  int stages;     // tiles in flight
+  int tile_keys;  // a power of two
+  int tile_shift;
+  int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
   int row_tiles;   // entries per sequence and kv head
   int entries;
   int blocks;
   int max_spans;  // per entry
+  Divisor by_group, by_kv_heads, by_row_tiles, by_blocks;
 
   __host__ __device__ int64_t partials() const {
-    return static_cast<int64_t>(entries) * max_spans +
-           static_cast<int64_t>(blocks) * (kSpanSegments + kSegmentTiles);
+    return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
   }
 };
+
+// Maximum (in logits' own unit of log2) and denominator of a row's partial sum.
+struct RowState {
+  float maximum;
+  float total;
+};
+
+constexpr RowState kNoKeys{-INFINITY, 0.0f};
 
 // Of one entry: its sequence's rows and the tiles that they visit.
 struct DecodeEntry {
@@ -49,11 +78,10 @@ struct DecodeEntry {
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
                                                    int index) {
     DecodeEntry entry;
-    const int pair = index / shape.row_tiles;
-    const int kv_heads = static_cast<int>(params.cache.num_kv_heads);
-    entry.sequence = pair / kv_heads;
-    entry.kv_head = pair % kv_heads;
-    entry.first_row = index % shape.row_tiles * shape.entry_rows;
+    const int pair = shape.by_row_tiles.divide(index);
+    entry.sequence = shape.by_kv_heads.divide(pair);
+    entry.kv_head = pair - entry.sequence * shape.kv_heads;
+    entry.first_row = (index - pair * shape.row_tiles) * shape.entry_rows;
     const int tokens = static_cast<int>(params.packing.count(entry.sequence));
     entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
     const int rows = tokens <= kDecodeTokens ? tokens * shape.group - entry.first_row : 0;
@@ -62,9 +90,36 @@ struct DecodeEntry {
     entry.last_position = entry.first_position + tokens - 1;
     entry.tiles = entry.rows ? KeyTiles::of(entry.first_position, entry.last_position,
                                             visibility.window == kNoWindow ? -1 : visibility.window,
-                                            visibility.sink, shape.tile_keys)
+                                            visibility.sink, PowerOfTwo{shape.tile_shift})
                              : KeyTiles{};
     return entry;
+  }
+
+  // Of a row: its token in the sequence, and its query head.
+  __device__ __forceinline__ int token(const DecodeShape& shape, int row) const {
+    return shape.by_group.divide(first_row + row);
+  }
+  __device__ __forceinline__ int head(const DecodeShape& shape, int row) const {
+    return kv_head * shape.group + first_row + row - token(shape, row) * shape.group;
+  }
+  // Number of a row among those of the queries and the output.
+  __device__ __forceinline__ int64_t row_number(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                int row) const {
+    return (params.packing.first(sequence) + token(shape, row)) * params.num_heads + head(shape, row);
+  }
+
+  // Finishes one column of a row; the first column's thread also writes the row's LSE.
+  template <typename Element>
+  __device__ __forceinline__ void store_row(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            int row, int column, RowState state, float sum) const {
+    const int64_t head = this->head(shape, row);
+    const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
+    if (params.lse && column == 0)
+      params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
+          denominator.lse;
+    if (column < params.cache.head_size)
+      static_cast<Element*>(params.output)[row_number(params, shape, row) * params.cache.head_size + column] =
+          Element(sum * denominator.inverse);
   }
 };
 
@@ -77,12 +132,12 @@ struct DecodeLine {
 
   __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
       : starts(starts), entries(shape.entries) {
-    const unsigned total = starts[entries];
-    quotient = total / shape.blocks;
+    const int total = starts[entries];
+    quotient = shape.by_blocks.divide(total);
     remainder = total - quotient * shape.blocks;
   }
   __device__ __forceinline__ int begin(unsigned block) const {
-    return static_cast<int>(block * quotient + (block < remainder ? block : remainder));
+    return static_cast<int>(block * quotient + min(block, remainder));
   }
   // The block whose piece holds a tile.
   __device__ __forceinline__ int owner(unsigned tile) const {
@@ -103,43 +158,23 @@ struct DecodeLine {
   }
 };
 
-// A level's group of tiles that an entry visits: order numbers begin .. end within the entry.
-struct TileRange {
+// The tiles of a span that an entry visits: order numbers begin .. end within the entry.
+struct SpanTiles {
   int begin;
   int end;
 
-  static __device__ __forceinline__ TileRange of(const KeyTiles& tiles, int first_tile, int num_tiles) {
-    return {tiles.rank(first_tile), tiles.rank(first_tile + num_tiles)};
+  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span) {
+    return {tiles.rank(span * kSpanTiles), tiles.rank((span + 1) * kSpanTiles)};
   }
 };
 
-// Where partial sums lie.
-struct PartialPlaces {
-  int max_spans;
-  int64_t segments;  // first place of segments
-  int64_t tiles;     // first place of tiles
-
-  static __host__ __device__ __forceinline__ PartialPlaces of(const DecodeShape& shape) {
-    const int64_t spans = static_cast<int64_t>(shape.entries) * shape.max_spans;
-    return {shape.max_spans, spans, spans + static_cast<int64_t>(shape.blocks) * kSpanSegments};
-  }
-  // Spans count from the entry's first; sinks' spans come before the window's.
-  __device__ __forceinline__ int64_t span(int entry, int number) const {
-    return static_cast<int64_t>(entry) * max_spans + number;
-  }
-  __device__ __forceinline__ int64_t segment(int owner, int tile) const {
-    return segments + owner * kSpanSegments + tile / kSegmentTiles % kSpanSegments;
-  }
-  __device__ __forceinline__ int64_t tile(int owner, int tile) const {
-    return tiles + owner * kSegmentTiles + tile % kSegmentTiles;
-  }
-};
-
-// Maximum (in logits' own unit of log2) and denominator of one row's partial sum.
-struct RowState {
-  float maximum;
-  float total;
-};
+// Number of a span among those that an entry visits: sinks' spans come before the window's.
+__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, int max_spans) {
+  const int sink_spans = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
+  const int gap = tiles.begin / kSpanTiles - sink_spans;
+  const int number = span < sink_spans || gap < 0 ? span : span - gap;
+  return number < max_spans ? number : max_spans - 1;
+}
 
 // Factors that bring two partial sums to their common maximum. The same function everywhere: it fixes the
 // bits.
@@ -160,6 +195,42 @@ struct Merge {
   __device__ __forceinline__ float apply(float a, float b) const { return fmaf(a, kept, b * added); }
 };
 
-constexpr RowState kNoKeys{-INFINITY, 0.0f};
+// Where partial sums lie between the kernels: states [places, entry_rows], sums [places, entry_rows, head
+// size].
+struct DecodeWorkspace {
+  int* starts;  // [entries + 1]: tiles before each entry
+  RowState* states;
+  float* sums;
+  int rows;  // of an entry
+  int max_spans;
+  int64_t first_tile;  // place of the first tile's sums; spans' come before
+
+  static size_t starts_bytes(const DecodeShape& shape) {
+    return (shape.entries + 1) * sizeof(int) + 255 & ~size_t{255};
+  }
+  static size_t states_bytes(const DecodeShape& shape) {
+    return shape.partials() * shape.entry_rows * sizeof(RowState);
+  }
+  static size_t bytes(const DecodeShape& shape, int head_size) {
+    return starts_bytes(shape) + states_bytes(shape) +
+           static_cast<size_t>(shape.partials()) * shape.entry_rows * head_size * sizeof(float);
+  }
+  static DecodeWorkspace of(void* memory, const DecodeShape& shape) {
+    auto* states = static_cast<unsigned char*>(memory) + starts_bytes(shape);
+    return {static_cast<int*>(memory),
+            reinterpret_cast<RowState*>(states),
+            reinterpret_cast<float*>(states + states_bytes(shape)),
+            shape.entry_rows,
+            shape.max_spans,
+            static_cast<int64_t>(shape.entries) * shape.max_spans};
+  }
+  __device__ __forceinline__ int64_t span_place(int entry, int number) const {
+    return static_cast<int64_t>(entry) * max_spans + number;
+  }
+  // `owner` is the block that holds the first tile of the tile's span.
+  __device__ __forceinline__ int64_t tile_place(int owner, int tile) const {
+    return first_tile + static_cast<int64_t>(owner) * kSpanTiles + tile % kSpanTiles;
+  }
+};
 
 }  // namespace ortolan::cuda

@@ -67,6 +67,9 @@ struct SeenPositions {
   __device__ __forceinline__ bool holds(int32_t position) const {
     return position <= newest && (position >= oldest || position < sink);
   }
+  __device__ __forceinline__ bool hold_any(int32_t begin, int32_t end) const {
+    return begin <= newest && (end > oldest || begin < sink);
+  }
   __device__ __forceinline__ bool hold_all(int32_t begin, int32_t end) const {
     return end - 1 <= newest && (begin >= oldest || end <= sink);
   }
@@ -121,6 +124,20 @@ struct KeyTileCopy {
       const bool valid = seen.holds(first + row) && chunk * 8 < rows.cache->head_size;
       copy_async_16(target + row * kStride + chunk * 8,
                     source + (valid ? rows.offset(slot + row) + chunk * 8 : 0), valid);
+    }
+  }
+
+  // Several plain tiles, one behind the other in memory.
+  template <typename Element>
+  static __device__ __forceinline__ void start_rows(Element* target, const Element* source, int thread,
+                                                    int num_tiles) {
+    static_assert(kIsRegular);
+    uint32_t address = shared_address(target + thread / kChunks * kStride + thread % kChunks * 8);
+    source += thread * 8;
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      start_regular(address, source, std::make_integer_sequence<int, kKeys * kChunks / kThreads>{});
+      address += kKeys * kStride * 2;
+      source += kKeys * kHeadSize;
     }
   }
 

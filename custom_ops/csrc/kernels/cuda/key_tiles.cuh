@@ -7,6 +7,20 @@
 
 namespace ortolan::cuda {
 
+// A tile's size that only the host knows.
+struct PowerOfTwo {
+  int32_t shift;
+};
+ORTOLAN_HOST_DEVICE int32_t operator/(int32_t number, PowerOfTwo divisor) {
+  return number >> divisor.shift;
+}
+ORTOLAN_HOST_DEVICE int32_t divide_up(int32_t number, int32_t divisor) {
+  return (number + divisor - 1) / divisor;
+}
+ORTOLAN_HOST_DEVICE int32_t divide_up(int32_t number, PowerOfTwo divisor) {
+  return (number + (1 << divisor.shift) - 1) >> divisor.shift;
+}
+
 // Tiles are cut by key position, never by where a chunk starts, and are visited in ascending order: the sums
 // of a query are the same however the prompt was cut. Tile n holds the positions n * tile .. (n + 1) * tile.
 struct KeyTiles {
@@ -14,14 +28,16 @@ struct KeyTiles {
   int32_t begin;     // tiles begin .. end hold the window
   int32_t end;
 
-  // For queries at positions first .. last (inclusive); W = window (-1: none), S = sink.
+  // For queries at positions first .. last (inclusive); W = window (-1: none), S = sink. Tile: int or
+  // PowerOfTwo.
+  template <typename Tile>
   static ORTOLAN_HOST_DEVICE KeyTiles of(int32_t first, int32_t last, int32_t window, int32_t sink,
-                                         int32_t tile) {
+                                         Tile tile) {
     KeyTiles tiles;
     const int32_t oldest = window < 0 || first < window ? 0 : first - window + 1;
     tiles.begin = oldest / tile;
     tiles.end = last < 0 ? 0 : last / tile + 1;
-    const int32_t sink_tiles = (sink + tile - 1) / tile;
+    const int32_t sink_tiles = divide_up(sink, tile);
     tiles.sink_end = sink_tiles < tiles.begin ? sink_tiles : tiles.begin;
     return tiles;
   }

@@ -53,6 +53,13 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&tile)[4], u
                : "memory");
 }
 
+// Transposes an 8x8 tile of 16-bit elements that lies in the registers of a warp.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t tile) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(tile));
+  return transposed;
+}
+
 // 16-bit element types: conversion from float pairs (low half first) and the m16n8k16 product.
 template <typename Element>
 struct Half;

@@ -1,0 +1,97 @@
+// How a block walks along its piece of decode attention's line of tiles.
+#pragma once
+
+#include "decode_plan.cuh"
+
+namespace ortolan::cuda {
+
+// Inclusive prefix sum over a warp.
+__device__ __forceinline__ int sum_before(int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+// Tiles before each entry, in shared memory; for a whole block.
+__device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            int* starts) {
+  __shared__ int warp_totals[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int before = 0;
+  for (int first = 0; first < shape.entries; first += blockDim.x) {
+    const bool one_warp = shape.entries - first <= 32;
+    if (one_warp && warp > 0) break;
+    const int index = first + static_cast<int>(threadIdx.x);
+    const int tiles = index < shape.entries ? DecodeEntry::of(params, shape, index).tiles.count() : 0;
+    int sum = before + sum_before(tiles, lane);
+    if (!one_warp) {
+      if (lane == 31) warp_totals[warp] = sum;
+      __syncthreads();
+      const int total = sum_before(lane < warps ? warp_totals[lane] - before : 0, lane);
+      if (warp > 0) sum += __shfl_sync(~0u, total, warp - 1);
+      before += __shfl_sync(~0u, total, 31);
+      __syncthreads();
+    }
+    if (index < shape.entries) starts[index + 1] = sum;
+  }
+  if (threadIdx.x == 0) starts[0] = 0;
+  __syncthreads();
+}
+
+// A place on the line of tiles, and the stage that holds the tile; both move forward.
+struct DecodeCursor {
+  int tile;            // on the line
+  bool is_new = true;  // whether the tile is the first of its entry, or of the block
+  int entry = 0;
+  int number = 0;  // of the tile among those of its entry
+  int end = 0;     // of the entry on the line
+  int stage = 0;
+  uint32_t parity = 0;  // of the stage's barriers, for this round of the stages
+  DecodeEntry of{};
+
+  // Looks the entry up where it is new; returns whether it was.
+  __device__ __forceinline__ bool settle(const SwaAttentionParams& params, const DecodeShape& shape,
+                                         const DecodeLine& line) {
+    if (!is_new) return false;
+    entry = line.entry_of(tile);
+    number = tile - line.starts[entry];
+    end = line.starts[entry + 1];
+    of = DecodeEntry::of(params, shape, entry);
+    is_new = false;
+    return true;
+  }
+  __device__ __forceinline__ void advance(int stages) {
+    ++number;
+    is_new = ++tile == end;
+    if (++stage < stages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+  __device__ __forceinline__ int key_tile() const { return of.tiles.at(number); }
+};
+
+// The span that a tile belongs to, as one block sees it.
+struct DecodeSpan {
+  int index = 0;
+  SpanTiles tiles{};
+  bool is_whole = false;  // the block holds all of it
+  int owner = 0;          // the block that holds its first tile
+  int number = 0;         // among those of the entry
+
+  // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
+  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const DecodeLine& line,
+                                         int begin, int end, int max_spans) {
+    if (!is_new && cursor.number < tiles.end) return;
+    index = cursor.key_tile() / kSpanTiles;
+    tiles = SpanTiles::of(cursor.of.tiles, index);
+    const int start = cursor.tile - cursor.number;
+    is_whole = start + tiles.begin >= begin && start + tiles.end <= end;
+    owner = start + tiles.begin >= begin ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
+    number = span_number(cursor.of.tiles, index, max_spans);
+  }
+};
+
+}  // namespace ortolan::cuda

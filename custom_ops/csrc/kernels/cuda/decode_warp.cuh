@@ -1,0 +1,188 @@
+// A warp of decode attention that multiplies: all query rows of an entry with its own 16 keys of a tile.
+//
+// Keys are the rows of the first product, [keys, queries], and the columns of values those of the second,
+// [columns, queries], so that 8 queries cost no more than they must. Logits, weights and sums stay in the
+// warp's registers; the sums end in the shared memory that its keys and values have left. It meets no other
+// warp: those of decode_merge.cuh take the sums from there.
+#pragma once
+
+#include "decode_cursor.cuh"
+#include "decode_shared.cuh"
+#include "key_rows.cuh"
+
+namespace ortolan::cuda {
+
+template <typename Element, int kHeadSize, int kRowTiles>
+struct DecodeWarp {
+  using Stage = DecodeStage<kHeadSize>;
+  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kSteps = kHeadSize / 16;
+  // Columns of the sums in registers at once. A pass's sums must not take the place of values that later
+  // passes read: see DecodeStage.
+  static constexpr int kPassColumns = kHeadSize < 128 || (kHeadSize == 128 && kRowTiles == 2) ? 64 : 128;
+  using Logit = float[kRowTiles][4];       // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
+  using Weights = uint32_t[kRowTiles][2];  // right operand of a product
+
+  const SwaAttentionParams& params;
+  const DecodeShape& shape;
+  const DecodeShared& shared;
+  Visibility visibility;
+  Logits logits;
+  int warp;
+  int lane;
+  uint32_t query[kRowTiles][kSteps][2];  // right operand of a product
+  int32_t positions[kRowTiles][2];       // of queries lane % 4 * 2 and + 1
+
+  __device__ __forceinline__ Element* keys(int stage) const {
+    return reinterpret_cast<Element*>(shared.stages + stage * Stage::bytes(shape.tile_keys)) +
+           warp * kWarpKeys * Stage::kStride;
+  }
+  __device__ __forceinline__ Element* values(int stage) const {
+    return keys(stage) + shape.tile_keys * Stage::kStride;
+  }
+  __device__ __forceinline__ int state(int stage) const { return (stage * shape.warps + warp) * kRows; }
+
+  __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
+    const auto* source = static_cast<const Element*>(params.query);
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const int row = t * 8 + lane / 4;
+      const bool has_row = row < entry.rows;
+      const Element* line =
+          source + (has_row ? entry.row_number(params, shape, row) * params.cache.head_size : 0);
+#pragma unroll
+      for (int k = 0; k < 2 * kSteps; ++k) {
+        const int column = k * 8 + lane % 4 * 2;
+        const bool is_there = has_row && column < params.cache.head_size;
+        query[t][k / 2][k % 2] = is_there ? *reinterpret_cast<const uint32_t*>(line + column) : 0;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        positions[t][e] = entry.first_position + entry.token(shape, t * 8 + lane % 4 * 2 + e);
+    }
+  }
+
+  // Sums of one tile's 16 keys, and each row's maximum and denominator over them.
+  __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
+    const DecodeEntry& entry = cursor.of;
+    const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kWarpKeys;
+    if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
+             .hold_any(first, first + kWarpKeys)) {
+      if (lane < kRows) {
+        shared.maxima[state(cursor.stage) + lane] = -INFINITY;
+        shared.totals[state(cursor.stage) + lane] = 0;
+      }
+      clear_sums(entry.rows, cursor.stage);
+      return;
+    }
+    Logit z = {};
+    multiply_keys(z, cursor.stage);
+    finish_logits(z, entry, first);
+    Weights weights;
+    weigh(z, weights, cursor.stage);
+    multiply_values(weights, entry.rows, cursor.stage);
+  }
+
+  __device__ __forceinline__ void multiply_keys(Logit& z, int stage) const {
+    const uint32_t address = shared_address(keys(stage) + lane % 16 * Stage::kStride + lane / 16 * 8);
+    Logit odd = {};  // two chains of sums are done in half the time of one
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t key[4];
+      load_matrix_x4(key, address + k * 32);
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+        Half<Element>::multiply_add(k % 2 ? odd[t] : z[t], key, query[t][k][0], query[t][k][1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] += odd[n / 4][n % 4];
+  }
+
+  // Logits in units of log2, -inf where the query does not see the key.
+  __device__ __forceinline__ void finish_logits(Logit& z, const DecodeEntry& entry, int32_t first) const {
+    if (logits.mapped) {
+#pragma unroll
+      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] = logits.map(z[n / 4][n % 4]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
+    }
+    if (!visibility.cuts(entry.first_position, entry.last_position, first, first + kWarpKeys)) return;
+#pragma unroll
+    for (int n = 0; n < 4 * kRowTiles; ++n)
+      if (!visibility.sees(positions[n / 4][n % 2], first + n % 4 / 2 * 8 + lane / 4))
+        z[n / 4][n % 4] = -INFINITY;
+  }
+
+  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
+  template <typename Operation>
+  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
+    const bool is_second = lane & 4;
+    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
+    value = operation(value, __shfl_xor_sync(~0u, value, 8));
+    return operation(value, __shfl_xor_sync(~0u, value, 16));
+  }
+
+  __device__ __forceinline__ void weigh(const Logit& z, Weights& weights, int stage) const {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const float maximum = reduce(fmaxf(z[t][0], z[t][2]), fmaxf(z[t][1], z[t][3]),
+                                   [](float a, float b) { return fmaxf(a, b); });
+      const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
+      const float base[2] = {lane & 4 ? other : mine, lane & 4 ? mine : other};
+      float w[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) w[n] = fast_exp2(z[t][n] - base[n % 2]);
+      weights[t][0] = transpose_matrix(Half<Element>::pack(w[0], w[1]));
+      weights[t][1] = transpose_matrix(Half<Element>::pack(w[2], w[3]));
+      const float total = reduce(w[0] + w[2], w[1] + w[3], [](float a, float b) { return a + b; });
+      if (lane >= 8) continue;
+      const int row = state(stage) + t * 8 + lane % 4 * 2 + lane / 4;
+      shared.maxima[row] = maximum;
+      shared.totals[row] = total;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Weights& weights, int rows, int stage) const {
+    const uint32_t address =
+        shared_address(values(stage) + (lane / 16 * 8 + lane % 8) * Stage::kStride + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
+      float o[kRowTiles][kPassColumns / 16][4] = {};
+#pragma unroll
+      for (int n = 0; n < kPassColumns / 16; ++n) {
+        uint32_t value[4];
+        load_matrix_x4_transposed(value, address + (pass + n * 16) * 2);
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t)
+          Half<Element>::multiply_add(o[t][n], value, weights[t][0], weights[t][1]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) store_sums(o[t], pass, t, rows, stage);
+    }
+  }
+
+  __device__ __forceinline__ void store_sums(const float (&o)[kPassColumns / 16][4], int pass, int tile,
+                                             int rows, int stage) const {
+    const int row = tile * 8 + lane % 4 * 2;
+    if (row / 4 * 4 >= rows) return;
+#pragma unroll
+    for (int n = 0; n < kPassColumns / 8; ++n) {
+      const int column = pass + n * 8 + lane / 4;
+      auto* half = reinterpret_cast<float*>(pass + n * 8 < kHeadSize / 2 ? keys(stage) : values(stage));
+      *reinterpret_cast<float2*>(half + Stage::sum_at(row / 4, column) + row % 4) =
+          make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void clear_sums(int rows, int stage) const {
+    const float none[kPassColumns / 16][4] = {};
+#pragma unroll 1
+    for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
+#pragma unroll 1
+      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, stage);
+  }
+};
+
+}  // namespace ortolan::cuda
