@@ -95,7 +95,9 @@ class OrtolanWorker:
     def mixed(self, running: int, requests: int, prompts: list[int], new: int, vocab_size: int) -> Report:
         """Keep `running` requests under way, with prompts of the lengths given in turn, until all are done."""
         engine = self._open()
-        engine.submit(draw_prompt(1, 64, vocab_size), 4, ignore_eos=True).result()
+        warming = [engine.submit(draw_prompt(i, 64, vocab_size), 4 + 2 * i, ignore_eos=True) for i in range(running)]
+        for stream in warming:  # they end one after another, so that every batch size is captured
+            stream.result()
         trace, jobs = Trace(), deque(enumerate(prompts[i % len(prompts)] for i in range(requests)))
 
         async def client() -> None:

@@ -172,6 +172,38 @@ def test_an_asynchronous_loop_that_is_left_cancels_its_request(held, how):
     assert_nothing_held(engine)
 
 
+def test_a_token_that_a_closed_loop_waited_for_goes_to_the_next_reader(held, manifest):
+    stream = held.submit(draw_prompt(9), 12)
+
+    async def give_up():
+        task = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(give_up())
+    held.release()
+    assert [next(stream), *stream] == stream.result() == expected_tokens(manifest, draw_prompt(9), 12)
+
+
+def test_two_loops_read_from_one_engine(make_engine, manifest):
+    engine, results = make_engine(), {}
+
+    def run_loop(seed):
+        async def read():
+            results[seed] = [token async for token in engine.submit(draw_prompt(20, seed), 15)]
+
+        asyncio.run(read())
+
+    threads = [threading.Thread(target=run_loop, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {seed: expected_tokens(manifest, draw_prompt(20, seed), 15) for seed in range(3)}
+
+
 def test_tokens_before_a_cancel_are_still_read(held, manifest):
     held.allow(6)
     stream = held.submit(draw_prompt(9), LONG)
