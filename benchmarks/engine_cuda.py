@@ -107,7 +107,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     if options.mixed and name != "genai":
         requests["mixed"] = {"kind": "mixed", **MIXED}
     if options.capacity and name == "ortolan":
-        requests["capacity"] = {"kind": "capacity", "budget_sequences": 2, "context": options.capacity, "new": 64}
+        requests["capacity"] = {"kind": "capacity", "budget_sequences": 2, "context": options.capacity}
     answers: dict[str, Any] = {}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         answers["versions"] = answer(process, None)

@@ -115,7 +115,7 @@ class OrtolanWorker:
         asyncio.run(serve())
         return trace.report() | {"stats": vars_of(engine.stats())}
 
-    def capacity(self, budget_sequences: int, context: int, new: int, vocab_size: int) -> Report:
+    def capacity(self, budget_sequences: int, context: int, vocab_size: int) -> Report:
         """Give the pools what some full-length caches take, and count the sequences that then run at once."""
         import ortolan
 
@@ -124,6 +124,7 @@ class OrtolanWorker:
         budget = budget_sequences * slots
         chunk = self._settings["chunk_tokens"]
         count = budget // self._model.plan_engine(1, None, chunk, context).sequence_bytes(context)
+        new = min(context // 2, 2 * count * (context // max(1, chunk - count) + 1))  # the first waits for the last
         with ortolan.Engine(self._model, count, budget, chunk, max_context=context) as engine:
             prompts = [draw_prompt(seed, context - new, vocab_size) for seed in range(count)]
             streams = [engine.submit(prompt, new + 1, ignore_eos=True) for prompt in prompts]
