@@ -62,6 +62,7 @@ class Bucket:
                 kv_len=self.block[:0].view(np.int32),
             )
         self.chooser = TokenChooser(device, logits, self.state)
+        self.captures: dict[int, Array] = {}  # of no rows
         self.binding: Any = None
         self.options: Any = None  # of runs that replay the graph
         self.graph_id = NO_GRAPH
@@ -156,13 +157,17 @@ class CudaBatchStepper:
         return evict_sequence(self._evict_sessions(options), self._pools, row, options)
 
     def close(self) -> None:
-        """Let captured graphs go, and give back the memory that no array uses."""
+        """Let captured graphs go, and give the memory back."""
         self._device.synchronize()
         release = getattr(self._session, "release_captured_graph", None)
         for bucket in self._buckets.values():
             if release and bucket.graph_id != NO_GRAPH:
                 release(bucket.graph_id)
         self._buckets.clear()
+        self._last = (None, 0)
+        self._binding = self._logits = None
+        self._pools.layers.clear()
+        self._device.trim()
 
     def _bucket(self, count: int) -> Bucket:
         """Return the smallest batch size that holds `count` sequences."""
@@ -229,7 +234,8 @@ class CudaBatchStepper:
             self._bind_pools(bucket.binding)
             with self._device.scope():
                 inputs = layout.named(bucket.block)
-            self._bind(bucket.binding, inputs, self._pools.make_captures(0, layout.sequences), bucket.logits)
+            bucket.captures = self._pools.make_captures(0, layout.sequences)
+            self._bind(bucket.binding, inputs, bucket.captures, bucket.logits)
             bucket.graph_id = next(self._graph_ids) if self.captures_graphs else NO_GRAPH
             bucket.options = run_options(bucket.graph_id)
         self._run(bucket.binding, bucket.options)

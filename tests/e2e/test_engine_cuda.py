@@ -1,5 +1,7 @@
 """The engine on a GPU: tokens are those of sessions, whatever the batch, and nothing of the pools is lost."""
 
+import gc
+
 import numpy as np
 import pytest
 from cuda_models import ELEMENTS, GRAPHS, draw_tokens, open_device
@@ -152,6 +154,18 @@ def test_a_pool_larger_than_the_device_is_refused(model):
     with Engine(model, 2) as engine:
         assert serve(engine, [draw_tokens(20)], 5)
     assert free <= total
+
+
+def test_closing_gives_the_memory_back(model):
+    buffers = model._device.buffers
+    buffers.trim()
+    before = buffers.pool_bytes
+    with Engine(model, 4, chunk_tokens=64) as engine:
+        assert serve(engine, [draw_tokens(20)], 5)
+        assert buffers.pool_bytes >= before + engine.plan.bytes
+    gc.collect()
+    buffers.trim()
+    assert buffers.pool_bytes == before
 
 
 def test_a_spoiled_cache_fails_its_request_alone():

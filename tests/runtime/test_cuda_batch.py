@@ -108,6 +108,14 @@ def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, dra
         assert results == serve(host, prompts, 120, snapkv=snapkv)
 
 
+def test_closing_gives_the_memory_back(model, make_engine, draw_tokens):
+    engine = make_engine(model)
+    serve(engine, [draw_tokens(20)], 5)
+    engine.close()
+    assert engine.stepper._device.trims == 1
+    assert engine.stepper.cache_bytes == 0
+
+
 def test_many_evict_in_one_step(model, make_engine, draw_tokens):
     prompts = [draw_tokens(60, seed=seed) for seed in range(8)]
     results = serve(make_engine(model, 8, None, 500), prompts, 20, snapkv=[SNAPKV] * 8)
