@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
-from ortolan.runtime.buffers import Array, wrap
-from ortolan.runtime.caches import CacheBuffers
+from ortolan.runtime.buffers import Array, Buffers, wrap
 from ortolan.runtime.options import SnapKv
+
+
+class EvictableCaches(Protocol):
+    """The caches of one sequence."""
+
+    buffers: Buffers
+    layers: Any  # of LayerCache, by the index of the layer
+    captures: dict[int, Array]  # [1, Wq, Hq, D] of each evictable layer
+
+    def tables_in_use(self) -> dict[str, Array]:
+        """Map the graph's input names to block tables, [1, pages in use]; empty where caches are contiguous."""
 
 
 def evict(
     ort_session: Any,
-    caches: CacheBuffers,
+    caches: EvictableCaches,
     options: SnapKv,
     physical: dict[int, npt.NDArray[np.int32]],
     logical: int,
@@ -73,7 +83,9 @@ def evict(
     return {index: results[contract.keep(index)].numpy()[0].copy() for index in physical}
 
 
-def _turn_captures(caches: CacheBuffers, physical: dict[int, npt.NDArray[np.int32]], logical: int) -> dict[int, Array]:
+def _turn_captures(
+    caches: EvictableCaches, physical: dict[int, npt.NDArray[np.int32]], logical: int
+) -> dict[int, Array]:
     """Turn captured rows, written by logical position, to where they are read, by each kv head's physical one."""
     turned = {}
     with caches.buffers.scope():

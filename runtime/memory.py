@@ -8,6 +8,7 @@ from typing import Any
 
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 
@@ -66,10 +67,11 @@ def capture_bytes(manifest: Manifest, rows: int) -> int:
     return rows * row * ELEMENT_BYTES[manifest.dtype]
 
 
-def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
+def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan | EnginePlan) -> int:
     """Estimate what the first prefill step takes on a device besides the caches."""
     hidden = manifest.num_heads * max(layer.head_size for layer in manifest.layers)
-    tokens = min(plan.chunk_size, plan.max_context)
+    chunk = plan.chunk_size if isinstance(plan, CachePlan) else plan.chunk_tokens
+    tokens = min(chunk, plan.max_context)
     rows = tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype]
     return LIBRARY_BYTES + rows + 2 * manifest.vocab_size * ELEMENT_BYTES["float32"]
 

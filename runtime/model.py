@@ -14,7 +14,9 @@ from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
+from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.cuda_batch import CudaBatchStepper
 from ortolan.runtime.cuda_stepper import is_out_of_memory
 from ortolan.runtime.device import (
     CPU_PROVIDER,
@@ -26,6 +28,7 @@ from ortolan.runtime.device import (
     resolve_device,
 )
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
+from ortolan.runtime.engine_plan import EnginePlan, plan_engine
 from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.memory import (
     capture_bytes,
@@ -41,6 +44,7 @@ from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
 SNAPKV_METADATA = "ortolan.snapkv"
+POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
 
 
@@ -168,6 +172,33 @@ class Model:
             self._device,
             identify=lambda: self.fingerprint,
             capacities=capacities,
+        )
+
+    def plan_engine(
+        self,
+        max_sequences: int,
+        max_cache_bytes: int | None = None,
+        chunk_tokens: int | None = None,
+        max_context: int | None = None,
+    ) -> EnginePlan:
+        """Plan the page pools of an engine without making it; arguments and errors as of `Engine`."""
+        on_cuda = self._device is not None
+        plan = plan_engine(self.manifest, max_sequences, max_cache_bytes, chunk_tokens, max_context, cuda=on_cuda)
+        if self._device is None or max_cache_bytes is not None:
+            return plan
+        free = self._device.buffers.memory()[0] - estimate_chunk_bytes(self.manifest, plan)
+        if plan.bytes <= int(free * POOL_SHARE):
+            return plan
+        most = max(1, int(free * POOL_SHARE))
+        return plan_engine(self.manifest, max_sequences, most, chunk_tokens, max_context, cuda=True)
+
+    def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
+        """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
+        if self._device is None:
+            return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
+        device = self._device
+        return CudaBatchStepper(
+            self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )
 
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
