@@ -195,6 +195,8 @@ class GenaiEngineWorker:
         self.versions = {"onnxruntime_genai": genai.__version__}
         self._genai, self._model = genai, genai.Model(folder)
         self._engine = genai.Engine(self._model)
+        self._events = self._engine.create_event_buffer(256)
+        self._requests: dict[Any, int] = {}
 
     def decode(self, batch: int, context: int, decode: int, vocab_size: int) -> Report:
         """Time decode steps of a whole batch, from the moment when every prompt is read."""
@@ -211,8 +213,8 @@ class GenaiEngineWorker:
             while min(counts.values()) < target:
                 self._step(counts)
             rate = (sum(counts.values()) - before) / (time.perf_counter() - start)
-            while self._engine.has_pending_requests():
-                self._step(None)
+            while self._requests:
+                self._step()
         return {"generated_per_second": rate, "step_ms": 1e3 * batch / rate, "prefill_seconds": read}
 
     def mixed(self, running: int, requests: int, prompts: list[int], new: int, vocab_size: int) -> Report:
@@ -221,40 +223,40 @@ class GenaiEngineWorker:
         begun: dict[int, float] = {}
         times: dict[int, list[float]] = {}
         lengths: dict[int, int] = {}
-        while jobs or self._engine.has_pending_requests():
+        while jobs or self._requests:
             while jobs and len(times) < running:
                 seed, lengths[seed] = jobs.popleft()
                 begun[seed], times[seed] = time.perf_counter(), []
                 self._add(seed, draw_prompt(seed, lengths[seed], vocab_size), new)
-            for done in self._step(None, times):
+            for done in self._step(times=times):
                 trace.note(begun.pop(done), times.pop(done), lengths.pop(done))
         return trace.report()
 
     def _add(self, name: int, prompt: list[int], new: int) -> None:
-        parameters = self._genai.GeneratorParams(self._model)
-        length = len(prompt) + new
-        parameters.set_search_options(do_sample=False, max_length=length, min_length=length)
-        request = self._genai.Request(parameters)
-        request.add_tokens(np.array(prompt, np.int32))
-        request.set_opaque_data([name])
-        self._engine.add_request(request)
+        request = self._engine.create_request()
+        options = self._genai.TurnOptions(request)
+        options.set_do_sample(False)
+        options.set_max_generated_tokens(new)
+        options.set_min_generated_tokens(new)
+        request.begin_turn(np.array(prompt, np.int32), options)
+        self._requests[request] = name
 
-    def _step(self, counts: dict[int, int] | None, times: dict[int, list[float]] | None = None) -> list[int]:
-        """Run until one request has tokens, and count or time them; returns the name of that request if it is done."""
-        ready = self._engine.step()
-        if ready is None:
-            return []
-        (name,) = ready.get_opaque_data()
-        while ready.has_unseen_tokens():
-            ready.get_unseen_token()
-            if counts is not None:
+    def _step(self, counts: dict[int, int] | None = None, times: dict[int, list[float]] | None = None) -> list[int]:
+        """Run one step, and count or time its tokens; returns the names of the requests that are done."""
+        kinds, done = self._genai.EngineEventFlags, []
+        for event in self._engine.run(self._events):
+            flags, name = event.flags.value, self._requests[event.request]
+            if flags & kinds.FAILED.value:
+                raise RuntimeError(f"request {name} failed: {event.error_code}")
+            if flags & kinds.TOKEN.value and counts is not None:
                 counts[name] += 1
-            if times is not None:
+            if flags & kinds.TOKEN.value and times is not None:
                 times[name].append(time.perf_counter())
-        if not ready.is_done():
-            return []
-        self._engine.remove_request(ready)
-        return [name]
+            if flags & kinds.TURN_FINISHED.value:
+                del self._requests[event.request]
+                event.request.close()
+                done.append(name)
+        return done
 
 
 def vars_of(record: Any) -> dict[str, int]:
