@@ -98,11 +98,14 @@ def measure_batch(folder: Path, settings: Settings, trials: Sequence[Trial]) -> 
 
 def measure(model: ortolan.Model, settings: Settings, trial: Trial) -> Iterator[Outcome]:
     """Ask one prompt in every mode with full caches, and with each policy at each share removed."""
-    read = read_text(model, trial, settings.window)
+    read: dict[int, ortolan.Session] = {}
     for mode in settings.modes:
         for policy, removed in [(FULL, 0.0), *((p, r) for p in settings.policies for r in settings.removed)]:
             snapkv = settings.snapkv(policy, removed, trial.task.length)
-            session = fork(model, read, snapkv)
+            rows = snapkv.captured_queries if snapkv else settings.window
+            if rows not in read:
+                read[rows] = read_text(model, trial, settings.window, rows)
+            session = fork(model, read[rows], snapkv)
             right, held = ask(model, session, trial, mode)
             yield Outcome(
                 mode=mode,
@@ -118,10 +121,13 @@ def measure(model: ortolan.Model, settings: Settings, trial: Trial) -> Iterator[
             )
 
 
-def read_text(model: ortolan.Model, trial: Trial, window: int) -> ortolan.Session:
-    """Read a trial's text but for its last byte, evicting nothing; `fork` goes on from there."""
+def read_text(model: ortolan.Model, trial: Trial, window: int, rows: int) -> ortolan.Session:
+    """Read a trial's text but for its last byte, capturing `rows` queries and evicting nothing; `fork` goes on."""
     context = trial.task.length + SPARE_TOKENS
-    session = model.session(context, CHUNK_SIZE, ortolan.SnapKv(budget=context, window=window))
+    options = ortolan.SnapKv(budget=context, window=window)
+    if rows != window:
+        options = ortolan.SnapKv(budget=context, window=window, policy="expected", queries=rows)
+    session = model.session(context, CHUNK_SIZE, options)
     session.prefill(model.tokenizer.encode(trial.text[:-1]))
     return session
 
@@ -130,7 +136,7 @@ def fork(model: ortolan.Model, source: ortolan.Session, snapkv: ortolan.SnapKv |
     """Return a session with options of its own that has read what `source` has; the source is unchanged.
 
     Reading is what costs here, and it is the same for every policy until an eviction, so one reading serves them all.
-    On the CPU only; the window must be the source's.
+    On the CPU only; as many queries must be captured as in the source.
     """
     session = model.session(source.plan.max_context, source.plan.chunk_size, snapkv)
     for old, new in zip(source._caches.layers, session._caches.layers, strict=True):
