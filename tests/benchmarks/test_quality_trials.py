@@ -41,7 +41,7 @@ def test_a_fork_is_a_session_that_read_the_text(retriever, policy, mode):
     """Kept positions and logits after the question equal those of a session that shares nothing."""
     trial = trial_of("multi_key")
     snapkv = Settings(policies=(policy,), removed=(0.75,)).snapkv(policy, 0.75, LENGTH)
-    forked = fork(retriever, read_text(retriever, trial, 64, snapkv.captured_queries), snapkv)
+    forked = fork(retriever, read_text(retriever, trial, 64, snapkv.captured_queries if snapkv else 64), snapkv)
     fresh = retriever.session(LENGTH + SPARE_TOKENS, 512, snapkv)
     encode, texts = retriever.tokenizer.encode, [trial.text, trial.question]
     if mode == "known":
