@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import CapacityError, ConfigError, EngineClosedError, OrtolanError, RequestCancelledError
@@ -24,6 +23,7 @@ from ortolan.runtime.options import Sampling, SnapKv
 from ortolan.runtime.request import Request, StopFilter, Stops, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import TokenSequence
+from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stream import Outbox, Stream
 
 Answer = TypeVar("Answer")
@@ -173,18 +173,7 @@ class Engine:
         self.close()
 
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
-        try:
-            given = np.asarray(token_ids)
-        except ValueError as error:
-            raise ConfigError(f"token_ids are no list of integers: {error}") from error
-        if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-            raise ConfigError(
-                f"token_ids has shape {list(given.shape)} and type {given.dtype}; "
-                "expected at least one integer in one dimension"
-            )
-        vocabulary, context = self._manifest.vocab_size, self.plan.max_context
-        if given.min() < 0 or given.max() >= vocabulary:
-            raise ConfigError(f"token ids {int(given.min())} .. {int(given.max())} must lie in 0 .. {vocabulary - 1}")
+        given, context = check_token_ids(token_ids, self._manifest.vocab_size), self.plan.max_context
         if given.size > context:
             raise CapacityError(
                 f"the prompt has {given.size} tokens, more than max_context = {context}; shorten it, or make the "
