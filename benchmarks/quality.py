@@ -1,173 +1,137 @@
-"""Measures what each eviction policy keeps: retrieval by the shipped model, by policy, share removed, and depth.
+"""Measures what each eviction policy keeps: retrieval by the shipped model, by kind, share removed, depth and length.
 
-    python benchmarks/quality.py --samples 66 --json quality.json --plots docs/images
+    python benchmarks/quality.py --samples 264 --jobs 2 --json quality.json --plots docs/images
 
-Prompts hide one fact, eight keys of one attribute, or two keys of four attributes in Python sources (single, multi_key
-and multi_value, after RULER, arXiv 2404.06654), at depths of 0 to 100 %. The question stands at the prompt's end, where
-an eviction can see it ("known"), or is asked in a second turn, after the eviction ("later"). Seeds are fixed; intervals
-are 95 % Wilson scores. Plots need matplotlib.
+Prompts hide one fact, eight keys of one attribute, or two keys of four values each in Python sources (single,
+multi_key and multi_value, after RULER, arXiv 2404.06654), at depths of 0 to 100 %. The question stands at the prompt's
+end, where the eviction sees it ("known"), or comes in a second turn, after an eviction ("later"). An answer counts if
+every value asked for comes back. Seeds are fixed; intervals are 95 % Wilson scores. Runs on the CPU. Plots need
+matplotlib (`pip install ortolan[bench]`).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnxruntime
-from retrieval import ANSWER_TOKENS, draw_samples, wilson_interval
+from quality_plots import draw_plots
+from quality_report import print_tables, read_runs, write_json
+from quality_tasks import Trial, make_trials
+from quality_trials import CHUNK_SIZE, MODES, SPARE_TOKENS, Outcome, Settings, measure_batch, policy_options
 
 import ortolan
 from ortolan.cli.demo import shipped_model
-from ortolan.cli.table import format_table
-from ortolan.retrieval import Sample, is_correct
+from ortolan.errors import ConfigError, OrtolanError
+from ortolan.retrieval import KINDS, load_corpus
 
-REMOVED = (0.5, 0.75, 0.875, 0.95)
-POLICIES: dict[str, dict[str, str]] = {
-    "snapkv avg": {"policy": "snapkv", "pool": "avg"},
-    "snapkv max": {"policy": "snapkv", "pool": "max"},
-    "pyramidkv": {"policy": "pyramidkv"},
-    "adakv": {"policy": "adakv"},
-    "streaming": {"policy": "streaming"},
-}
-MODES = ("known", "later")
+BATCH_PROMPTS = 11  # of one job; each loads the model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One answered prompt."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or read what was measured; print tables, and write JSON and plots where asked. Returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        if options.read:
+            outcomes, about = read_runs(options.read)
+        else:
+            outcomes, about = measure(options), describe(options)
+            if options.json:
+                write_json(options.json, outcomes, about)
+        print(", ".join(f"{name} {value}" for name, value in about.items()))
+        print_tables(outcomes)
+        for path in draw_plots(outcomes, options.plots) if options.plots else []:
+            print(f"wrote {path}")
+    except (OrtolanError, OSError) as error:
+        print(f"quality: {error}", file=sys.stderr)
+        return 2
+    return 0
 
-    mode: str
-    policy: str
-    removed: float
-    length: int
-    kind: str
-    depth: float
-    right: bool
-    covered: bool  # whether sinks and the latest tokens alone would hold the fact
 
-
-def main() -> None:
-    """Measure, print a table for each mode, and write JSON and plots where asked."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    policies = list(policy_options())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--samples", type=int, default=66, help="prompts for each length (default: %(default)s)")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
-    parser.add_argument("--device", default="cpu", help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192], help="bytes of a prompt")
+    parser.add_argument("--samples", type=int, default=264, help="prompts for each length (default: %(default)s)")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--values", type=int, default=2, help="asked for by multi_value (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--policies", nargs="+", default=policies, choices=policies)
+    parser.add_argument("--removed", type=float, nargs="+", default=[0.5, 0.75, 0.875, 0.95], help="shares, 0 to 1")
+    parser.add_argument("--window", type=int, default=64, help="queries that score (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, of one core each (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write counts and every outcome to this file")
+    parser.add_argument("--read", type=Path, nargs="+", help="show files that --json wrote, and measure nothing")
     parser.add_argument("--plots", type=Path, help="write PNG plots to this folder")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = max(options.lengths) + ANSWER_TOKENS
-        path = ortolan.export(shipped_model(), Path(folder) / "model", max_context=context, chunk_size=512)
-        model = ortolan.load(path, device=options.device)
-        outcomes = [
-            outcome
-            for length in options.lengths
-            for outcome in measure(model, draw_samples(length, options.samples), options.policies)
-        ]
-    print(f"{platform.machine()}, onnxruntime {onnxruntime.__version__}, ortolan {ortolan.__version__}")
-    for mode in MODES:
-        print_table(mode, outcomes)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
-    if options.plots:
-        plot(outcomes, options.plots)
+    return parser
 
 
-def measure(model: ortolan.Model, samples: Sequence[Sample], policies: Sequence[str]) -> Iterator[Outcome]:
-    """Answer every prompt with full caches and with each policy at each share."""
-    for mode in MODES:
-        for sample_number, sample in enumerate(samples):
-            yield answer(model, sample, sample_number, mode, "full", 0.0)
-            for policy in policies:
-                for removed in REMOVED:
-                    yield answer(model, sample, sample_number, mode, policy, removed)
-
-
-def answer(model: ortolan.Model, sample: Sample, number: int, mode: str, policy: str, removed: float) -> Outcome:
-    """Answer one prompt in a fresh session."""
-    length = len(sample.prompt)
-    budget = round(length * (1 - removed))
-    snapkv = None if policy == "full" else ortolan.SnapKv(budget=budget, **POLICIES[policy])  # type: ignore[arg-type]
-    session = model.session(length + ANSWER_TOKENS, snapkv=snapkv)
-    question = len(sample.fact.question)
-    rest = sample.prompt
-    if mode == "later":
-        session.prefill(model.tokenizer.encode(rest[:-question]))
-        rest = rest[-question:]
-    tokens = list(session.generate(model.tokenizer.encode(rest), ANSWER_TOKENS))
-    task = sample.task
-    return Outcome(
-        mode=mode,
-        policy=policy,
-        removed=removed,
-        length=length,
-        kind=task.kind,
-        depth=task.depth,
-        right=is_correct(sample, model.tokenizer.decode(tokens)),
-        covered=policy == "full" or sample.needle_start >= length - budget,
+def measure(options: argparse.Namespace) -> list[Outcome]:
+    """Export the shipped model and ask it every prompt."""
+    for name in ("samples", "jobs"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1")
+    settings = Settings(
+        policies=tuple(options.policies),
+        removed=tuple(options.removed),
+        modes=tuple(options.modes),
+        window=options.window,
     )
+    settings.check(options.lengths)
+    trials = draw_trials(options)
+    with tempfile.TemporaryDirectory() as folder:
+        context = max(options.lengths) + SPARE_TOKENS
+        window = max(options.window, 64)
+        path = ortolan.export(
+            shipped_model(), Path(folder) / "model", max_context=context, chunk_size=CHUNK_SIZE, snapkv_window=window
+        )
+        batches = [trials[start : start + BATCH_PROMPTS] for start in range(0, len(trials), BATCH_PROMPTS)]
+        return list(run_batches(partial(measure_batch, path, settings), batches, options.jobs))
 
 
-def print_table(mode: str, outcomes: Sequence[Outcome]) -> None:
-    """Print one line per length, policy and share: right answers with their interval."""
-    print(f"\nquestion {mode}:")
-    rows = []
-    keys = dict.fromkeys((o.length, o.policy, o.removed) for o in outcomes if o.mode == mode)
-    for length, policy, removed in keys:
-        group = [o for o in outcomes if (o.mode, o.length, o.policy, o.removed) == (mode, length, policy, removed)]
-        right = sum(o.right for o in group)
-        low, high = wilson_interval(right, len(group))
-        predicted = f"{100 * sum(o.covered for o in group) / len(group):.1f}" if policy == "streaming" else ""
-        share = "" if policy == "full" else f"{100 * removed:.1f}"
-        figures = [f"{100 * right / len(group):.1f}", f"{100 * low:.1f} .. {100 * high:.1f}", predicted]
-        rows.append([str(length), policy, share, *figures])
-    print(format_table(["bytes", "policy", "removed, %", "right, %", "95 % interval", "predicted, %"], rows))
+def draw_trials(options: argparse.Namespace) -> list[Trial]:
+    """Make the prompts of all lengths."""
+    corpus = load_corpus("eval")
+    drawn = (make_trials(corpus, length, options.samples, options.kinds, options.values) for length in options.lengths)
+    return [trial for trials in drawn for trial in trials]
 
 
-def plot(outcomes: Sequence[Outcome], folder: Path) -> None:
-    """Draw right answers over the share removed, and over depth at 87.5 %, one picture per mode and length."""
-    import matplotlib
+def run_batches(ask: Any, batches: Sequence[Sequence[Trial]], jobs: int) -> Iterator[Outcome]:
+    """Yield the outcomes of all batches in order, from `jobs` processes, under a progress bar."""
+    from tqdm import tqdm
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for mode in MODES:
-        for length in dict.fromkeys(o.length for o in outcomes):
-            chosen = [o for o in outcomes if (o.mode, o.length) == (mode, length) and o.policy != "full"]
-            figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
-            for policy in dict.fromkeys(o.policy for o in chosen):
-                own = [o for o in chosen if o.policy == policy]
-                draw_line(axes[0], policy, [(100 * o.removed, o.right) for o in own])
-                draw_line(axes[1], policy, [(100 * o.depth, o.right) for o in own if o.removed == 0.875])
-            axes[0].set(
-                xlabel="removed, %", ylabel="right, %", ylim=(-3, 103), title=f"question {mode}, {length} bytes"
-            )
-            axes[1].set(xlabel="depth of the fact, %", title="87.5 % removed")
-            axes[0].legend()
-            figure.tight_layout()
-            figure.savefig(folder / f"quality_{mode}_{length}.png", dpi=120)
-            pyplot.close(figure)
+    total = sum(len(batch) for batch in batches)
+    with tqdm(total=total, unit="prompt", desc="quality", disable=not sys.stderr.isatty()) as bar:
+        if jobs == 1:
+            for batch in batches:
+                yield from ask(batch)
+                bar.update(len(batch))
+            return
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for batch, outcomes in zip(batches, pool.map(ask, batches), strict=True):
+                yield from outcomes
+                bar.update(len(batch))
 
 
-def draw_line(axis: object, label: str, points: Sequence[tuple[float, bool]]) -> None:
-    """Draw the share of right answers at each x, with its interval."""
-    places = sorted({x for x, _ in points})
-    groups = [[right for x, right in points if x == place] for place in places]
-    shares = [100 * sum(group) / len(group) for group in groups]
-    bounds = [wilson_interval(sum(group), len(group)) for group in groups]
-    errors = [
-        [share - 100 * low for share, (low, _) in zip(shares, bounds, strict=True)],
-        [100 * high - share for share, (_, high) in zip(shares, bounds, strict=True)],
-    ]
-    axis.errorbar(places, shares, yerr=errors, label=label, marker="o", capsize=2)  # type: ignore[attr-defined]
+def describe(options: argparse.Namespace) -> dict[str, Any]:
+    """Say what was measured on what."""
+    names = ("lengths", "samples", "kinds", "values", "window")
+    return {
+        "machine": platform.machine(),
+        "onnxruntime": onnxruntime.__version__,
+        "ortolan": ortolan.__version__,
+        **{name: getattr(options, name) for name in names},
+    }
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime
+from intervals import wilson_interval
 
 import ortolan
 from ortolan.cli.demo import shipped_model
@@ -35,14 +35,6 @@ class Result:
     right: int
     samples: int
     predicted: float | None
-
-
-def wilson_interval(right: int, samples: int) -> tuple[float, float]:
-    """95 % confidence interval of a share (Wilson score)."""
-    n, p, z = samples, right / samples, 1.96
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return centre - half, centre + half
 
 
 def draw_samples(length: int, count: int) -> list[Sample]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import onnx
 
+from ortolan.contract import PAGE_SIZES
 from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
@@ -38,7 +39,16 @@ from ortolan.graphs import (
     verify_model,
 )
 from ortolan.graphs.config import ModelConfig
-from ortolan.manifest import DTYPES, EVICT_FILE, FUSED_FILE, MANIFEST_FILE, MODEL_FILE, LayerInfo, Manifest
+from ortolan.manifest import (
+    DTYPES,
+    EVICT_FILE,
+    FUSED_FILE,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    LayerInfo,
+    Manifest,
+    cache_kinds,
+)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -63,6 +73,7 @@ class ExportOptions:
     sink: int
     snapkv_window: int
     paged: bool
+    page_size: int
     weights: str
     fuse: bool
 
@@ -77,8 +88,13 @@ class ExportOptions:
                 raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
-        if self.paged:
-            raise UnsupportedModelError("paged=True is not supported yet; caches are contiguous (paged=False)")
+        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+            raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+
+    @property
+    def graph_page_size(self) -> int:
+        """Slots of a page; 0 for contiguous caches."""
+        return self.page_size if self.paged else 0
 
 
 def export(
@@ -94,6 +110,7 @@ def export(
     fuse: bool = True,
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    page_size: int = 64,
 ) -> Path:
     """Export a Hugging Face checkpoint folder to a model folder.
 
@@ -103,13 +120,14 @@ def export(
         dtype: "float32", "float16" or "bfloat16", of weights, activations and caches.
         max_context: longest sequence, tokens.
         chunk_size: prompt tokens per step that the ring caches are planned for by default.
-        sink: first positions that every layer keeps and sees.
+        sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
         snapkv_window: queries captured for SnapKV; 0 exports a model that cannot evict.
-        paged: not supported yet.
+        paged: make caches pools of pages with block tables, which many sequences share.
         weights: "checkpoint", or "random", which needs config.json alone.
         fuse: write model.fused.onnx too, which CUDA runs: fewer, larger operators over the same weights file.
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
+        page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
 
     Returns:
         The model folder.
@@ -126,6 +144,7 @@ def export(
         sink=sink,
         snapkv_window=snapkv_window,
         paged=paged,
+        page_size=page_size,
         weights=weights,
         fuse=fuse,
     )
@@ -242,7 +261,12 @@ def _graphs(
     config: ModelConfig, options: ExportOptions, manifest: Manifest, placed: Mapping[str, ExternalTensor]
 ) -> dict[str, onnx.ModelProto]:
     """Build and verify the decoder graphs by file name; all read the one weights file."""
-    graph_options = GraphOptions(dtype=options.dtype, sink=options.sink, snapkv_window=options.snapkv_window)
+    graph_options = GraphOptions(
+        dtype=options.dtype,
+        sink=options.sink,
+        snapkv_window=options.snapkv_window,
+        page_size=options.graph_page_size,
+    )
     model = build_model(config, graph_options)
     onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
     attach_external_data(model, placed)
@@ -256,6 +280,16 @@ def _graphs(
 
 
 def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
+    layers = tuple(
+        LayerInfo(
+            window=layer.window,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            evictable=layer.window < 0 and options.snapkv_window > 0,
+            rope=layer.rope,
+        )
+        for layer in config.layers
+    )
     return Manifest(
         architecture=config.architecture,
         dtype=options.dtype,
@@ -266,16 +300,9 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         sink=options.sink,
         snapkv_window=options.snapkv_window,
         paged=options.paged,
-        layers=tuple(
-            LayerInfo(
-                window=layer.window,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_size,
-                evictable=layer.window < 0 and options.snapkv_window > 0,
-                rope=layer.rope,
-            )
-            for layer in config.layers
-        ),
+        page_size=options.graph_page_size,
+        cache_kinds=cache_kinds(layers) if options.paged else (),
+        layers=layers,
         rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,

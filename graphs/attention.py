@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ortolan import contract
-from ortolan.graphs.builder import INT32, Tensor, emitters
+from ortolan.graphs.builder import FLOAT, INT32, Tensor, emitters
 from ortolan.graphs.parts import Parts
 
 Caches: TypeAlias = dict[str, tuple[Tensor, list[int | str]]]
@@ -34,6 +35,11 @@ class Step:
 
     query_start: Tensor  # [B+1] int32
     past_len: Tensor  # [B] int32
+    block_tables: Mapping[int, Tensor]  # by window, [B, M] int32; empty where caches are contiguous
+
+    def paging(self, window: int) -> dict[str, Tensor]:
+        """Return the block table of layers with this window as an operator's input; none for contiguous caches."""
+        return {"block_table": self.block_tables[window]} if self.block_tables else {}
 
 
 def add_attention(
@@ -84,7 +90,7 @@ def _heads(parts: Parts, path: str, hidden: Tensor, heads: int, rotation: Rotati
 
 def _append(parts: Parts, step: Step, index: int, new: tuple[Tensor, Tensor], past: Tensor) -> Caches:
     config, dtype = parts.config, parts.options.onnx_type
-    shape: list[int | str] = [f"pages_{index}", config.num_kv_heads, f"slots_{index}", config.head_size]
+    shape = cache_shape(parts, index)
     names = contract.key_cache(index), contract.value_cache(index)
     old = [parts.graph.input(name, dtype, shape) for name in names]
     updated = parts.graph.operator(
@@ -97,6 +103,7 @@ def _append(parts: Parts, step: Step, index: int, new: tuple[Tensor, Tensor], pa
             "value_cache": old[1],
             "query_start": step.query_start,
             "past_len": past,
+            **step.paging(config.layers[index].window),
         },
         num_outputs=2,
         sink=parts.options.sink,
@@ -104,8 +111,25 @@ def _append(parts: Parts, step: Step, index: int, new: tuple[Tensor, Tensor], pa
     return {name: (tensor, shape) for name, tensor in zip(names, updated, strict=True)}
 
 
+def cache_shape(parts: Parts, index: int) -> list[int | str]:
+    """Return the shape of one layer's key or value cache, [N, Hkv, P, D]."""
+    config, page_size = parts.config, parts.options.page_size
+    if not page_size:
+        return [f"pages_{index}", config.num_kv_heads, f"slots_{index}", config.head_size]
+    kind = contract.cache_kind(config.layers[index].window)
+    return [f"pages.{kind}", config.num_kv_heads, page_size, config.head_size]
+
+
 def _attend(parts: Parts, step: Step, index: int, query: Tensor, past: Tensor, caches: Caches) -> Tensor:
     """Attend over the *output* caches: reading the inputs would not be ordered after the append."""
+    sink_logits = {}
+    if parts.config.learned_sinks:
+        path = f"layers.{index}/attention/sink_logits"
+        logits = parts.weight(path.replace("/", "."))
+        is_float = parts.options.onnx_type == FLOAT
+        sink_logits["sink_logits"] = (
+            logits if is_float else parts.graph.node(f"{path}/Cast", "Cast", [logits], {"to": FLOAT})
+        )
     (attended,) = parts.graph.operator(
         f"layers.{index}/attention/SwaAttention",
         emitters.swa_attention,
@@ -115,6 +139,8 @@ def _attend(parts: Parts, step: Step, index: int, query: Tensor, past: Tensor, c
             "value_cache": caches[contract.value_cache(index)][0],
             "query_start": step.query_start,
             "past_len": past,
+            **step.paging(parts.config.layers[index].window),
+            **sink_logits,
         },
         window=parts.config.layers[index].window,
         sink=parts.options.sink,

@@ -67,6 +67,7 @@ class ModelConfig:
         embedding_scale: multiplies token embeddings (Gemma: sqrt(hidden_size)).
         attention_scale: softmax scale; 0 means 1/sqrt(D).
         attention_softcap, logit_softcap: 0 means none.
+        learned_sinks: each layer has a logit per query head that joins the softmax's denominator (gpt-oss).
     """
 
     architecture: str
@@ -92,6 +93,7 @@ class ModelConfig:
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    learned_sinks: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -148,6 +150,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
         for name in norm_names(c):
             shapes[f"{prefix}.{name}.weight"] = (c.hidden_size,)
+        if c.learned_sinks:
+            shapes[f"{prefix}.attention.sink_logits"] = (c.num_heads,)
         if c.qk_norm != "none":
             per_head = c.qk_norm == "head"
             shapes[f"{prefix}.attention.query_norm.weight"] = (d if per_head else c.num_heads * d,)

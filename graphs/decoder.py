@@ -62,7 +62,17 @@ def _declare_step(parts: Parts) -> Step:
     return Step(
         query_start=graph.input(contract.QUERY_START, INT32, ["B + 1"]),
         past_len=graph.input(contract.PAST_LEN, INT32, ["B"]),
+        block_tables=_declare_tables(parts) if parts.options.page_size else {},
     )
+
+
+def _declare_tables(parts: Parts) -> dict[int, Tensor]:
+    """Declare a block table for each kind of caches, by window."""
+    tables = {}
+    for window in dict.fromkeys(layer.window for layer in parts.config.layers):
+        kind = contract.cache_kind(window)
+        tables[window] = parts.graph.input(contract.block_table(kind), INT32, ["B", f"pages_per_sequence.{kind}"])
+    return tables
 
 
 def _embed(parts: Parts, token_ids: Tensor) -> Tensor:

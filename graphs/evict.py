@@ -64,7 +64,7 @@ def _compact(parts: EvictParts, i: int, kept: Kept) -> None:
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,
-        {"key_cache": layer.key, "value_cache": layer.value, "keep": kept.keep},
+        {"key_cache": layer.key, "value_cache": layer.value, "keep": kept.keep, **parts.paging(i)},
         num_outputs=2,
     )
     graph.output(caches[0], contract.output(contract.key_cache(i)), dtype, shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class EvictParts:
         self.sink = self.graph.input(contract.EVICT_SINK, INT64, [1])
         self._rope_variant: Tensor | None = None
         layers = [i for i, layer in enumerate(manifest.layers) if layer.evictable]
+        self._tables = self._declare_tables(layers)
         self.layers = {i: self._declare(i) for i in layers}
 
     def _declare(self, i: int) -> LayerInputs:
@@ -96,9 +97,26 @@ class EvictParts:
             kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
         )
 
+    def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Declare the block tables of a paged model's evictable layers; returns each layer's."""
+        tables: dict[int, Tensor] = {}
+        for kind in self.manifest.cache_kinds:
+            members = [i for i in kind.layers if i in layers]
+            if members:
+                shape = ["B", f"pages_per_sequence.{kind.name}"]
+                tables |= dict.fromkeys(members, self.graph.input(kind.block_table, INT32, shape))
+        return tables
+
+    def paging(self, i: int) -> dict[str, Tensor]:
+        """Return a layer's block table as an operator's input; none for contiguous caches."""
+        return {"block_table": self._tables[i]} if i in self._tables else {}
+
     def cache_shape(self, i: int) -> Shape:
         """Shape of one layer's key or value cache."""
         layer = self.manifest.layers[i]
+        if self.manifest.paged:
+            pages = f"pages.{contract.cache_kind(layer.window)}"
+            return [pages, layer.num_kv_heads, self.manifest.page_size, layer.head_size]
         return [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
 
     def pooled_score(self, i: int) -> Tensor:
@@ -107,7 +125,7 @@ class EvictParts:
         (score,) = graph.operator(
             f"{path}/SnapKvScore",
             emitters.snap_kv_score,
-            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len},
+            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
             scale=self.manifest.attention_scale,
             softcap=self.manifest.attention_softcap,
             group_reduce=self.options.group_reduce,
@@ -147,6 +165,29 @@ class EvictParts:
         """Return C of a score [B, heads, C], as int64 [1]."""
         shape = self.graph.node(f"{path}/Shape", "Shape", [score])
         return self.graph.node(f"{path}/slots", "Gather", [shape, self.graph.constant("index/slots", [2], np.int64)])
+
+    def cache_slots(self, i: int) -> Tensor:
+        """Return C of a layer's cache, as int64 [1]: the slots of a sequence, not of a pool."""
+        path, graph = f"layers.{i}/evict", self.graph
+        source, axis = (self._tables[i], 1) if i in self._tables else (self.layers[i].key, 2)
+        shape = graph.node(f"{path}/Shape", "Shape", [source])
+        index = graph.constant("index/pages" if i in self._tables else "index/slots", [axis], np.int64)
+        if i not in self._tables:
+            return graph.node(f"{path}/slots", "Gather", [shape, index])
+        pages = graph.node(f"{path}/pages", "Gather", [shape, index])
+        size = graph.constant("int64/page_size", [self.manifest.page_size], np.int64)
+        return graph.node(f"{path}/slots", "Mul", [pages, size])
+
+    def cached_rows(self, i: int, path: str, pool: Tensor) -> Tensor:
+        """Bring a layer's key or value cache into the order of slots, [B, Hkv, C, D]."""
+        if i not in self._tables:
+            return pool
+        graph = self.graph
+        pages = graph.node(f"{path}/pages", "Gather", [pool, self._tables[i]], {"axis": 0})  # [B, M, Hkv, P, D]
+        by_head = graph.node(f"{path}/by_head", "Transpose", [pages], {"perm": [0, 2, 1, 3, 4]})
+        shape = [0, 0, -1, self.manifest.layers[i].head_size]
+        name = "shapes/" + "x".join(map(str, shape))
+        return graph.node(path, "Reshape", [by_head, graph.constant(name, shape, np.int64)])
 
     def scalar(self, path: str, vector: Tensor) -> Tensor:
         """Reshape [1] to []."""

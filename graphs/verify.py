@@ -12,6 +12,7 @@ from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify_fused import check_fused_operators
+from ortolan.graphs.verify_paged import check_pages
 
 APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 
@@ -27,6 +28,7 @@ def verify_model(model: onnx.ModelProto) -> None:
         5. Attention reads the caches that an append of the same graph returned.
         6. No two weights have bytes in common: a session would hold them twice.
         7. Fused operators fit their weights and each other.
+        8. Either no cache is paged, or all are, and each is reached through one block table, that of its window.
 
     Raises:
         ContractMismatchError: a rule does not hold; the message names the node or value.
@@ -41,6 +43,7 @@ def verify_model(model: onnx.ModelProto) -> None:
     _check_reads(model.graph)
     _check_weights(model.graph)
     check_fused_operators(model.graph)
+    check_pages(model.graph)
 
 
 def _check_onnx(model: onnx.ModelProto) -> None:

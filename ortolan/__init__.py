@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from ortolan import custom_ops
     from ortolan.export import export
     from ortolan.manifest import Manifest
-    from ortolan.runtime import Model, Sampling, Session, SnapKv
+    from ortolan.runtime import Engine, Model, Sampling, Session, SnapKv
 
-__all__ = ["Model", "Sampling", "Session", "SnapKv", "custom_ops", "export", "load"]
+__all__ = ["Engine", "Model", "Sampling", "Session", "SnapKv", "custom_ops", "export", "load"]
 
 _SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
-_RUNTIME_NAMES = ("Model", "Sampling", "Session", "SnapKv")
+_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "SnapKv")
 
 
 def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:

@@ -12,6 +12,8 @@ EVICT_BUDGET = "budget"
 EVICT_WINDOW = "window"
 EVICT_SINK = "sink"
 
+PAGE_SIZES = (16, 32, 64, 128, 256)  # slots per page of a paged export
+
 OUTPUT_SUFFIX = "_out"
 OPERATOR_DOMAIN = "ortolan"
 OPERATOR_VERSION = 1
@@ -30,6 +32,16 @@ def key_cache(layer: int) -> str:
 def value_cache(layer: int) -> str:
     """Name the value cache input of one layer, [N, Hkv, P, D]."""
     return f"layer.{layer}.value_cache"
+
+
+def cache_kind(window: int) -> str:
+    """Name the kind of the caches of layers that look back `window` positions; -1: all."""
+    return "full" if window < 0 else f"window_{window}"
+
+
+def block_table(kind: str) -> str:
+    """Name the block table of one kind of paged caches, [B, M] int32."""
+    return f"block_table.{kind}"
 
 
 def capture(layer: int) -> str:

@@ -39,3 +39,11 @@ class CapacityError(OrtolanError, RuntimeError):
 
 class NumericError(OrtolanError, ArithmeticError):
     """A model produced logits that are not numbers."""
+
+
+class RequestCancelledError(OrtolanError, RuntimeError):
+    """A request was cancelled before its tokens were all read."""
+
+
+class EngineClosedError(OrtolanError, RuntimeError):
+    """An engine was closed, or failed as a whole, before a request ended."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ortolan import contract
 from ortolan.errors import ConfigError, ContractMismatchError
 
 MANIFEST_FILE = "ortolan.json"
@@ -38,6 +40,39 @@ class LayerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKind:
+    """Layers whose paged caches share one block table.
+
+    Attributes:
+        name: "full", or "window_{W}".
+        window: keys a query of these layers sees; -1 for full attention.
+        layers: indices of the layers.
+        block_table: the graph's input, [B, M] int32.
+    """
+
+    name: str
+    window: int
+    layers: tuple[int, ...]
+    block_table: str
+
+
+def cache_kinds(layers: Sequence[LayerInfo]) -> tuple[CacheKind, ...]:
+    """Sort the layers of a paged model into kinds, in the order in which they first occur."""
+    members: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        members.setdefault(layer.window, []).append(index)
+    return tuple(
+        CacheKind(
+            name=contract.cache_kind(window),
+            window=window,
+            layers=tuple(indices),
+            block_table=contract.block_table(contract.cache_kind(window)),
+        )
+        for window, indices in members.items()
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything the runtime reads of an exported model besides its graph.
 
@@ -47,6 +82,9 @@ class Manifest:
         ropes: for each rope by name and each of its variants, the radians per position of every rotated pair; None
             in folders that were exported without them.
         snapkv_window: rows of the capture buffers (Wq) by default; 0 where the graph captures nothing.
+        paged: whether caches are pools of pages with block tables.
+        page_size: P, slots per page; 0 where caches are contiguous.
+        cache_kinds: which layers share a block table; empty where caches are contiguous.
         fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
             there is none.
     """
@@ -67,6 +105,8 @@ class Manifest:
     attention_scale: float = 0.0
     attention_softcap: float = 0.0
     fused_model: str | None = None
+    page_size: int = 0
+    cache_kinds: tuple[CacheKind, ...] = ()
     ropes: dict[str, tuple[tuple[float, ...], ...]] | None = None
     ortolan_version: str = ""
     operator_version: int = 1
@@ -76,6 +116,10 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.paged and self.page_size not in contract.PAGE_SIZES:
+            raise ConfigError(f"page_size is {self.page_size}; allowed: {contract.PAGE_SIZES}")
+        if self.cache_kinds != (cache_kinds(self.layers) if self.paged else ()):
+            raise ContractMismatchError("cache_kinds do not fit the layers; export the model again")
 
     def to_json(self) -> str:
         """Serialize to the text of ortolan.json."""
@@ -115,13 +159,16 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
         raise ContractMismatchError(f"{source}: unknown keys {unknown}, missing keys {missing}")
     try:
         layers = tuple(LayerInfo(**layer) for layer in raw["layers"])
-    except TypeError as error:
-        raise ContractMismatchError(f"{source}: layers do not have the expected keys: {error}") from error
+        kinds = tuple(CacheKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in raw.get("cache_kinds", ()))
+    except (TypeError, KeyError) as error:
+        raise ContractMismatchError(
+            f"{source}: layers or cache_kinds do not have the expected keys: {error}"
+        ) from error
     sequences: dict[str, Any] = {name: tuple(raw[name]) for name in ("rope_limits", "eos_token_ids") if name in raw}
     ropes = raw.get("ropes")
     if ropes is not None:
         sequences["ropes"] = {name: tuple(tuple(variant) for variant in rope) for name, rope in ropes.items()}
-    return {**raw, **sequences, "layers": layers}
+    return {**raw, **sequences, "layers": layers, "cache_kinds": kinds}
 
 
 def read_manifest(folder: Path) -> Manifest:

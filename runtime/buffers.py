@@ -32,6 +32,9 @@ class Buffers(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything; `dtype` is a manifest's. Raises CapacityError."""
 
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Allocate an array of any element type that holds anything. Raises CapacityError."""
+
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:
         """Overwrite an array with a host array of its shape and type, which may be changed at once."""
 
@@ -63,10 +66,14 @@ class HostBuffers:
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything."""
+        return self.allocate(shape, NUMPY_TYPES[dtype])
+
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Allocate an array of any element type that holds anything."""
         try:
-            return np.empty(shape, NUMPY_TYPES[dtype])
+            return np.empty(shape, dtype)
         except MemoryError as error:
-            size = int(np.prod(shape, dtype=np.int64)) * NUMPY_TYPES[dtype].itemsize
+            size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
             raise CapacityError(f"no memory for a cache of {size} bytes, shape {list(shape)}") from error
 
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ortolan import contract
 from ortolan.manifest import Manifest
@@ -13,15 +14,10 @@ from ortolan.runtime.plan import CachePlan
 
 @dataclass(slots=True)
 class LayerCache:
-    """The buffers of one layer, [1, Hkv, C, D] each."""
+    """The buffers of one layer: [1, Hkv, C, D] each, or pools of pages [N, Hkv, P, D]."""
 
     key: Array
     value: Array
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the cache."""
-        return int(self.key.shape[2])
 
 
 class CacheBuffers:
@@ -38,6 +34,7 @@ class CacheBuffers:
         self._manifest = manifest
         self.buffers = buffers
         self.generation = 0
+        self.eviction: Any = None  # what `evict` bound to these buffers
         # What is restored starts with the slots that it needs, not with the plan's.
         slots = capacities or [layer.capacity for layer in plan.layers]
         self.layers = [self._allocate(index, capacity) for index, capacity in enumerate(slots)]
@@ -53,9 +50,43 @@ class CacheBuffers:
         return int(sum(layer.key.nbytes + layer.value.nbytes for layer in self.layers))
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes set aside for key and value caches that hold nothing now."""
+        return 0
+
+    @property
     def capture_bytes(self) -> int:
         """Bytes of the captured queries."""
         return int(sum(capture.nbytes for capture in self.captures.values()))
+
+    def capacity(self, index: int) -> int:
+        """Return the slots of one layer's cache."""
+        return int(self.layers[index].key.shape[2])
+
+    def tables(self) -> dict[str, Array]:
+        """Map the graph's input names to the block tables; contiguous caches have none."""
+        return {}
+
+    def tables_in_use(self) -> dict[str, Array]:
+        """Return the block tables without the columns that no layer uses now."""
+        return {}
+
+    def fit(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Make the caches of full-attention layers as large as said.
+
+        Args:
+            slots: what each full-attention layer is to have; all of them are given.
+            held: rows at the front of each, which are kept; at most its slots.
+
+        Raises:
+            CapacityError: there is no memory.
+        """
+        for index, capacity in slots.items():
+            if capacity != self.capacity(index):
+                self.resize(index, capacity, held[index])
+
+    def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Give back what costs nothing to give back past these slots: of contiguous caches, nothing."""
 
     def resize(self, index: int, capacity: int, held: int) -> None:
         """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""
@@ -66,6 +97,7 @@ class CacheBuffers:
             new.value[:, :, :held] = old.value[:, :, :held]
         self.layers[index] = new
         self.generation += 1
+        self.eviction = None
 
     def copy_captures(self) -> dict[int, Array]:
         """Copy the captured queries of all layers."""

@@ -133,6 +133,7 @@ class CudaStepper:
         for binding in (self._chunk_binding, self._step_binding):
             for name, array in self._caches.named().items():
                 self._device.bind_in_place(binding, name, array)
+            self._bind(binding, self._caches.tables())
             self._device.bind_output(binding, contract.LOGITS, self.logits)
         with self._device.scope():
             inputs = self.state.layout.named(self.state.block, 0, 0, 1)

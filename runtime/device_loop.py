@@ -110,6 +110,10 @@ class TokenChooser:
         self._choice.kv_len = state.kv_len.data.ptr
         self._choice.num_kv_lens = state.kv_len.size
 
+    def reseed(self, rules: npt.NDArray[Any]) -> None:
+        """Overwrite the rules [B] of the choices to come; what `start` was told of histories goes on."""
+        self._device.write(self._rules, rules.view(np.uint8))
+
     def choose(self, produced: npt.NDArray[np.int32], draw: int, advance_tokens: int) -> None:
         """Write the next token ids to the state and to `produced` [B], pinned; -1 where logits are no numbers.
 

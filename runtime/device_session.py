@@ -115,6 +115,7 @@ class DeviceSession(Session):
         parts = {
             "weights_bytes": self._weights_bytes,
             "cache_bytes": self.cache_bytes,
+            "free_page_bytes": self._caches.free_bytes,
             "capture_bytes": self._caches.capture_bytes,
             "step_bytes": self._stepper.bytes + self._chooser.bytes,
         }

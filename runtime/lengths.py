@@ -23,6 +23,7 @@ class Lengths:
     """The lengths of one sequence."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self._full_layers = [i for i, layer in enumerate(manifest.layers) if layer.window < 0]
         self._sink = manifest.sink
         self._kv_heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
         self.clear()
@@ -36,6 +37,11 @@ class Lengths:
         self.captured_from = 0  # queries from here to the logical length, at most a window's, are captured
         self.physical = {i: np.zeros(heads, np.int32) for i, heads in self._kv_heads.items()}
         self.kept: dict[int, Positions] = {}  # [Hkv, K] of the last eviction, -1 behind those of a shorter list
+
+    def held(self) -> dict[int, int]:
+        """Return how many tokens each full-attention cache holds, by layer; where kv heads differ, the most."""
+        physical = {index: int(lengths.max()) for index, lengths in self.physical.items()}
+        return {index: physical.get(index, self.logical) for index in self._full_layers}
 
     def advance(self, count: int) -> None:
         """Record that `count` tokens were appended everywhere."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 
@@ -27,6 +28,7 @@ class MemoryReport:
         weights_bytes: of the model: on CUDA what opening it took, elsewhere the size of its files.
         cache_bytes: key and value caches now.
         planned_cache_bytes: key and value caches before any eviction.
+        free_page_bytes: of a paged session's pools, the pages that hold nothing now.
         capture_bytes: queries captured for SnapKV.
         step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
         other_session_bytes: caches and buffers of the model's other sessions, and what the pool holds for later ones.
@@ -42,6 +44,7 @@ class MemoryReport:
     planned_cache_bytes: int
     capture_bytes: int
     step_bytes: int
+    free_page_bytes: int = 0
     other_session_bytes: int | None = None
     arena_bytes: int | None = None
     used_bytes: int | None = None
@@ -64,10 +67,11 @@ def capture_bytes(manifest: Manifest, rows: int) -> int:
     return rows * row * ELEMENT_BYTES[manifest.dtype]
 
 
-def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
+def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan | EnginePlan) -> int:
     """Estimate what the first prefill step takes on a device besides the caches."""
     hidden = manifest.num_heads * max(layer.head_size for layer in manifest.layers)
-    tokens = min(plan.chunk_size, plan.max_context)
+    chunk = plan.chunk_size if isinstance(plan, CachePlan) else plan.chunk_tokens
+    tokens = min(chunk, plan.max_context)
     rows = tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype]
     return LIBRARY_BYTES + rows + 2 * manifest.vocab_size * ELEMENT_BYTES["float32"]
 

@@ -14,7 +14,9 @@ from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
+from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.cuda_batch import CudaBatchStepper
 from ortolan.runtime.cuda_stepper import is_out_of_memory
 from ortolan.runtime.device import (
     CPU_PROVIDER,
@@ -26,6 +28,7 @@ from ortolan.runtime.device import (
     resolve_device,
 )
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
+from ortolan.runtime.engine_plan import EnginePlan, plan_engine
 from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.memory import (
     capture_bytes,
@@ -41,6 +44,7 @@ from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
 SNAPKV_METADATA = "ortolan.snapkv"
+POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
 
 
@@ -170,6 +174,33 @@ class Model:
             capacities=capacities,
         )
 
+    def plan_engine(
+        self,
+        max_sequences: int,
+        max_cache_bytes: int | None = None,
+        chunk_tokens: int | None = None,
+        max_context: int | None = None,
+    ) -> EnginePlan:
+        """Plan the page pools of an engine without making it; arguments and errors as of `Engine`."""
+        on_cuda = self._device is not None
+        plan = plan_engine(self.manifest, max_sequences, max_cache_bytes, chunk_tokens, max_context, cuda=on_cuda)
+        if self._device is None or max_cache_bytes is not None:
+            return plan
+        free = self._device.buffers.memory()[0] - estimate_chunk_bytes(self.manifest, plan)
+        if plan.bytes <= int(free * POOL_SHARE):
+            return plan
+        most = max(1, int(free * POOL_SHARE))
+        return plan_engine(self.manifest, max_sequences, most, chunk_tokens, max_context, cuda=True)
+
+    def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
+        """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
+        if self._device is None:
+            return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
+        device = self._device
+        return CudaBatchStepper(
+            self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
+        )
+
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
         """Refuse a plan that the device has no memory for."""
         assert self._device is not None
@@ -291,6 +322,7 @@ def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
         wanted |= {contract.key_cache(index), contract.value_cache(index)}
         if layer.evictable:
             wanted |= {contract.kv_len(index), contract.capture(index)}
+    wanted |= {kind.block_table for kind in manifest.cache_kinds}
     if len(manifest.rope_limits) > 1:
         wanted.add(contract.ROPE_VARIANT)
     extra = inputs - wanted - {contract.POSITIONS}
@@ -302,9 +334,11 @@ def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     shapes = {i.name: i.shape for i in ort_session.get_inputs()}
     for index, layer in enumerate(manifest.layers):
         for name in (contract.key_cache(index), contract.value_cache(index)):
-            _, heads, _, size = shapes[name]
-            if [heads, size] != [layer.num_kv_heads, layer.head_size]:
+            _, heads, slots, size = shapes[name]
+            fits = not manifest.paged or slots == manifest.page_size
+            if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
                 raise ContractMismatchError(
                     f"{file_name}: {name} has the shape {shapes[name]}, the manifest says "
-                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}; export the model again"
+                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
+                    f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
                 )

@@ -49,6 +49,7 @@ class CachePlan:
         layers: the cache of each layer.
         slot_tile: capacities of full-attention caches that shrink and grow are multiples of it.
         growth_room: slots beyond what is needed now that such a cache gets.
+        page_size: slots of a page; 0 where caches are contiguous. Every capacity is a multiple of it.
         bound: most tokens that a full-attention cache ever holds, as evictions make room for every chunk, in caches
             that keep their planned size; None: they hold what was read, and are resized.
     """
@@ -58,6 +59,7 @@ class CachePlan:
     layers: tuple[LayerPlan, ...]
     slot_tile: int = RING_TILE
     growth_room: int = 256
+    page_size: int = 0
     bound: int | None = None
 
     @property
@@ -78,7 +80,9 @@ class CachePlan:
     def grown_capacity(self, index: int, needed: int) -> int:
         """Return the slots of a full-attention cache that must hold `needed` tokens and will go on growing."""
         planned = self.layers[index].capacity
-        return planned if self.bound else min(_round_up(needed + self.growth_room, self.slot_tile), planned)
+        if self.bound and not self.page_size:
+            return planned
+        return min(_round_up(needed + self.growth_room, self.slot_tile), planned)
 
     def evicted_capacity(self, capacity: int, held: int, *, is_first: bool) -> int:
         """Return the slots of a full-attention cache of `capacity` slots once an eviction has left `held` tokens.
@@ -86,6 +90,8 @@ class CachePlan:
         A sequence's first eviction gives back all memory that it can. Later ones let a cache be that an answer and
         a question no longer than `growth_room` have grown, and with it the steps that were captured over it.
         """
+        if self.page_size:  # pages come and go without a change of buffers
+            return min(_round_up(held, self.page_size), capacity)
         largest = _round_up(held + 2 * self.growth_room, self.slot_tile)
         if self.bound is not None or (not is_first and capacity <= largest):
             return capacity
@@ -111,7 +117,7 @@ def plan_caches(
         manifest: of the model.
         max_context: longest sequence, tokens; None takes the manifest's.
         chunk_size: most tokens of one prefill step; None takes the manifest's.
-        cuda: round capacities up to whole tiles of the CUDA kernels.
+        cuda: round capacities up to whole tiles of the CUDA kernels. Those of a paged model are whole pages.
         budget: tokens that evictions during prefill leave in each full-attention cache, which then has room for
             these and a chunk; None has room for the whole context.
 
@@ -130,15 +136,19 @@ def plan_caches(
         )
     bound = None if budget is None else min(context, budget + chunk)
     layers = []
+    multiple = max(manifest.page_size, CUDA_TILE if cuda else 1)  # both are powers of two
     for layer in manifest.layers:
         slot_bytes = 2 * layer.num_kv_heads * layer.head_size * ELEMENT_BYTES[manifest.dtype]
         layers.append(
             LayerPlan(
                 kind="ring" if layer.window > 0 else "full",
                 window=layer.window,
-                capacity=_ring_slots(manifest.sink, layer.window, context, chunk, cuda)
-                if layer.window > 0
-                else _full_slots(manifest.sink, bound or context, cuda),
+                capacity=_round_up(
+                    _ring_slots(manifest.sink, layer.window, context, chunk, cuda)
+                    if layer.window > 0
+                    else max(bound or context, manifest.sink + 1),
+                    multiple,
+                ),
                 slot_bytes=slot_bytes,
                 full_length_bytes=context * slot_bytes,
             )
@@ -147,23 +157,24 @@ def plan_caches(
         max_context=context,
         chunk_size=chunk,
         layers=tuple(layers),
-        slot_tile=CUDA_TILE if cuda else RING_TILE,
-        growth_room=CUDA_GROWTH_ROOM if cuda else min(chunk, 256),
+        slot_tile=manifest.page_size or (CUDA_TILE if cuda else RING_TILE),
+        growth_room=_growth_room(chunk, cuda=cuda, paged=manifest.paged),
+        page_size=manifest.page_size,
         bound=bound,
     )
 
 
+def _growth_room(chunk: int, *, cuda: bool, paged: bool) -> int:
+    """Return the slots that a cache gets in advance; on CUDA a chain of steps ends where it must grow."""
+    if cuda:
+        return CUDA_GROWTH_ROOM
+    return 0 if paged else min(chunk, 256)
+
+
 def _ring_slots(sink: int, window: int, context: int, chunk: int, cuda: bool) -> int:
-    """Return the slots of a ring: at most the context's."""
+    """Return the slots that a ring needs: at most the context's."""
     largest_step = max(min(chunk, context), STEPS_AHEAD + 1 if cuda else 1)
-    capacity = max(min(ring_capacity(sink, window, largest_step), context), sink + window)
-    return _round_up(capacity, CUDA_TILE) if cuda else capacity
-
-
-def _full_slots(sink: int, needed: int, cuda: bool) -> int:
-    """Return the slots of a cache that never wraps."""
-    capacity = max(needed, sink + 1)
-    return _round_up(capacity, CUDA_TILE) if cuda else capacity
+    return max(min(ring_capacity(sink, window, largest_step), context), sink + window)
 
 
 def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:

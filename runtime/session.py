@@ -14,13 +14,13 @@ import numpy.typing as npt
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
-from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import SnapKv
+from ortolan.runtime.paged_caches import make_caches
 from ortolan.runtime.plan import CachePlan, split_chunks
 from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.sampler import Generation
@@ -58,7 +58,7 @@ class Session(GeneratingSession):
         self._weights_bytes = weights_bytes
         self._capture_rows = snapkv.captured_queries if snapkv else 0
         self._identify = identify
-        self._caches = CacheBuffers(manifest, plan, self._capture_rows, buffers or HostBuffers(), capacities)
+        self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers(), capacities)
         self._stepper = self._make_stepper(ort_session)
         self._lengths = Lengths(manifest)
         self._history: list[int] = []  # every token fed so far
@@ -75,20 +75,18 @@ class Session(GeneratingSession):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the key and value caches hold now."""
+        """Bytes that the key and value caches take now; of paged ones, their pages."""
         return self._caches.bytes
 
     def physical_length(self, layer: int) -> int:
         """Return the tokens that one layer's cache holds: after an eviction, fewer than were read."""
         self._check_layer(layer)
-        if layer in self._lengths.physical:
-            return int(self._lengths.physical[layer].max())
-        return min(self._lengths.logical, self.cache_capacity(layer))
+        return self._lengths.held().get(layer, min(self._lengths.logical, self.cache_capacity(layer)))
 
     def cache_capacity(self, layer: int) -> int:
         """Return the slots of one layer's cache now."""
         self._check_layer(layer)
-        return self._caches.layers[layer].capacity
+        return self._caches.capacity(layer)
 
     def kept_positions(self, layer: int) -> npt.NDArray[np.int32] | None:
         """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one.
@@ -165,6 +163,8 @@ class Session(GeneratingSession):
             self._lengths.rewind(length, self._capture_rows)
         del self._history[length:]
         self._pending.clear()
+        held = self._lengths.held()
+        self._caches.release({i: self._grown(i, length) if length else 0 for i, length in held.items()}, held)
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
@@ -173,6 +173,7 @@ class Session(GeneratingSession):
             weights_bytes=self._weights_bytes,
             cache_bytes=self.cache_bytes,
             planned_cache_bytes=self.plan.bytes,
+            free_page_bytes=self._caches.free_bytes,
             capture_bytes=self._caches.capture_bytes,
             step_bytes=self._stepper.bytes,
         )
@@ -279,19 +280,20 @@ class Session(GeneratingSession):
             if begin:
                 self._evict_if_due()
             self._free_room(end - begin)
+            self._make_room(end - begin)
             logits = self._read(tokens[begin:end], note)
         return logits
 
     def _free_room(self, count: int) -> None:
         """Evict where a bounded cache has no room for `count` more tokens."""
-        if self.plan.bound is not None and min(self._rooms()) < count:
+        if self.plan.bound is not None and self.plan.bound - max(self._lengths.held().values()) < count:
             self._prepare_capture(0)
             self._evict_if_due()
 
     def _rooms(self) -> list[int]:
         """Return how many more tokens each full-attention cache takes as it is."""
-        limit, held = self.plan.bound or self.plan.max_context, self._lengths.physical
-        return [min(self.cache_capacity(i), limit) - int(held[i].max()) for i in held]
+        limit = self.plan.bound or self.plan.max_context
+        return [min(self.cache_capacity(i), limit) - held for i, held in self._lengths.held().items()]
 
     def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
         """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
@@ -330,16 +332,19 @@ class Session(GeneratingSession):
         return everything
 
     def _make_room(self, count: int) -> None:
-        """Grow full-attention caches that an eviction had shrunk."""
-        for index, lengths in self._lengths.physical.items():
-            held = int(lengths.max())
-            if held + count > self.cache_capacity(index):
-                slots = self.plan.grown_capacity(index, held + count)
-                self._caches.resize(index, max(slots, self._manifest.sink + 1), held)
+        """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""
+        held = self._lengths.held()
+        slots = {i: self.cache_capacity(i) for i in held}
+        slots |= {i: self._grown(i, n + count) for i, n in held.items() if n + count > slots[i]}
+        self._caches.fit(slots, held)
+
+    def _grown(self, index: int, needed: int) -> int:
+        """Return the slots that a full-attention cache of `needed` tokens gets."""
+        return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
 
     def _is_due(self, count: int) -> bool:
         """Say whether `count` more tokens make a full-attention cache pass the budget."""
-        held = max((int(lengths.max()) for lengths in self._lengths.physical.values()), default=0)
+        held = max(self._lengths.held().values(), default=0)
         return self._snapkv is not None and held + count > self._snapkv.budget
 
     def _evict_if_due(self) -> None:
@@ -357,11 +362,10 @@ class Session(GeneratingSession):
             self.rewind(0)
             raise
         self._captured_at_eviction, generation = caches.copy_captures(), caches.generation
-        for index, lengths in self._lengths.physical.items():
-            held, capacity = int(lengths.max()), self.cache_capacity(index)
-            slots = self.plan.evicted_capacity(capacity, held, is_first=is_first)
-            if slots < capacity:
-                caches.resize(index, max(slots, self._manifest.sink + 1), held)
+        held = self._lengths.held()
+        capacities = {i: self.cache_capacity(i) for i in held}
+        slots = {i: self.plan.evicted_capacity(capacities[i], held[i], is_first=is_first) for i in held}
+        caches.fit({i: min(capacities[i], max(n, self._manifest.sink + 1)) for i, n in slots.items()}, held)
         if caches.generation != generation:
             caches.buffers.trim()
         self.stats.evictions += 1

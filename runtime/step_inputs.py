@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ class Field:
 
     def view(self, block: Array) -> Array:
         """View the input in a block of bytes, on the host or the device."""
-        size = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
         return block[self.offset : self.offset + size].view(self.dtype).reshape(self.shape)
 
 

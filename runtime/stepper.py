@@ -111,5 +111,7 @@ class Stepper:
                 binding.bind_ortvalue_input(name, wrap(array))
         for name, array in self._caches.named().items():
             self._caches.buffers.bind_in_place(binding, name, array)
+        for name, table in self._caches.tables().items():
+            self._caches.buffers.bind_input(binding, name, table)
         binding.bind_ortvalue_output(contract.LOGITS, wrap(self._logits))
         return bound

@@ -56,6 +56,21 @@ def open_pair(family: str, dtype: str, graph: str) -> Pair:
     return Pair(_checkpoint(family), host, device)
 
 
+@functools.cache
+def open_device(family: str, dtype: str, graph: str, *, page_size: int, sink: int) -> ortolan.Model:
+    """Open a family's model on the GPU with some pages (0: contiguous) and sinks, without end-of-sequence tokens."""
+    checkpoint = _checkpoint(family)
+    pages = {"paged": True, "page_size": page_size} if page_size else {}
+    folder = checkpoint.parent / f"{dtype}-{page_size}-{sink}"
+    if not folder.exists():
+        ortolan.export(
+            checkpoint, folder, dtype=dtype, max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, sink=sink, **pages
+        )
+    model = ortolan.load(folder, device="cuda", fused=GRAPHS[graph])
+    object.__setattr__(model.manifest, "eos_token_ids", ())
+    return model
+
+
 def draw_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
 

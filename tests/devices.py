@@ -99,7 +99,7 @@ def run(
     import cupy
 
     binding = session.io_binding()
-    buffers = {name: _upload(array) for name, array in feeds.items()}
+    buffers = {name: upload(array) for name, array in feeds.items()}
     for name, array in feeds.items():
         binding.bind_input(name, "cuda", 0, ONNX_TYPES[array.dtype], array.shape, buffers[name].data.ptr)
     results = {}
@@ -128,13 +128,27 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 def poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """Return device memory, flat, that holds NaN; one element at least, as a buffer of none has no address."""
-    return _upload(np.full(max(1, np.prod(shape, dtype=int)), np.nan, dtype))
+    return upload(np.full(max(1, np.prod(shape, dtype=int)), np.nan, dtype))
 
 
-def _upload(array: np.ndarray) -> Any:
+def upload(array: np.ndarray) -> Any:
+    """Copy an array to the GPU, flat; bfloat16 as its bits. One of no elements gets an address all the same."""
     import cupy
 
     return cupy.asarray(_storage(array) if array.size else np.zeros(1, np.uint8))
+
+
+def synchronize() -> None:
+    """Wait for the device, whatever stream its work is on."""
+    if current() == "cuda":
+        import cupy
+
+        cupy.cuda.runtime.deviceSynchronize()
+
+
+def storage_type(dtype: np.dtype) -> np.dtype:
+    """Return the type that holds a type's bits in cupy, which has no bfloat16."""
+    return np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
 
 
 def _storage(array: np.ndarray) -> np.ndarray:

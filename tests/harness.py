@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import devices
@@ -24,11 +24,20 @@ def find_operator(name: str) -> Operator:
     return next(operator for operator in OPERATORS if operator.name == name)
 
 
-def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> onnx.ModelProto:
-    """Build a model of one node, whose inputs are named as in the schema and have free shapes."""
+def build_model(
+    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object], omitted: Collection[str] = ()
+) -> onnx.ModelProto:
+    """Build a model of one node, whose inputs are named as in the schema and have free shapes.
+
+    Args:
+        name: of the operator.
+        feeds: inputs, of which only types and ranks count.
+        attributes: of the node.
+        omitted: optional outputs, at the end of the list, that the node does not have.
+    """
     operator = find_operator(name)
     element = next(iter(feeds.values())).dtype
-    outputs = tuple(port.name for port in operator.outputs)
+    outputs = tuple(port.name for port in operator.outputs if port.name not in omitted)
     emit = getattr(emitters, snake_case(name))
     node = emit(**{k: k for k in feeds}, outputs=outputs, name=f"test/{name}", **attributes)
     inputs = [
@@ -42,18 +51,21 @@ def build_model(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[
             [f"{port.name}_{axis}" for axis in range(port.shape.count(",") + 1)],
         )
         for port in operator.outputs
+        if port.name in outputs
     ]
     graph = onnx.helper.make_graph([node], "test", inputs, results)
     opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def open_session(name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object]) -> ort.InferenceSession:
+def open_session(
+    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object], omitted: Collection[str] = ()
+) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 2
     ortolan.custom_ops.register(options)
-    model = build_model(name, feeds, attributes).SerializeToString()
+    model = build_model(name, feeds, attributes, omitted).SerializeToString()
     return ort.InferenceSession(model, options, providers=[devices.PROVIDERS[devices.current()]])
 
 

@@ -115,6 +115,7 @@ def llama_sources(config: ModelConfig, norms: dict[str, str] = LLAMA_NORMS, *, p
             sources[f"layers.{i}.{ours}.weight"] = Source(
                 name=f"model.layers.{i}.{norms[ours]}.weight", plus_one=plus_one
             )
+        sources[f"layers.{i}.attention.sink_logits"] = Source(name=f"model.layers.{i}.self_attn.sinks")
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             sources[f"layers.{i}.attention.{ours}.weight"] = Source(
                 name=f"model.layers.{i}.self_attn.{theirs}.weight", plus_one=plus_one

@@ -55,7 +55,7 @@ class _Layer:
     """Scores the positions of one layer; G query heads share a kv head, and Wq queries of each are captured."""
 
     def __init__(self, parts: EvictParts, i: int) -> None:
-        self._parts, self._graph, self._inputs = parts, parts.graph, parts.layers[i]
+        self._parts, self._graph, self._inputs, self._i = parts, parts.graph, parts.layers[i], i
         self._path, self._info = f"layers.{i}/evict", parts.manifest.layers[i]
         ropes = parts.manifest.ropes or {}
         self._frequencies = np.array(ropes[self._info.rope]) if self._info.rope else None  # [variants, R]
@@ -64,11 +64,11 @@ class _Layer:
     def score(self) -> Tensor:
         """Score all slots, [B, Hkv, C] float32; empty ones hold anything."""
         mean, covariance = self._statistics()
-        keys = self._node("keys/Cast", "Cast", self._inputs.key, to=FLOAT)
+        keys = self._node("keys/Cast", "Cast", self._rows("keys", self._inputs.key), to=FLOAT)
         weights = self._node("Softmax", "Softmax", self._exponents(keys, mean, covariance), axis=-1)
         reduce = REDUCTIONS[self._parts.options.group_reduce]
         weights = self._node(reduce, reduce, weights, self._axes(2), keepdims=0)  # [B, Hkv, C]
-        values = self._node("values/Cast", "Cast", self._inputs.value, to=FLOAT)
+        values = self._node("values/Cast", "Cast", self._rows("values", self._inputs.value), to=FLOAT)
         norms = self._node("values/ReduceL2", "ReduceL2", values, self._axes(3), keepdims=0)
         return self._node("score", "Mul", weights, norms)
 
@@ -184,6 +184,9 @@ class _Layer:
         allowed = self._node("allowed/And", "And", before, after)
         allowed = self._node("allowed", "Unsqueeze", allowed, self._axes(2))
         return self._node("seen", "Where", allowed, exponents, self._float("unseen", UNSEEN))
+
+    def _rows(self, name: str, cache: Tensor) -> Tensor:
+        return self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", cache)
 
     def _node(self, name: str, op: str, *inputs: Tensor, **attributes: int | list[int]) -> Tensor:
         return self._graph.node(f"{self._path}/expected/{name}", op, inputs, attributes)

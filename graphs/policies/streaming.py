@@ -24,6 +24,6 @@ def _no_score(parts: EvictParts, i: int) -> Tensor:
     """Score no position, so that none is chosen but sinks and the window; [B, Hkv, C]."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
     lists = graph.node(f"{path}/lists/Shape", "Shape", [layer.kv_len])
-    shape = graph.node(f"{path}/score/Concat", "Concat", [lists, parts.slots(path, layer.key)], {"axis": 0})
+    shape = graph.node(f"{path}/score/Concat", "Concat", [lists, parts.cache_slots(i)], {"axis": 0})
     value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [EMPTY])
     return graph.node(f"{path}/score", "ConstantOfShape", [shape], {"value": value})

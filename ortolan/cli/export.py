@@ -37,7 +37,10 @@ def add_parser(commands: Any) -> None:
         default=64,
         help="queries captured for SnapKV; 0: none (default: %(default)s)",
     )
-    parser.add_argument("--paged", action="store_true", help="paged caches (not supported yet)")
+    parser.add_argument("--paged", action="store_true", help="caches are pools of pages, which many sequences share")
+    parser.add_argument(
+        "--page-size", type=int, default=64, help="slots of a page: 16, 32, 64, 128 or 256 (default: %(default)s)"
+    )
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
@@ -69,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
             sink=options.sink,
             snapkv_window=options.snapkv_window,
             paged=options.paged,
+            page_size=options.page_size,
             weights=options.weights,
             fuse=not options.no_fuse,
             overwrite=options.overwrite,

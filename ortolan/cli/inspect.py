@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -92,6 +93,9 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
         "nodes": summary.num_nodes,
         "operators": dict(summary.operators),
         "layers": [list(layer) for layer in summary.layers],
+        "paged": manifest.paged,
+        "page_size": manifest.page_size,
+        "cache_kinds": [dataclasses.asdict(kind) for kind in manifest.cache_kinds],
         "plans": [
             {
                 "max_context": plan.max_context,
@@ -114,6 +118,7 @@ def _print(manifest: Manifest, summary: Any, fused: dict[str, Any] | None, plans
     print()
     print(format_table(["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]))
     _print_fused(fused)
+    _print_kinds(manifest)
     for plan in plans:
         print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
         print(plan_table(plan))
@@ -126,6 +131,26 @@ def _print_fused(fused: dict[str, Any] | None) -> None:
     print(f"\nfused graph: ok ({fused['file']}, {fused['nodes']} nodes), which CUDA runs")
     counts = [[name, str(count)] for name, count in fused["operators"].items() if count]
     print(format_table(["fused operator, or plain one left", "count"], counts))
+
+
+def _print_kinds(manifest: Manifest) -> None:
+    """Print the kinds of paged caches, and the pages that a sequence has of each."""
+    if not manifest.paged:
+        return
+    from ortolan.runtime import plan_caches
+
+    layers = plan_caches(manifest).layers
+    rows = [
+        [
+            kind.name,
+            ", ".join(map(str, kind.layers)),
+            kind.block_table,
+            f"{'up to ' if kind.window < 0 else ''}{layers[kind.layers[0]].capacity // manifest.page_size}",
+        ]
+        for kind in manifest.cache_kinds
+    ]
+    print(f"\npaged caches, {manifest.page_size} slots a page")
+    print(format_table(["kind", "layers", "block table", "pages of a sequence"], rows))
 
 
 def plan_table(plan: Any) -> str:

@@ -19,6 +19,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def paged_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli-paged") / "model"
+    sizes = ["--max-context", "4096", "--chunk-size", "256", "--paged", "--page-size", "128"]
+    assert main(["export", str(shipped_model()), str(folder), *sizes]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
 def sample() -> Sample:
     return make_sample(load_corpus("eval"), Task(length=2048, depth=0.4, seed=11))
 

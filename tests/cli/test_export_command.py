@@ -33,7 +33,7 @@ def test_overwrite_is_needed_and_works(model_dir, tmp_path, capsys):
         (["--weights", "none"], "none"),
         (["--max-context", "0"], "max_context"),
         (["--sink", "-1"], "sink"),
-        (["--paged"], "paged"),
+        (["--paged", "--page-size", "20"], "page_size"),
         (["--chunk-size", "x"], "--chunk-size"),
     ],
 )

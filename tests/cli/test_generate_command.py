@@ -44,6 +44,16 @@ def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
     assert capsys.readouterr().out == expected + "\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--snapkv-budget", "256"]], ids=["whole", "evicted"])
+def test_pages_change_no_answer(model_dir, paged_dir, prompt_file, sample, capsys, options):
+    texts = []
+    for folder in (model_dir, paged_dir):
+        arguments = ["--prompt-file", str(prompt_file), "--max-new-tokens", "40", "--stats-json", "-", *options]
+        assert main(["generate", str(folder), *arguments]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 def test_seed_fixes_the_text(model_dir, capsys):
     def text(seed: str) -> str:
         options = ["--temperature", "1.5", "--seed", seed, "--max-new-tokens", "40"]

@@ -4,6 +4,7 @@ import shutil
 
 import onnx
 import pytest
+from families import tiny_checkpoint
 
 from ortolan.cli import main
 from ortolan.manifest import read_manifest
@@ -76,3 +77,32 @@ def test_model_file_that_is_no_graph(bare_dir, capsys):
     (bare_dir / "model.onnx").write_bytes(b"\x00not a graph")
     assert main(["inspect", str(bare_dir)]) == 2
     assert "model.onnx" in capsys.readouterr().err
+
+
+def test_paged_caches_show_their_kinds(tmp_path, capsys):
+    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf")
+    options = ["--max-context", "256", "--chunk-size", "16", "--paged", "--page-size", "32"]
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), *options]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "model")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "paged caches, 32 slots a page" in lines
+    rows = [line.split() for line in lines]
+    assert ["window_20", "0,", "2,", "3", "block_table.window_20", "2"] in rows
+    assert ["full", "1", "block_table.full", "up", "to", "8"] in rows
+    assert main(["inspect", str(tmp_path / "model"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["paged"], report["page_size"]) == (True, 32)
+    assert report["cache_kinds"][1] == {
+        "name": "full",
+        "window": -1,
+        "layers": [1],
+        "block_table": "block_table.full",
+    }
+
+
+def test_an_unknown_page_size_is_refused(tmp_path, capsys):
+    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf")
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), "--paged", "--page-size", "48"]) == 2
+    assert "page_size is 48; allowed: 16, 32, 64, 128, 256" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()

@@ -170,14 +170,13 @@ def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
         {"sink": -1},
         {"snapkv_window": 1.5},
         {"weights": "none"},
+        {"page_size": 48},
         {"sink": 64, "max_context": 64},
     ],
 )
 def test_arguments_are_refused(checkpoint, tmp_path, arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ortolan.export(checkpoint, tmp_path / "model", **arguments)
-    with pytest.raises(UnsupportedModelError, match="paged"):
-        ortolan.export(checkpoint, tmp_path / "model", paged=True)
     assert_nothing_written(tmp_path)
 
 

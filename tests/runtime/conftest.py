@@ -15,9 +15,17 @@ CHUNK_SIZE = 16
 VOCABULARY = 131
 
 
-def _export(family: str, root: Path, **overrides: object) -> Path:
+def _export(family: str, root: Path, *, paged: bool = False, page_size: int = 64, **overrides: object) -> Path:
     checkpoint = tiny_checkpoint(family, root / "hf", seed=5, **overrides)
-    return ortolan.export(checkpoint, root / "model", max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, sink=2)
+    return ortolan.export(
+        checkpoint,
+        root / "model",
+        max_context=MAX_CONTEXT,
+        chunk_size=CHUNK_SIZE,
+        sink=2,
+        paged=paged,
+        page_size=page_size,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +45,20 @@ def mixed_model(tmp_path_factory) -> ortolan.Model:
     return ortolan.load(
         _export("gemma3", tmp_path_factory.mktemp("mixed"), num_key_value_heads=2), device="cpu", num_threads=1
     )
+
+
+@pytest.fixture(scope="session")
+def paged_model(tmp_path_factory) -> ortolan.Model:
+    """A model whose layers all attend to everything, with pages of 16 slots."""
+    folder = _export("llama", tmp_path_factory.mktemp("paged"), paged=True, page_size=16)
+    return ortolan.load(folder, device="cpu", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def paged_mixed_model(tmp_path_factory) -> ortolan.Model:
+    """As `mixed_model`, with pages of 16 slots."""
+    folder = _export("gemma3", tmp_path_factory.mktemp("paged"), num_key_value_heads=2, paged=True, page_size=16)
+    return ortolan.load(folder, device="cpu", num_threads=1)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.entries = static_cast<int>(params.packing.num_sequences) * kv_heads * shape.row_tiles;
   for (shape.warps = kMaxDecodeWarps<kHeadSize>; shape.warps > 0; shape.warps /= 2) {
-    shape.tile_keys = shape.warps * kWarpKeys;
+    shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
     const auto fits = [&] {
       return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
     };

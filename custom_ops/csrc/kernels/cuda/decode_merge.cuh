@@ -101,7 +101,8 @@ struct DecodeMerge {
       const float4 weights = load(factors.weights[part] + quad * 4);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        tile[c] = scale_add(load(parts[c] + part * (kWarpKeys * Stage::kStride / 2)), weights, tile[c]);
+        tile[c] =
+            scale_add(load(parts[c] + part * (kWarpKeys<kHeadSize> * Stage::kStride / 2)), weights, tile[c]);
     }
   }
 

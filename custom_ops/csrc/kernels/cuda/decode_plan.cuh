@@ -17,7 +17,10 @@
 namespace ortolan::cuda {
 
 constexpr int kSpanTiles = 8;
-constexpr int kWarpKeys = 16;  // of a tile, per warp
+// Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
+// keys.
+template <int kHeadSize>
+constexpr int kWarpKeys = kHeadSize <= 64 ? 32 : 16;
 
 // Division by a number that the host knows, of numbers below 2^31.
 // Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).

@@ -7,8 +7,8 @@
 namespace ortolan::cuda {
 
 // A stage holds a tile's keys and then its values, rows of kStride elements. Once a warp has multiplied its
-// 16 rows of both, they become its sums, in float32: first half of the columns in the rows of keys, second
-// half in the rows of values.
+// rows of both, they become its sums, in float32: first half of the columns in the rows of keys, second half
+// in the rows of values.
 template <int kHeadSize>
 struct DecodeStage {
   static constexpr int kStride = kHeadSize + 8;  // elements; spreads rows over all banks

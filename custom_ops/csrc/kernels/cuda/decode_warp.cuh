@@ -1,4 +1,4 @@
-// A warp of decode attention that multiplies: all query rows of an entry with its own 16 keys of a tile.
+// A warp of decode attention that multiplies: all query rows of an entry with its own keys of a tile.
 //
 // Keys are the rows of the first product, [keys, queries], and the columns of values those of the second,
 // [columns, queries], so that 8 queries cost no more than they must. Logits, weights and sums stay in the
@@ -20,8 +20,10 @@ struct DecodeWarp {
   // Columns of the sums in registers at once. A pass's sums must not take the place of values that later
   // passes read: see DecodeStage.
   static constexpr int kPassColumns = kHeadSize < 128 || (kHeadSize == 128 && kRowTiles == 2) ? 64 : 128;
-  using Logit = float[kRowTiles][4];       // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
-  using Weights = uint32_t[kRowTiles][2];  // right operand of a product
+  static constexpr int kKeys = kWarpKeys<kHeadSize>;
+  static constexpr int kKeyTiles = kKeys / 16;
+  using LogitTile = float[kRowTiles][4];              // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
+  using Weights = uint32_t[kRowTiles][kKeyTiles][2];  // right operands of products
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
@@ -35,7 +37,7 @@ struct DecodeWarp {
 
   __device__ __forceinline__ Element* keys(int stage) const {
     return reinterpret_cast<Element*>(shared.stages + stage * Stage::bytes(shape.tile_keys)) +
-           warp * kWarpKeys * Stage::kStride;
+           warp * kKeys * Stage::kStride;
   }
   __device__ __forceinline__ Element* values(int stage) const {
     return keys(stage) + shape.tile_keys * Stage::kStride;
@@ -62,12 +64,12 @@ struct DecodeWarp {
     }
   }
 
-  // Sums of one tile's 16 keys, and each row's maximum and denominator over them.
+  // Sums of one tile's keys, and each row's maximum and denominator over them.
   __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
     const DecodeEntry& entry = cursor.of;
-    const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kWarpKeys;
+    const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
     if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
-             .hold_any(first, first + kWarpKeys)) {
+             .hold_any(first, first + kKeys)) {
       if (lane < kRows) {
         shared.maxima[state(cursor.stage) + lane] = -INFINITY;
         shared.totals[state(cursor.stage) + lane] = 0;
@@ -75,17 +77,20 @@ struct DecodeWarp {
       clear_sums(entry.rows, cursor.stage);
       return;
     }
-    Logit z = {};
-    multiply_keys(z, cursor.stage);
-    finish_logits(z, entry, first);
+    LogitTile z[kKeyTiles] = {};
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      multiply_keys(z[m], keys(cursor.stage) + m * 16 * Stage::kStride);
+      finish_logits(z[m], entry, first + m * 16);
+    }
     Weights weights;
     weigh(z, weights, cursor.stage);
     multiply_values(weights, entry.rows, cursor.stage);
   }
 
-  __device__ __forceinline__ void multiply_keys(Logit& z, int stage) const {
-    const uint32_t address = shared_address(keys(stage) + lane % 16 * Stage::kStride + lane / 16 * 8);
-    Logit odd = {};  // two chains of sums are done in half the time of one
+  __device__ __forceinline__ void multiply_keys(LogitTile& z, const Element* rows) const {
+    const uint32_t address = shared_address(rows + lane % 16 * Stage::kStride + lane / 16 * 8);
+    LogitTile odd = {};  // two chains of sums are done in half the time of one
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t key[4];
@@ -99,7 +104,7 @@ struct DecodeWarp {
   }
 
   // Logits in units of log2, -inf where the query does not see the key.
-  __device__ __forceinline__ void finish_logits(Logit& z, const DecodeEntry& entry, int32_t first) const {
+  __device__ __forceinline__ void finish_logits(LogitTile& z, const DecodeEntry& entry, int32_t first) const {
     if (logits.mapped) {
 #pragma unroll
       for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] = logits.map(z[n / 4][n % 4]);
@@ -107,7 +112,7 @@ struct DecodeWarp {
 #pragma unroll
       for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
     }
-    if (!visibility.cuts(entry.first_position, entry.last_position, first, first + kWarpKeys)) return;
+    if (!visibility.cuts(entry.first_position, entry.last_position, first, first + 16)) return;
 #pragma unroll
     for (int n = 0; n < 4 * kRowTiles; ++n)
       if (!visibility.sees(positions[n / 4][n % 2], first + n % 4 / 2 * 8 + lane / 4))
@@ -123,19 +128,26 @@ struct DecodeWarp {
     return operation(value, __shfl_xor_sync(~0u, value, 16));
   }
 
-  __device__ __forceinline__ void weigh(const Logit& z, Weights& weights, int stage) const {
+  __device__ __forceinline__ void weigh(const LogitTile (&z)[kKeyTiles], Weights& weights, int stage) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
-      const float maximum = reduce(fmaxf(z[t][0], z[t][2]), fmaxf(z[t][1], z[t][3]),
-                                   [](float a, float b) { return fmaxf(a, b); });
+      float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
+#pragma unroll
+      for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
+      const float maximum = reduce(highest[0], highest[1], [](float a, float b) { return fmaxf(a, b); });
       const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
       const float base[2] = {lane & 4 ? other : mine, lane & 4 ? mine : other};
-      float w[4];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) w[n] = fast_exp2(z[t][n] - base[n % 2]);
-      weights[t][0] = transpose_matrix(Half<Element>::pack(w[0], w[1]));
-      weights[t][1] = transpose_matrix(Half<Element>::pack(w[2], w[3]));
-      const float total = reduce(w[0] + w[2], w[1] + w[3], [](float a, float b) { return a + b; });
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float low = fast_exp2(z[m][t][2 * half] - base[0]);
+          const float high = fast_exp2(z[m][t][2 * half + 1] - base[1]);
+          weights[t][m][half] = transpose_matrix(Half<Element>::pack(low, high));
+          sums[0] += low;
+          sums[1] += high;
+        }
+      const float total = reduce(sums[0], sums[1], [](float a, float b) { return a + b; });
       if (lane >= 8) continue;
       const int row = state(stage) + t * 8 + lane % 4 * 2 + lane / 4;
       shared.maxima[row] = maximum;
@@ -151,11 +163,14 @@ struct DecodeWarp {
       float o[kRowTiles][kPassColumns / 16][4] = {};
 #pragma unroll
       for (int n = 0; n < kPassColumns / 16; ++n) {
-        uint32_t value[4];
-        load_matrix_x4_transposed(value, address + (pass + n * 16) * 2);
 #pragma unroll
-        for (int t = 0; t < kRowTiles; ++t)
-          Half<Element>::multiply_add(o[t][n], value, weights[t][0], weights[t][1]);
+        for (int m = 0; m < kKeyTiles; ++m) {
+          uint32_t value[4];
+          load_matrix_x4_transposed(value, address + (m * 16 * Stage::kStride + pass + n * 16) * 2);
+#pragma unroll
+          for (int t = 0; t < kRowTiles; ++t)
+            Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
+        }
       }
       __syncwarp();
 #pragma unroll

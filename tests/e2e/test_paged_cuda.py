@@ -1,0 +1,63 @@
+"""Paged sessions on a GPU: bit for bit what contiguous ones give, with captured decode steps."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from cuda_models import ELEMENTS, GRAPHS, draw_tokens, open_device
+from paged_sessions import poison_free_pages, tables_of, talk_in_step
+
+from ortolan import SnapKv
+from ortolan.contract import PAGE_SIZES
+from ortolan.errors import CapacityError
+from ortolan.runtime.options import POLICIES
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("seed", range(8))
+def test_paged_equals_contiguous_bit_for_bit(seed, graph, dtype):
+    rng = random.Random(seed)
+    family, sink = rng.choice(["llama", "gemma3", "qwen2"]), rng.choice([0, 4])
+    sizes = (0, rng.choice(PAGE_SIZES))
+    models = [open_device(family, dtype, graph, page_size=size, sink=sink) for size in sizes]
+    evicts = any(layer.evictable for layer in models[0].manifest.layers)
+    snapkv = SnapKv(budget=40, window=8, sink=2, policy=rng.choice(POLICIES)) if evicts and rng.random() < 0.7 else None
+    sessions = [model.session(chunk_size=16, snapkv=snapkv) for model in models]
+    room = rng.choice([0, 7, 200])
+    for session in sessions:
+        session.plan = dataclasses.replace(session.plan, growth_room=room)
+    assert talk_in_step(sessions, seed) > 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_growing_by_pages_keeps_the_captured_graph(dtype, page_size):
+    """The graph reads the table's address: 400 decoded tokens take new pages, and no new capture."""
+    contiguous, paged = (
+        open_device("gemma3", dtype, "fused", page_size=size, sink=0).session() for size in (0, page_size)
+    )
+    paged.plan = dataclasses.replace(paged.plan, growth_room=0)
+    expected, got = (list(session.generate(draw_tokens(20), 400)) for session in (contiguous, paged))
+    assert got == expected
+    assert paged.stats.graph_captures == 1
+    assert paged.cache_capacity(1) == -(-419 // page_size) * page_size
+
+
+def test_an_eviction_frees_pages_and_the_memory_adds_up():
+    session = open_device("llama", "bfloat16", "fused", page_size=16, sink=0).session(
+        snapkv=SnapKv(budget=40, window=8, sink=2)
+    )
+    session.plan = dataclasses.replace(session.plan, growth_room=0)
+    session.prefill(draw_tokens(200))
+    assert [table.used for table in tables_of(session)] == [3]
+    poison_free_pages(session)
+    assert np.isfinite(session.step(5)).all()
+    report = session.memory_report()
+    assert report.cache_bytes + report.free_page_bytes == report.planned_cache_bytes
+    session.rewind(200)
+    with pytest.raises(CapacityError):
+        session.rewind(100)

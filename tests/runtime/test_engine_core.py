@@ -1,0 +1,274 @@
+"""Steps of an engine over random requests, on a model that notices any mix-up of sequences."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fake_batch import BREAKING, NUMBERLESS, FakeStepper, expected_tokens, make_manifest, make_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import Sampling, SnapKv
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError, RequestCancelledError
+from ortolan.runtime.engine_core import EngineCore
+from ortolan.runtime.request import Request, StopFilter, make_choice
+from ortolan.runtime.scheduler import Scheduler
+from ortolan.runtime.sequence import TokenSequence
+from ortolan.runtime.stream import Outbox
+
+SNAPKV = SnapKv(budget=20, window=8, sink=2)
+
+
+def make_request(manifest, number, prompt, new, *, snapkv=None, sampling=None, stop=(), max_context=256):
+    sampling, tokens = sampling or Sampling(), list(prompt)
+    return Request(
+        sequence=TokenSequence(
+            number=number,
+            tokens=tokens,
+            prompt_length=len(prompt),
+            max_length=min(len(prompt) + new - 1, max_context),
+            snapkv=snapkv,
+        ),
+        choice=make_choice(sampling, tokens),
+        stops=StopFilter(stop, manifest.vocab_size),
+        eos_token_ids=frozenset(manifest.eos_token_ids),
+        max_new_tokens=new,
+        max_context=max_context,
+        outbox=Outbox(),
+    )
+
+
+def make_core(manifest, pages=64, overcommit=1.0, *, runs_ahead=False, **options):
+    plan = make_plan(manifest, pages, **options)
+    core = EngineCore(Scheduler(plan, overcommit), FakeStepper(manifest, plan))
+    core.stepper.runs_ahead = runs_ahead
+    return core
+
+
+def drain(core):
+    for _ in range(5000):
+        if not core.is_busy:
+            return
+        core.step()
+    raise AssertionError("the requests do not end")
+
+
+def draw_prompt(count, seed):
+    return np.random.default_rng(seed).integers(0, 50, count).tolist()
+
+
+jobs = st.tuples(st.integers(1, 100), st.integers(1, 30), st.booleans(), st.integers(0, 3))
+short_lists = st.lists(st.one_of(jobs, st.integers(0, 30), st.none(), st.none()), max_size=40)
+
+
+def draw_actions(seed):
+    """Draw a long list, in which many requests run at once."""
+    rng = np.random.default_rng(seed)
+    draws = []
+    for kind in rng.integers(0, 10, 60):
+        if kind < 4:
+            draws.append(
+                (int(rng.integers(1, 101)), int(rng.integers(1, 31)), bool(rng.integers(2)), int(rng.integers(4)))
+            )
+        else:
+            draws.append(None if kind < 9 else int(rng.integers(30)))
+    return draws
+
+
+actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    actions,
+    st.booleans(),
+    st.sampled_from([10, 16, 64]),
+    st.sampled_from([1.0, 4.0]),
+    st.sampled_from([3, 24]),
+    st.sampled_from([(256,), (60, 256)]),
+    st.booleans(),
+)
+def test_every_request_gets_the_tokens_that_it_gets_alone(
+    actions, rings, pages, overcommit, chunk, rope_limits, runs_ahead
+):
+    manifest = make_manifest(rings=rings, rope_limits=rope_limits)
+    core = make_core(manifest, pages, overcommit, runs_ahead=runs_ahead, chunk_tokens=chunk)
+    requests, cancelled = [], set()
+    for action in actions:
+        if action is None:
+            core.step()
+        elif isinstance(action, int):
+            if requests:
+                request = requests[action % len(requests)]
+                if not request.outbox.is_ended:
+                    cancelled.add(request)
+                core.cancel(request, RequestCancelledError("cancelled"))
+        else:
+            count, new, evicts, seed = action  # equal seeds begin alike
+            prompt = draw_prompt(count, seed)
+            request = make_request(manifest, len(requests), prompt, new, snapkv=SNAPKV if evicts else None)
+            requests.append(request)
+            core.add(request)
+    drain(core)
+    for request in requests:
+        sequence, outbox = request.sequence, request.outbox
+        wanted = expected_tokens(
+            manifest, sequence.tokens[: sequence.prompt_length], request.max_new_tokens, sequence.snapkv
+        )
+        if request in cancelled:
+            assert isinstance(outbox.error, RequestCancelledError)
+            assert outbox.tokens == wanted[: len(outbox.tokens)]
+        else:
+            assert (outbox.tokens, outbox.reason, outbox.error) == (wanted, "length", None)
+    assert core.scheduler.held_bytes == 0
+    assert core.stats().finished + core.stats().failed == len(requests)
+    assert overcommit > 1 or core.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_packed_step_that_fails_is_run_one_by_one(runs_ahead):
+    manifest = make_manifest(rings=True)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    core.stepper.fail_packed = {1, 7, 8, 20}
+    prompts = [draw_prompt(10 + seed, seed) for seed in range(3)]
+    requests = [make_request(manifest, i, prompt, 20) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert [len(rows) for rows in core.stepper.batches].count(1) >= 9
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.outbox.tokens == expected_tokens(manifest, prompt, 20)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("rings", [False, True])
+def test_faulty_requests_fail_alone(rings, runs_ahead):
+    manifest = make_manifest(rings=rings)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    prompts = [draw_prompt(30, seed) for seed in range(4)]
+    prompts[1][20] = NUMBERLESS
+    prompts[2][29] = BREAKING
+    requests = [make_request(manifest, i, prompt, 10) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert isinstance(requests[1].outbox.error, NumericError)
+    assert isinstance(requests[2].outbox.error, OrtolanError)
+    for i in (0, 3):
+        assert requests[i].outbox.tokens == expected_tokens(manifest, prompts[i], 10)
+    assert core.scheduler.held_bytes == 0
+
+
+def test_pages_of_a_failed_step_serve_nobody():
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest)
+    prompt = [*draw_prompt(40, 0), NUMBERLESS]
+    core.add(make_request(manifest, 0, prompt, 5))
+    drain(core)
+    assert core.scheduler.pools["full"].kept <= 1  # the first chunk was sound
+
+
+def test_a_request_larger_than_the_pool_fails_alone():
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest, pages=4)
+    requests = [make_request(manifest, i, draw_prompt(count, i), 10) for i, count in enumerate((60, 20))]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert isinstance(requests[0].outbox.error, CapacityError)
+    assert requests[1].outbox.reason == "length"
+
+
+def test_an_eviction_that_fails_ends_its_request_alone(monkeypatch):
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest)
+
+    def fail(row, options):
+        raise OrtolanError("the eviction graph failed")
+
+    monkeypatch.setattr(core.stepper, "evict", fail)
+    requests = [make_request(manifest, i, draw_prompt(40, i), 5, snapkv=SNAPKV if i else None) for i in range(2)]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert requests[0].outbox.reason == "length"
+    assert "eviction" in str(requests[1].outbox.error)
+    assert core.scheduler.held_bytes == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_generation_ends_at_the_context_as_a_session_does(runs_ahead):
+    manifest = make_manifest(rings=True)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    request = make_request(manifest, 0, draw_prompt(250, 0), 100)
+    core.add(request)
+    drain(core)
+    assert (len(request.outbox.tokens), request.outbox.reason) == (7, "context")
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_end_of_sequence_is_not_yielded(runs_ahead):
+    manifest = make_manifest(rings=False)
+    prompt = draw_prompt(9, 1)
+    wanted = expected_tokens(manifest, prompt, 12)
+    ending = dataclasses.replace(manifest, eos_token_ids=(wanted[6],))
+    core = make_core(ending, runs_ahead=runs_ahead)
+    request = make_request(ending, 0, prompt, 12)
+    core.add(request)
+    drain(core)
+    end = wanted.index(wanted[6])
+    assert (request.outbox.tokens, request.outbox.reason) == (wanted[:end], "eos")
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_stop_sequence_is_held_back(runs_ahead):
+    manifest = make_manifest(rings=False)
+    prompt = draw_prompt(9, 1)
+    wanted = expected_tokens(manifest, prompt, 12)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    request = make_request(manifest, 0, prompt, 12, stop=[wanted[5:8], 57])
+    core.add(request)
+    drain(core)
+    assert (request.outbox.tokens, request.outbox.reason) == (wanted[:5], "stop")
+
+
+def test_seeds_fix_tokens_whatever_else_runs():
+    manifest = make_manifest(rings=True)
+    options = Sampling(temperature=1.2, top_k=20, repetition_penalty=1.3, seed=5)
+    results = []
+    for others in (0, 3):
+        core = make_core(manifest, pages=20, overcommit=8.0)
+        request = make_request(manifest, 9, draw_prompt(30, 7), 40, sampling=options)
+        for number in range(others):
+            core.add(make_request(manifest, number, draw_prompt(60, number), 60))
+        core.add(request)
+        drain(core)
+        results.append(request.outbox.tokens)
+        assert others == 0 or core.stats().preemptions > 0
+    assert results[0] == results[1]
+    assert len(set(results[0])) > 5
+
+
+@pytest.mark.parametrize(
+    ("stops", "pushed", "seen", "stopped"),
+    [
+        ([5], [1, 2, 5], [1, 2], True),
+        ([[1, 1, 2]], [1, 1, 1, 2], [1], True),
+        ([[1, 2, 3], [2, 4]], [1, 2, 4], [1], True),
+        ([[1, 2, 3]], [1, 2, 1, 2], [1, 2], False),
+        ([], [1, 2], [1, 2], False),
+    ],
+)
+def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stopped):
+    stop_filter, out, last = StopFilter(stops, 10), [], False
+    for token in pushed:
+        tokens, last = stop_filter.push(token)
+        out += tokens
+    assert (out, last) == (seen, stopped)
+    assert stopped or out + stop_filter.flush() == pushed
+
+
+@pytest.mark.parametrize("stop", [[[]], [10], [[3, -1]], [True], ["a"], [[1.5]], [None], 5, "ab"])
+def test_stops_that_are_no_tokens_are_refused(stop):
+    with pytest.raises(ConfigError, match="stop"):
+        StopFilter(stop, 10)

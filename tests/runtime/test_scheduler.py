@@ -1,0 +1,313 @@
+"""The scheduler's promises, over random arrivals, cancels, evictions and ends."""
+
+import collections
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ortolan import SnapKv
+from ortolan.errors import CapacityError
+from ortolan.runtime.engine_plan import EnginePlan, KindPlan
+from ortolan.runtime.scheduler import Scheduler
+from ortolan.runtime.sequence import TokenSequence
+
+PAGE = 4
+SNAPKV = SnapKv(budget=8, window=4, sink=1)
+ADAKV = dataclasses.replace(SNAPKV, policy="adakv")
+
+
+def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limits=(64,)):
+    kinds = [KindPlan(name="full", window=-1, page_size=PAGE, table_pages=16, num_pages=pages, page_bytes=100)]
+    if rings:
+        kinds.append(KindPlan(name="window_6", window=6, page_size=PAGE, table_pages=4, num_pages=rings, page_bytes=30))
+    return EnginePlan(
+        max_sequences=max_sequences,
+        max_context=64,
+        chunk_tokens=chunk_tokens,
+        page_size=PAGE,
+        kinds=tuple(kinds),
+        rope_limits=rope_limits,
+    )
+
+
+def make_sequence(number, prompt, new=4, snapkv=None):
+    tokens = list(prompt) if not isinstance(prompt, int) else [1000 * number + i for i in range(prompt)]
+    return TokenSequence(
+        number=number, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens) + new - 1, snapkv=snapkv
+    )
+
+
+class Driver:
+    """Runs a scheduler's steps as an engine does, without a model, and checks each."""
+
+    def __init__(self, plan, overcommit=1.0):
+        self.scheduler = Scheduler(plan, overcommit)
+        self.plan = plan
+        self.finished = []
+        self.log = []
+        self.contents = {}  # what each slot of the full pool holds: (page, row) -> token
+
+    def step(self):
+        plan, scheduler = self.plan, self.scheduler
+        ready = [s for s in scheduler.admitted if s.needs_one]
+        before = scheduler.preemptions
+        chunks = scheduler.next_step()
+        self.log.append([(c.sequence.number, c.begin, c.end) for c in chunks])
+        counts = collections.Counter(c.end - c.begin for c in chunks)
+        assert sum(size * n for size, n in counts.items()) <= max(plan.chunk_tokens, len(ready) + 1)
+        if scheduler.preemptions == before and len(plan.rope_limits) == 1:
+            assert {s.number for s in ready} <= {c.sequence.number for c in chunks}
+        for chunk in chunks:
+            self.check_chunk(chunk)
+        scheduler.advance(chunks)
+        for chunk in chunks:
+            scheduler.offer_prefix(chunk.sequence, chunk.end)
+            self.finish_chunk(chunk)
+        self.check_pages()
+        return chunks
+
+    def check_chunk(self, chunk):
+        sequence = chunk.sequence
+        assert chunk.begin == sequence.fed < chunk.end <= min(len(sequence.tokens), sequence.max_length)
+        for kind in self.plan.kinds:
+            pages = sequence.pages[kind.name]
+            assert len(pages) >= kind.pages_for(sequence.slots_at(kind, chunk.end))
+            assert len(set(pages)) == len(pages)
+        if sequence.evicted_at:
+            return
+        for position in range(chunk.begin, chunk.end):
+            page = sequence.pages["full"][position // PAGE]
+            assert self.scheduler.pools["full"].holders(page) == 1, "a shared page is written"
+            self.contents[page, position % PAGE] = (sequence.tokens[position], sequence.variant)
+        for position in range(chunk.end):  # all that it attends to is its own
+            page = sequence.pages["full"][position // PAGE]
+            assert self.contents[page, position % PAGE] == (sequence.tokens[position], sequence.variant)
+
+    def finish_chunk(self, chunk):
+        sequence = chunk.sequence
+        if chunk.evicts:
+            assert chunk.captures
+            extra = 3 if sequence.snapkv.policy == "adakv" else 0
+            self.scheduler.record_eviction(sequence, sequence.snapkv.budget + extra)
+        if not chunk.samples:
+            return
+        if len(sequence.tokens) > sequence.max_length:
+            raise AssertionError("fed past the limit")
+        sequence.tokens.append(7 * sequence.number + len(sequence.tokens))
+        if len(sequence.tokens) > sequence.max_length:
+            self.scheduler.remove(sequence)
+            self.finished.append(sequence.number)
+
+    def check_pages(self):
+        for name, pool in self.scheduler.pools.items():
+            holders = collections.Counter(p for s in self.scheduler.admitted for p in s.pages[name])
+            assert [pool.holders(p) for p in range(pool.num_pages)] == [holders[p] for p in range(pool.num_pages)]
+            assert pool.free + pool.kept + pool.held == pool.num_pages
+        assert all(not s.pages for s in self.scheduler.waiting)
+        assert len(self.scheduler.admitted) <= self.plan.max_sequences
+
+    def drain(self, most=3000):
+        for _ in range(most):
+            if not (self.scheduler.waiting or self.scheduler.admitted):
+                return
+            assert self.step(), "nothing runs, but sequences are left"
+        raise AssertionError("the sequences do not end")
+
+
+requests = st.tuples(
+    st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, None, SNAPKV, ADAKV]), st.booleans()
+)
+short_lists = st.lists(st.one_of(requests, st.integers(0, 40), st.just("step"), st.just("step")), max_size=60)
+
+
+def draw_actions(seed):
+    """Draw a long list, in which many requests run at once."""
+    rng = np.random.default_rng(seed)
+    draws = []
+    for kind in rng.integers(0, 10, 80):
+        if kind < 4:
+            snapkv = [None, None, SNAPKV, ADAKV][rng.integers(4)]
+            draws.append((int(rng.integers(1, 41)), int(rng.integers(1, 25)), snapkv, bool(rng.integers(3) == 0)))
+        else:
+            draws.append("step" if kind < 9 else int(rng.integers(0, 40)))
+    return draws
+
+
+actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
+
+
+def play(actions, plan, overcommit):
+    driver = Driver(plan, overcommit)
+    sequences = []
+    for action in actions:
+        if action == "step":
+            driver.step()
+        elif isinstance(action, int):
+            live = [*driver.scheduler.waiting, *driver.scheduler.admitted]
+            if live:
+                driver.scheduler.remove(live[action % len(live)])
+                driver.check_pages()
+        else:
+            prompt, new, snapkv, shares = action
+            new = min(new, 64 - prompt + 1)
+            tokens = range(5000, 5000 + prompt) if shares else prompt
+            sequence = make_sequence(len(sequences), tokens, new, snapkv)
+            sequences.append(sequence)
+            driver.scheduler.add(sequence)
+    driver.drain()
+    assert all(pool.held == 0 for pool in driver.scheduler.pools.values())
+    assert driver.scheduler.held_bytes == 0
+    assert all(not s.pages for s in sequences)
+    return driver
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.sampled_from([0, 9]), st.sampled_from([16, 21, 40]), st.sampled_from([3, 10, 100]))
+def test_whoever_is_admitted_finishes_and_nothing_leaks(actions, rings, pages, chunk_tokens):
+    driver = play(actions, make_plan(pages, rings=rings, chunk_tokens=chunk_tokens), 1.0)
+    assert driver.scheduler.preemptions == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(actions, st.sampled_from([0, 9]), st.sampled_from([16, 21]), st.sampled_from([(64,), (20, 64)]))
+def test_overcommitted_sequences_give_way_and_still_finish(actions, rings, pages, rope_limits):
+    play(actions, make_plan(pages, rings=rings, rope_limits=rope_limits), 4.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(actions)
+def test_equal_calls_give_equal_steps(actions):
+    first, second = (play(actions, make_plan(18), 3.0) for _ in range(2))
+    assert first.log == second.log
+    assert first.finished == second.finished
+
+
+def test_a_long_prompt_delays_no_decode():
+    driver = Driver(make_plan(40, chunk_tokens=10))
+    short, long = make_sequence(0, 3, new=30), make_sequence(1, 40, new=2)
+    driver.scheduler.add(short)
+    driver.step()
+    driver.scheduler.add(long)
+    generated = len(short.tokens)
+    for _ in range(5):
+        driver.step()
+        assert len(short.tokens) == (generated := generated + 1)
+    assert driver.log[1:] == [[(0, 3 + i, 4 + i), (1, 9 * i, min(9 * i + 9, 40))] for i in range(5)]
+
+
+def test_a_chunk_is_shared_by_several_prompts():
+    driver = Driver(make_plan(40, chunk_tokens=10))
+    for number in range(4):
+        driver.scheduler.add(make_sequence(number, 4))
+    driver.step()
+    assert driver.log == [[(0, 0, 4), (1, 0, 4), (2, 0, 2)]]
+
+
+def test_nobody_overtakes_the_first_that_waits():
+    driver = Driver(make_plan(16))
+    for number, prompt in enumerate((40, 40, 2)):
+        driver.scheduler.add(make_sequence(number, prompt, new=4))
+    driver.step()
+    assert [s.number for s in driver.scheduler.waiting] == [1, 2]
+    driver.drain()
+    assert driver.finished == [0, 1, 2] or driver.finished == [0, 2, 1]
+
+
+def test_the_youngest_gives_way():
+    driver = Driver(make_plan(16, max_sequences=3, chunk_tokens=64), overcommit=10.0)
+    for number in range(3):
+        driver.scheduler.add(make_sequence(number, 16, new=40))
+    driver.step()
+    assert len(driver.scheduler.admitted) == 3
+    while not driver.scheduler.preemptions:
+        driver.step()
+    assert [s.number for s in driver.scheduler.admitted] == [0, 1]
+    driver.drain()
+    assert driver.finished == [0, 1, 2]
+
+
+def test_a_request_larger_than_the_pool_is_refused():
+    scheduler = Scheduler(make_plan(5))
+    with pytest.raises(CapacityError, match="'full'"):
+        scheduler.add(make_sequence(0, 10, new=12))
+    scheduler.add(make_sequence(0, 10, new=11))
+    scheduler.add(make_sequence(1, 20, new=11, snapkv=SNAPKV))
+    assert len(scheduler.waiting) == 2
+    with pytest.raises(CapacityError, match="'full'"):
+        scheduler.add(make_sequence(2, 20, new=2, snapkv=ADAKV))
+
+
+def test_a_long_prompt_is_promised_its_pages_before_the_eviction():
+    driver = Driver(make_plan(18))
+    for number in range(2):
+        driver.scheduler.add(make_sequence(number, 40, new=20, snapkv=SNAPKV))
+    driver.step()
+    assert [s.number for s in driver.scheduler.waiting] == [1]
+    driver.drain()
+    assert driver.scheduler.preemptions == 0
+
+
+def test_an_eviction_frees_pages():
+    driver = Driver(make_plan(24, chunk_tokens=64))
+    sequence = make_sequence(0, 40, new=6, snapkv=SNAPKV)
+    driver.scheduler.add(sequence)
+    driver.step()
+    assert len(sequence.pages["full"]) == 2
+    assert driver.scheduler.pools["full"].free == 22
+    assert driver.scheduler.held_bytes == 200
+    driver.step()
+    assert len(sequence.pages["full"]) == 3
+
+
+def test_shared_prefixes_are_read_once():
+    driver = Driver(make_plan(40, chunk_tokens=64))
+    prompt = list(range(17))
+    driver.scheduler.add(make_sequence(0, prompt))
+    driver.step()
+    driver.scheduler.add(make_sequence(1, [*prompt, 99]))
+    driver.scheduler.add(make_sequence(2, prompt[:16]))
+    driver.scheduler.add(make_sequence(3, [50, *prompt[1:]]))
+    chunks = driver.step()
+    assert [(c.sequence.number, c.begin) for c in chunks] == [(0, 17), (1, 16), (2, 12), (3, 0)]
+    assert driver.scheduler.reused_tokens == 28
+    driver.drain()
+    assert driver.scheduler.pools["full"].kept > 0
+
+
+@pytest.mark.parametrize("why", ["ring", "snapkv"])
+def test_prefixes_are_private_where_pages_are_written_over(why):
+    driver = Driver(make_plan(40, rings=12 if why == "ring" else 0, chunk_tokens=64))
+    for number in range(2):
+        driver.scheduler.add(make_sequence(number, range(30), snapkv=SNAPKV if why == "snapkv" else None))
+        driver.drain()
+    assert driver.scheduler.reused_tokens == 0
+    assert driver.scheduler.pools["full"].kept == 0
+
+
+def test_pages_are_offered_once_they_are_known_to_be_sound():
+    driver = Driver(make_plan(40, chunk_tokens=64))
+    sequence = make_sequence(0, range(9), new=9)
+    scheduler = driver.scheduler
+    scheduler.add(sequence)
+    scheduler.advance(scheduler.next_step())
+    assert (sequence.fed, sequence.published) == (9, 0)
+    scheduler.offer_prefix(sequence, 7)
+    assert sequence.published == 1
+    scheduler.offer_prefix(sequence, 9)
+    assert sequence.published == 2
+    scheduler.forget_prefix(sequence)
+    scheduler.remove(sequence)
+    assert scheduler.pools["full"].kept == 0
+
+
+def test_rope_variants_share_no_prefix_and_are_read_anew():
+    driver = Driver(make_plan(40, chunk_tokens=64, rope_limits=(20, 64)))
+    driver.scheduler.add(make_sequence(0, range(18), new=10))
+    driver.scheduler.add(make_sequence(1, range(30), new=2))
+    driver.drain()
+    assert driver.scheduler.reused_tokens in (0, 16, 20)
+    assert sum(begin == 0 for step in driver.log for number, begin, _ in step if number == 0) >= 1
+    assert np.any([(0, 0, 21) in step or (0, 20, 21) in step for step in driver.log])
