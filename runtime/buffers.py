@@ -38,9 +38,6 @@ class Buffers(Protocol):
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:
         """Overwrite an array with a host array of its shape and type, which may be changed at once."""
 
-    def upload(self, array: npt.NDArray[Any]) -> Array:
-        """Copy a host array to where arrays live; it may be changed at once. Raises CapacityError."""
-
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array, which must outlive the binding's runs, as an input."""
 
@@ -79,10 +76,6 @@ class HostBuffers:
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:
         """Overwrite an array."""
         target[:] = source
-
-    def upload(self, array: npt.NDArray[Any]) -> Array:
-        """Copy an array."""
-        return array.copy()
 
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input."""

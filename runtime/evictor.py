@@ -67,6 +67,8 @@ def evict(
             buffers.bind_input(binding.io, name, table)
     buffers.write(binding.lengths, np.concatenate([physical[index] for index in caches.captures], dtype=np.int32))
     binding.bind_captures(_turn_captures(caches, physical, logical))
+    for index in caches.captures:
+        binding.io.bind_output(contract.keep(index))  # anew: a bound output keeps the shape of its last run
     try:
         ort_session.run_with_iobinding(binding.io, buffers.rare_run_options())
     except Exception as error:  # the binding raises its own exception types, one per status code
@@ -87,7 +89,7 @@ class EvictBinding:
     """An eviction graph bound to what stays from one eviction to the next, as long as no cache is replaced.
 
     Attributes:
-        io: the binding: caches, captures, lengths, and the keep-lists, which come to the host.
+        io: the binding of caches, captures and lengths.
         wanted: the graph's inputs.
         lengths: of each kv head of each evictable layer, one after another, int32.
     """
@@ -98,7 +100,7 @@ class EvictBinding:
         self._buffers, self._captures = caches.buffers, caches.captures
         self._turned: dict[int, Array] = {}  # captures bound in place of the caches' own
         heads = {index: int(caches.layers[index].key.shape[1]) for index in caches.captures}
-        self.lengths: Array = self._buffers.upload(np.zeros(sum(heads.values()), np.int32))
+        self.lengths: Array = self._buffers.allocate((sum(heads.values()),), np.int32)
         begin = 0
         for index, count in heads.items():
             with self._buffers.scope():
@@ -108,8 +110,6 @@ class EvictBinding:
             self._buffers.bind_input(self.io, contract.capture(index), caches.captures[index])
             self._buffers.bind_in_place(self.io, contract.key_cache(index), caches.layers[index].key)
             self._buffers.bind_in_place(self.io, contract.value_cache(index), caches.layers[index].value)
-        for index in heads:
-            self.io.bind_output(contract.keep(index))
 
     def bind_captures(self, turned: dict[int, Array]) -> None:
         """Bind turned captures, and the caches' own where others were bound."""

@@ -30,9 +30,8 @@ struct Selection {
 
   // Rises with the score: the bits of floats that are not negative do. 0: the position is never kept.
   ORTOLAN_HOST_DEVICE uint32_t rank(int64_t position) const {
-    if (position >= length) return kNeverKept;
-    if (position < sink || position >= window_start) return kAlwaysKept;
-    const float value = score[position];
+    const float value = position < length ? score[position] : -1.0f;
+    if (position < length && (position < sink || position >= window_start)) return kAlwaysKept;
     if (!(value >= 0)) return kNeverKept;
     uint32_t bits;
     memcpy(&bits, &value, sizeof(bits));

@@ -139,9 +139,10 @@ struct ScoreMmaBlock {
   }
 };
 
-// A row's softmax state over the keys that one thread has seen; `maximum` is not multiplied with the factor.
+// A row's softmax state over the keys that one thread has seen; `maximum` is not multiplied with the factor. What
+// is subtracted is the rounded product everywhere, so that states which meet agree to the last bit.
 struct RunningState {
-  float maximum = -INFINITY;
+  float maximum = -1e36f;  // finite, so that it can be subtracted
   float sum = 0;
 
   template <int kValues>
@@ -149,11 +150,11 @@ struct RunningState {
     float largest = maximum;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) largest = fmaxf(largest, values[i]);
-    const float base = finite_max(largest) * factor;
+    const float base = __fmul_rn(largest, factor);
     float added = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) added += fast_exp2(fmaf(values[i], factor, -base));
-    sum = fmaf(sum, fast_exp2(fmaf(maximum, factor, -base)), added);
+    sum = fmaf(sum, fast_exp2(__fmul_rn(maximum, factor) - base), added);
     maximum = largest;
   }
 };
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
   for (int t = 0; t < Tile::kRowTiles; ++t)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      SoftmaxState state{running[t][half].maximum * logits.factor, running[t][half].sum};
+      SoftmaxState state{__fmul_rn(running[t][half].maximum, logits.factor), running[t][half].sum};
 #pragma unroll
       for (int step = 1; step < 4; step *= 2)
         state = merged(state, {__shfl_xor_sync(~0u, state.maximum, step),
