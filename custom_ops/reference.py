@@ -191,7 +191,7 @@ def kv_select(
         for head in range(lists):
             length = int(kv_len[sequence].min() if lists == 1 else kv_len[sequence, head])
             forced = [p for p in range(length) if p < sink[0] or p >= length - window[0]]
-            rest = [p for p in range(length) if p not in set(forced) and score[sequence, head, p] >= 0]
+            rest = [p for p in sorted({*range(length)} - {*forced}) if score[sequence, head, p] >= 0]
             rest.sort(key=lambda p: (-score[sequence, head, p], p))
             chosen = sorted((forced + rest)[:count])
             keep[sequence, head, : len(chosen)] = chosen

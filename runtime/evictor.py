@@ -130,7 +130,7 @@ def _turn_captures(
         for index, lengths in physical.items():
             capture = caches.captures[index]
             rows, group = capture.shape[1], capture.shape[2] // len(lengths)
-            if not ((lengths - logical) % rows).any():
+            if (lengths == logical).all() or not ((lengths - logical) % rows).any():
                 continue
             turned[index] = capture.copy()
             for first, last in _equal_runs(lengths):

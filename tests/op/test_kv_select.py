@@ -51,7 +51,7 @@ def test_any_scores(kind, budget):
     assert_selects_as_reference(select_feeds(score, [[1200, 1199, 7], [0, 1, 700]], budget=budget))
 
 
-@pytest.mark.parametrize("slots", [1, 4, 4095, 4096, 4097, 9001])
+@pytest.mark.parametrize("slots", [1, 4, 4095, 4096, 4097, 9001, 32768, 32769, 50000])
 def test_any_capacity(slots):
     feeds = select_feeds(draw_scores("tied", (1, 1, slots)), [[slots]], budget=slots // 2 + 1)
     assert_selects_as_reference(feeds)

@@ -48,7 +48,7 @@ template <typename Element, int kHeadSize>
 ScorePlan plan_score(const SnapKvScoreParams& p, void* workspace) {
   using Kernels = ScoreKernels<Element, kHeadSize>;
   constexpr int kMostSpans = 128;
-  constexpr int kBlocks = 256;  // of the first pass, where the heads of one sequence allow: a wave of large GPUs
+  constexpr int kBlocks = 512;  // of the first pass, where the heads of one sequence allow: a wave of large GPUs
   ScorePlan plan{};
   plan.group = static_cast<int>(p.num_heads / p.cache.num_kv_heads);
   plan.query_rows = static_cast<int>(divide_up(p.window_rows, Kernels::kQueries)) * Kernels::kQueries;

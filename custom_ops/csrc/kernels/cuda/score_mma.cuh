@@ -23,8 +23,8 @@ template <int kHeadSize>
 struct ScoreMmaTile {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;    // per multiprocessor, as registers allow
-  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;  // of 16 rows, held by a warp
+  static constexpr int kBlocks = kHeadSize <= 64 ? 4 : kHeadSize <= 128 ? 2 : 1;  // per multiprocessor, as registers allow
+  static constexpr int kRowTiles = 1;  // of 16 rows, held by a warp
   static constexpr int kHeldRows = kWarps * kRowTiles * 16;
   static constexpr int kRows = kHeadSize <= 64 ? 128 : kHeadSize <= 128 ? 64 : 32;  // streamed at a time
   static constexpr int kStep = 32;  // streamed rows multiplied at a time
