@@ -16,7 +16,6 @@ from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS, Operator
 
-
 OUTPUT_TYPES = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(int32)": onnx.TensorProto.INT32}
 
 

@@ -136,8 +136,8 @@ void check_selected_lengths(const Context& context, const KvSelectParams& p) {
   if (!context.values_readable()) return;
   for (int64_t i = 0; i < p.num_sequences * p.num_kv_heads; ++i)
     if (p.kv_len[i] > p.capacity)
-      context.node().fail("input 'kv_len' holds " + number(p.kv_len[i]) + ", more than the C = " +
-                          number(p.capacity) + " positions that 'score' has");
+      context.node().fail("input 'kv_len' holds " + number(p.kv_len[i]) +
+                          ", more than the C = " + number(p.capacity) + " positions that 'score' has");
 }
 
 void check_keep(const Context& context, const KvCompactParams& p) {

@@ -126,8 +126,7 @@ KvSelectParams read_kv_select(const Context& context) {
   params.sink = read_number(context, 4);
   params.keep_count = std::min(read_number(context, 2), params.capacity);
   params.score = score.as<float>();
-  params.keep =
-      context.output(0, {params.num_sequences, params.num_lists, params.keep_count}).as<int32_t>();
+  params.keep = context.output(0, {params.num_sequences, params.num_lists, params.keep_count}).as<int32_t>();
   params.kept_len = context.output(1, kv_len.shape).as<int32_t>();
   return params;
 }

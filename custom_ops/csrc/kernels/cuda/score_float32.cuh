@@ -1,10 +1,10 @@
 // SnapKvScore of float32 elements on the CUDA cores, in two passes over the keys: each query's softmax state,
 // then the sum of its probabilities per key.
 //
-// A warp multiplies 16 keys with the queries of one head, `kQueries` at a time, which wait in shared memory: a
-// key's sum over queries stays inside four threads. First pass, grid (spans, sequences * kv heads): a block
-// walks the tiles of its span and keeps each query's (maximum, sum) in shared memory; a fold merges the spans.
-// Second pass, grid (tiles, sequences * kv heads): probabilities, their sum over queries, the group's
+// A warp multiplies 16 keys with the queries of one head, `kQueries` at a time, which wait in shared memory:
+// a key's sum over queries stays inside four threads. First pass, grid (spans, sequences * kv heads): a block
+// walks the tiles of its span and keeps each query's (maximum, sum) in shared memory; a fold merges the
+// spans. Second pass, grid (tiles, sequences * kv heads): probabilities, their sum over queries, the group's
 // reduction. Every order of additions follows from shapes and kv_len: no atomics, equal runs give equal bits.
 // Source: SnapKV, arXiv 2404.14469, section 4.
 #pragma once
@@ -119,7 +119,8 @@ struct ScoreFloatBlock {
 
 template <int kHeadSize>
 __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
-    score_states_float_kernel(const __grid_constant__ SnapKvScoreParams p, const __grid_constant__ ScorePlan plan) {
+    score_states_float_kernel(const __grid_constant__ SnapKvScoreParams p,
+                              const __grid_constant__ ScorePlan plan) {
   using Block = ScoreFloatBlock<kHeadSize>;
   using Tile = typename Block::Tile;
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -172,7 +173,8 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
 
 template <int kHeadSize>
 __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
-    score_sums_float_kernel(const __grid_constant__ SnapKvScoreParams p, const __grid_constant__ ScorePlan plan) {
+    score_sums_float_kernel(const __grid_constant__ SnapKvScoreParams p,
+                            const __grid_constant__ ScorePlan plan) {
   using Block = ScoreFloatBlock<kHeadSize>;
   using Tile = typename Block::Tile;
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -185,26 +187,26 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
   if (first < pair.first) {
     const SoftmaxState* states = plan.states + int64_t{blockIdx.y} * plan.rows;
     float sums[2] = {};
-    block.for_each_query_block(static_cast<int32_t>(first), [&](int query_block,
-                                                                typename Block::Products& z) {
+    block.for_each_query_block(
+        static_cast<int32_t>(first), [&](int query_block, typename Block::Products& z) {
 #pragma unroll
-      for (int n = 0; n < Block::kQueryTiles; ++n)
+          for (int n = 0; n < Block::kQueryTiles; ++n)
 #pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          const SoftmaxState state = states[query_block * Tile::kQueries + n * 8 + lane % 4 * 2 + column];
-          sums[0] = fmaf(fast_exp2(z[n][column] - state.maximum), state.sum, sums[0]);
-          sums[1] = fmaf(fast_exp2(z[n][2 + column] - state.maximum), state.sum, sums[1]);
-        }
-      if ((query_block + 1) * Tile::kQueries % plan.query_rows) return;  // the head goes on
+            for (int column = 0; column < 2; ++column) {
+              const SoftmaxState state = states[query_block * Tile::kQueries + n * 8 + lane % 4 * 2 + column];
+              sums[0] = fmaf(fast_exp2(z[n][column] - state.maximum), state.sum, sums[0]);
+              sums[1] = fmaf(fast_exp2(z[n][2 + column] - state.maximum), state.sum, sums[1]);
+            }
+          if ((query_block + 1) * Tile::kQueries % plan.query_rows) return;  // the head goes on
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float sum = sums[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        results[half].add(sum);
-        sums[half] = 0;
-      }
-    });
+          for (int half = 0; half < 2; ++half) {
+            float sum = sums[half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            results[half].add(sum);
+            sums[half] = 0;
+          }
+        });
   }
   float* score = p.score + int64_t{blockIdx.y} * p.cache.capacity;
 #pragma unroll

@@ -17,7 +17,7 @@ struct ScoreKernels {
   using Tile = ScoreMmaTile<kHeadSize>;
   static constexpr auto kStates = score_states_mma_kernel<Element, kHeadSize>;
   static constexpr auto kSums = score_sums_mma_kernel<Element, kHeadSize>;
-  static constexpr int kQueries = Tile::kStep;     // that a head's queries are rounded up to
+  static constexpr int kQueries = Tile::kStep;        // that a head's queries are rounded up to
   static constexpr int kStateRows = Tile::kHeldRows;  // of a block of the first pass
   static constexpr int kSumKeys = Tile::kHeldRows;    // of a block of the second
   static constexpr int kTileKeys = Tile::kRows;
@@ -48,14 +48,16 @@ template <typename Element, int kHeadSize>
 ScorePlan plan_score(const SnapKvScoreParams& p, void* workspace) {
   using Kernels = ScoreKernels<Element, kHeadSize>;
   constexpr int kMostSpans = 128;
-  constexpr int kBlocks = 512;  // of the first pass, where the heads of one sequence allow: a wave of large GPUs
+  constexpr int kBlocks =
+      256;  // of the first pass, where the heads of one sequence allow: a wave of large GPUs
   ScorePlan plan{};
   plan.group = static_cast<int>(p.num_heads / p.cache.num_kv_heads);
   plan.query_rows = static_cast<int>(divide_up(p.window_rows, Kernels::kQueries)) * Kernels::kQueries;
   plan.rows = plan.group * plan.query_rows;
   const auto tiles = static_cast<int>(divide_up(p.cache.capacity, Kernels::kTileKeys));
   if (Kernels::kInterleaved) {
-    const int64_t others = p.cache.num_kv_heads * std::max<int64_t>(divide_up(plan.rows, Kernels::kStateRows), 1);
+    const int64_t others =
+        p.cache.num_kv_heads * std::max<int64_t>(divide_up(plan.rows, Kernels::kStateRows), 1);
     const auto wanted = static_cast<int>(std::clamp<int64_t>(kBlocks / others, 1, kMostSpans));
     plan.spans = std::min(wanted, tiles);
     plan.span_keys = Kernels::kTileKeys;

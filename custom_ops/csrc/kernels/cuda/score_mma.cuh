@@ -1,15 +1,15 @@
-// SnapKvScore of 16-bit elements, in two passes over the keys: each query's softmax state, then the sum of its
-// probabilities per key.
+// SnapKvScore of 16-bit elements, in two passes over the keys: each query's softmax state, then the sum of
+// its probabilities per key.
 //
 // Both passes multiply rows that a warp holds in registers with rows that stream through shared memory, three
-// tiles deep, and sum along the streamed rows inside a thread; threads meet once, at the end. First pass: held
-// queries, streamed keys; grid (spans, sequences * kv heads, blocks of rows), where span s walks the tiles
-// s, s + spans, ... and a fold merges the spans. Second pass: held keys, streamed queries with their states;
-// grid (blocks of keys, sequences * kv heads).
+// tiles deep, and sum along the streamed rows inside a thread; threads meet once, at the end. First pass:
+// held queries, streamed keys; grid (spans, sequences * kv heads, blocks of rows), where span s walks the
+// tiles s, s + spans, ... and a fold merges the spans. Second pass: held keys, streamed queries with their
+// states; grid (blocks of keys, sequences * kv heads).
 //
 // A thread loads 8 adjacent elements of a row at once, and gives them to two products as if they were the
-// columns that the instruction expects of it: both sides permute columns alike, and a product does not see it.
-// Every order of additions follows from shapes and kv_len: no atomics, equal runs give equal bits.
+// columns that the instruction expects of it: both sides permute columns alike, and a product does not see
+// it. Every order of additions follows from shapes and kv_len: no atomics, equal runs give equal bits.
 // Source: SnapKV, arXiv 2404.14469, section 4; the products' layout: PTX ISA, mma.m16n8k16.
 #pragma once
 
@@ -23,8 +23,9 @@ template <int kHeadSize>
 struct ScoreMmaTile {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kBlocks = kHeadSize <= 64 ? 4 : kHeadSize <= 128 ? 2 : 1;  // per multiprocessor, as registers allow
-  static constexpr int kRowTiles = 1;  // of 16 rows, held by a warp
+  static constexpr int kBlocks = kHeadSize <= 128 ? 2 : 1;  // per multiprocessor, as registers allow
+  // Of 16 rows, held by a warp. Each streamed row is read from shared memory once for all of them.
+  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;
   static constexpr int kHeldRows = kWarps * kRowTiles * 16;
   static constexpr int kRows = kHeadSize <= 64 ? 128 : kHeadSize <= 128 ? 64 : 32;  // streamed at a time
   static constexpr int kStep = 32;  // streamed rows multiplied at a time
@@ -38,7 +39,7 @@ struct ScoreMmaTile {
 template <typename Element, int kHeadSize>
 struct ScoreMmaBlock {
   using Tile = ScoreMmaTile<kHeadSize>;
-  static constexpr int kParts = kHeadSize / 32;  // of a row, two products each
+  static constexpr int kParts = kHeadSize / 32;    // of a row, two products each
   using Held = uint4[Tile::kRowTiles][kParts][2];  // rows lane / 4 and + 8, elements lane % 4 * 8 ...
   // Rows: held rows lane / 4 and + 8; columns: streamed rows lane % 4 * 2 and + 1.
   using Products = float[Tile::kRowTiles][Tile::kStep / 8][4];
@@ -67,10 +68,10 @@ struct ScoreMmaBlock {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const int column = part * 32 + lane() % 4 * 8;
-          held[t][part][half] = row >= 0 && column < p.cache.head_size
-                                    ? *reinterpret_cast<const uint4*>(static_cast<const Element*>(source) +
-                                                                      row + column)
-                                    : uint4{};
+          held[t][part][half] =
+              row >= 0 && column < p.cache.head_size
+                  ? *reinterpret_cast<const uint4*>(static_cast<const Element*>(source) + row + column)
+                  : uint4{};
         }
       }
   }
@@ -112,8 +113,7 @@ struct ScoreMmaBlock {
   __device__ __forceinline__ void multiply(Products& z, const Held& held, const Logits& logits, int tile,
                                            int first_row) const {
     const int row = lane() / 4;
-    const unsigned char* rows =
-        stage(tile) + (first_row + row) * Tile::kRowBytes + lane() % 4 * 16;
+    const unsigned char* rows = stage(tile) + (first_row + row) * Tile::kRowBytes + lane() % 4 * 16;
     const unsigned char* parts[2] = {rows + row % 2 * 64, rows - row % 2 * 64};  // even, odd
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
@@ -139,8 +139,8 @@ struct ScoreMmaBlock {
   }
 };
 
-// A row's softmax state over the keys that one thread has seen; `maximum` is not multiplied with the factor. What
-// is subtracted is the rounded product everywhere, so that states which meet agree to the last bit.
+// A row's softmax state over the keys that one thread has seen; `maximum` is not multiplied with the factor.
+// What is subtracted is the rounded product everywhere, so that states which meet agree to the last bit.
 struct RunningState {
   float maximum = -1e36f;  // finite, so that it can be subtracted
   float sum = 0;
@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
       SoftmaxState state{__fmul_rn(running[t][half].maximum, logits.factor), running[t][half].sum};
 #pragma unroll
       for (int step = 1; step < 4; step *= 2)
-        state = merged(state, {__shfl_xor_sync(~0u, state.maximum, step),
-                               __shfl_xor_sync(~0u, state.sum, step)});
+        state =
+            merged(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.sum, step)});
       const int row = first_row + block.held_row(t, half);
       if (block.lane() % 4 == 0 && row < plan.rows) target[row] = state;
     }

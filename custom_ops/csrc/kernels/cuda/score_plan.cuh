@@ -20,11 +20,11 @@ __device__ __forceinline__ SoftmaxState merged(SoftmaxState a, SoftmaxState b) {
 // Sizes that follow from shapes, and where states lie. A row is one query of one head of the group: row
 // `head * query_rows + query`.
 struct ScorePlan {
-  int group;       // query heads per kv head
-  int query_rows;  // per head: Wq, rounded up to what a kernel takes at a time
-  int rows;        // group * query_rows
-  int spans;       // parts of the capacity whose states are partial
-  int span_keys;   // adjacent keys of a span
+  int group;               // query heads per kv head
+  int query_rows;          // per head: Wq, rounded up to what a kernel takes at a time
+  int rows;                // group * query_rows
+  int spans;               // parts of the capacity whose states are partial
+  int span_keys;           // adjacent keys of a span
   SoftmaxState* partials;  // [B * Hkv, spans, rows]
   SoftmaxState* states;    // [B * Hkv, rows]: maximum, and 1 / sum (0 where there is no query)
 };

@@ -85,7 +85,7 @@ struct Ranks {
   }
   template <typename Body>
   __device__ __forceinline__ void for_each(Body&& body) const {
-    for_each_tile([&](int64_t, const uint32_t(&ranks)[4]) {
+    for_each_tile([&](int64_t, const uint32_t (&ranks)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) body(ranks[i]);
     });
@@ -117,7 +117,8 @@ __device__ __forceinline__ bool find_bin(SelectBlock& block, int left) {
 }
 
 template <int kTiles>
-__device__ __forceinline__ Threshold find_threshold(SelectBlock& block, const Ranks<kTiles>& ranks, int left) {
+__device__ __forceinline__ Threshold find_threshold(SelectBlock& block, const Ranks<kTiles>& ranks,
+                                                    int left) {
   const auto clear = [&] {
     for (int i = threadIdx.x; i < kBins; i += kThreads) block.histogram[i] = 0;
   };
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) kv_select_kernel(const __grid_consta
 
   int32_t* keep = p.keep + blockIdx.x * p.keep_count;
   int kept_above = 0, kept_equal = 0;
-  ranks.for_each_tile([&](int64_t begin, const uint32_t(&tile)[4]) {
+  ranks.for_each_tile([&](int64_t begin, const uint32_t (&tile)[4]) {
     int counts = 0;  // above in the low half, equal in the high half
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -210,9 +211,9 @@ __global__ void __launch_bounds__(kThreads) kv_select_kernel(const __grid_consta
 cudaError_t kv_select(const KvSelectParams& params, const Launch& launch) {
   const int64_t lists = params.num_sequences * params.num_lists;
   if (lists == 0) return cudaSuccess;
-  const auto kernel = params.capacity <= kHeldTiles * kTile ? kv_select_kernel<kHeldTiles> : kv_select_kernel<0>;
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(lists)), dim3(kThreads), 0, launch,
-                           params);
+  const auto kernel =
+      params.capacity <= kHeldTiles * kTile ? kv_select_kernel<kHeldTiles> : kv_select_kernel<0>;
+  return launch_overlapped(kernel, dim3(static_cast<unsigned>(lists)), dim3(kThreads), 0, launch, params);
 }
 
 }  // namespace ortolan::cuda
