@@ -66,7 +66,8 @@ def evict(
         if name in binding.wanted:
             buffers.bind_input(binding.io, name, table)
     buffers.write(binding.lengths, np.concatenate([physical[index] for index in caches.captures], dtype=np.int32))
-    binding.bind_captures(_turn_captures(caches, physical, logical))
+    turned = _turn_captures(caches, physical, logical)
+    binding.bind_captures(turned)
     for index in caches.captures:
         binding.io.bind_output(contract.keep(index))  # anew: a bound output keeps the shape of its last run
     try:
@@ -98,7 +99,7 @@ class EvictBinding:
         self.io: Any = ort_session.io_binding()
         self.wanted = {i.name for i in ort_session.get_inputs()}
         self._buffers, self._captures = caches.buffers, caches.captures
-        self._turned: dict[int, Array] = {}  # captures bound in place of the caches' own
+        self._turned: set[int] = set()  # layers with other captures bound in place of the caches' own
         heads = {index: int(caches.layers[index].key.shape[1]) for index in caches.captures}
         self.lengths: Array = self._buffers.allocate((sum(heads.values()),), np.int32)
         begin = 0
@@ -112,10 +113,10 @@ class EvictBinding:
             self._buffers.bind_in_place(self.io, contract.value_cache(index), caches.layers[index].value)
 
     def bind_captures(self, turned: dict[int, Array]) -> None:
-        """Bind turned captures, and the caches' own where others were bound."""
-        for index in {*self._turned, *turned}:
+        """Bind turned captures, which must outlive the run, and the caches' own where others were bound."""
+        for index in self._turned | turned.keys():
             self._buffers.bind_input(self.io, contract.capture(index), turned.get(index, self._captures[index]))
-        self._turned = turned
+        self._turned = set(turned)
 
 
 def _turn_captures(
