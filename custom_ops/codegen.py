@@ -7,10 +7,15 @@ import re
 import sys
 from pathlib import Path
 
-from ortolan.custom_ops.schema import ELEMENT, INT32, OPERATORS, Attribute, Operator, Port
+from ortolan.custom_ops.schema import ELEMENT, INT32, INT64, OPERATORS, Attribute, Operator, Port
 
 _NOTICE = "generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`"
-_CPP_TYPES = {ELEMENT: "PortType::kElement", INT32: "PortType::kInt32", "tensor(float)": "PortType::kFloat32"}
+_CPP_TYPES = {
+    ELEMENT: "PortType::kElement",
+    INT32: "PortType::kInt32",
+    INT64: "PortType::kInt64",
+    "tensor(float)": "PortType::kFloat32",
+}
 
 
 def render_cpp() -> str:
@@ -52,7 +57,8 @@ def render_cpp() -> str:
 
 def _cpp_port(port: Port) -> str:
     optional = _cpp_bool(port.optional)
-    return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}}},'
+    on_host = ", true" if port.on_host else ""
+    return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}{on_host}}},'
 
 
 def _cpp_bool(value: bool) -> str:

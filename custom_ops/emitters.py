@@ -153,6 +153,36 @@ def snap_kv_score(
     return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce})
 
 
+def kv_select(
+    score: str,
+    kv_len: str,
+    budget: str,
+    window: str,
+    sink: str,
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+) -> onnx.NodeProto:
+    """Build a KvSelect node.
+
+    Chooses the positions that an eviction keeps: sinks and the last `window`, then the best scores, up to
+    the budget; of equals, those that come first. A position whose score is negative or NaN is never chosen
+    for it. Fewer sinks and window positions are kept where the budget is smaller: the first ones.
+
+    Args:
+        score: [B, Hkv or 1, C] tensor(float). Scores; one list serves every kv head.
+        kv_len: [B, Hkv] tensor(int32). Tokens in the cache; kv heads that share a list hold at least as
+            many as the list chooses from, which is the least of them.
+        budget: [1] tensor(int64). Positions to keep, 0 and more.
+        window: [1] tensor(int64). Last positions, always kept.
+        sink: [1] tensor(int64). First positions, always kept.
+        outputs: names of keep [B, Hkv or 1, K], kept_len [B, Hkv].
+        name: name of the node.
+    """
+    inputs = (score, kv_len, budget, window, sink,)
+    return operator_node("KvSelect", inputs, outputs, name, {})
+
+
 def kv_compact(
     key_cache: str,
     value_cache: str,

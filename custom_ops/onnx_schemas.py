@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
-from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, OPERATORS, Attribute, Operator, Port
+from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, INT32, OPERATORS, Attribute, Operator, Port
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 
@@ -19,6 +19,8 @@ def register_schemas() -> None:
 
 def build_schema(operator: Operator) -> onnx.defs.OpSchema:
     """Build the onnx schema of one operator, with type and shape inference for outputs that follow an input."""
+    element = (ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")
+    uses_element = any(port.type == ELEMENT for port in (*operator.inputs, *operator.outputs))
     schema = onnx.defs.OpSchema(
         operator.name,
         OPERATOR_DOMAIN,
@@ -26,7 +28,7 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
         doc=operator.doc,
         inputs=[_parameter(port) for port in operator.inputs],
         outputs=[_parameter(port) for port in operator.outputs],
-        type_constraints=[(ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")],
+        type_constraints=[element] if uses_element else [],
         attributes=[_attribute(attribute) for attribute in operator.attributes],
     )
     schema.set_type_and_shape_inference_function(lambda context: _infer(operator, context))
@@ -52,7 +54,8 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
         if port.type == ELEMENT:
             result.tensor_type.elem_type = context.get_input_type(0).tensor_type.elem_type
         else:
-            result.tensor_type.elem_type = onnx.TensorProto.FLOAT
+            is_int32 = port.type == INT32
+            result.tensor_type.elem_type = onnx.TensorProto.INT32 if is_int32 else onnx.TensorProto.FLOAT
         for symbol in _symbols(port):
             dimension = result.tensor_type.shape.dim.add()
             if symbol in known:

@@ -180,6 +180,25 @@ def _sum(values: Floats) -> Floats:
     return np.asarray(values.sum(axis=0))
 
 
+def kv_select(
+    score: Array, kv_len: Array, budget: Array, window: Array, sink: Array
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Choose positions of scores [B, Hkv or 1, C]: sinks and the last window, then the best, ties by position."""
+    batch, lists, slots = score.shape
+    count = min(int(budget[0]), slots)
+    keep, kept_len = np.full((batch, lists, count), -1, np.int32), np.zeros(kv_len.shape, np.int32)
+    for sequence in range(batch):
+        for head in range(lists):
+            length = int(kv_len[sequence].min() if lists == 1 else kv_len[sequence, head])
+            forced = [p for p in range(length) if p < sink[0] or p >= length - window[0]]
+            rest = [p for p in sorted({*range(length)} - {*forced}) if score[sequence, head, p] >= 0]
+            rest.sort(key=lambda p: (-score[sequence, head, p], p))
+            chosen = sorted((forced + rest)[:count])
+            keep[sequence, head, : len(chosen)] = chosen
+            kept_len[sequence, slice(None) if lists == 1 else head] = len(chosen)
+    return keep, kept_len
+
+
 def kv_compact(
     key_cache: Array, value_cache: Array, keep: Array, block_table: Array | None = None
 ) -> tuple[Array, Array]:

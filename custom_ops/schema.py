@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 ELEMENT = "T1"
 INT32 = "tensor(int32)"
+INT64 = "tensor(int64)"
 FLOAT = "tensor(float)"
 ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
 
@@ -18,6 +19,7 @@ class Port:
         shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
         type: `T1`, or an ONNX type string.
         alias: for an output, the index of the input whose buffer it continues; -1 for none.
+        on_host: an input that is read on the host, on every device.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Port:
     doc: str
     optional: bool = False
     alias: int = -1
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +234,34 @@ _CONTRACT: tuple[Operator, ...] = (
                 allowed='"mean", "max" or "sum"',
                 doc="How the scores of the query heads of a group become one.",
             ),
+        ),
+    ),
+    Operator(
+        name="KvSelect",
+        doc="Chooses the positions that an eviction keeps: sinks and the last `window`, then the best scores, up to "
+        "the budget; of equals, those that come first. A position whose score is negative or NaN is never chosen for "
+        "it. Fewer sinks and window positions are kept where the budget is smaller: the first ones.",
+        inputs=(
+            Port(name="score", shape="[B, Hkv or 1, C]", type=FLOAT, doc="Scores; one list serves every kv head."),
+            Port(
+                name="kv_len",
+                shape="[B, Hkv]",
+                type=INT32,
+                doc="Tokens in the cache; kv heads that share a list hold at least as many as the list chooses from, "
+                "which is the least of them.",
+            ),
+            Port(name="budget", shape="[1]", type=INT64, doc="Positions to keep, 0 and more.", on_host=True),
+            Port(name="window", shape="[1]", type=INT64, doc="Last positions, always kept.", on_host=True),
+            Port(name="sink", shape="[1]", type=INT64, doc="First positions, always kept.", on_host=True),
+        ),
+        outputs=(
+            Port(
+                name="keep",
+                shape="[B, Hkv or 1, K]",
+                type=INT32,
+                doc="Kept positions, strictly ascending; K = min(budget, C), and -1 pads the tail.",
+            ),
+            Port(name="kept_len", shape="[B, Hkv]", type=INT32, doc="How many each kv head keeps."),
         ),
     ),
     Operator(

@@ -6,13 +6,12 @@ import dataclasses
 import difflib
 import json
 
-import numpy as np
 import onnx
 
 from ortolan import contract
 from ortolan.errors import ConfigError
-from ortolan.graphs.builder import INT32, Tensor, emitters
-from ortolan.graphs.evict_parts import EvictOptions, EvictParts
+from ortolan.graphs.builder import INT32, emitters
+from ortolan.graphs.evict_parts import EvictOptions, EvictParts, Kept
 from ortolan.graphs.options import ONNX_TYPES
 from ortolan.graphs.policies import POLICIES
 from ortolan.manifest import Manifest
@@ -38,8 +37,8 @@ def build_evict_model(manifest: Manifest, **options: int | str) -> onnx.ModelPro
         raise ConfigError("this model has no full-attention layer that captures queries, so nothing can be evicted")
     chosen = _read_options(options)
     parts = EvictParts(manifest, chosen, DOC_STRING.format(policy=chosen.policy))
-    for i, keep in POLICIES[chosen.policy](parts).items():
-        _compact(parts, i, keep)
+    for i, kept in POLICIES[chosen.policy](parts).items():
+        _compact(parts, i, kept)
     model = parts.graph.finish()
     onnx.helper.set_model_props(model, {SNAPKV_METADATA: json.dumps(dataclasses.asdict(chosen))})
     return model
@@ -58,23 +57,18 @@ def _read_options(given: dict[str, int | str]) -> EvictOptions:
     return options
 
 
-def _compact(parts: EvictParts, i: int, keep: Tensor) -> None:
+def _compact(parts: EvictParts, i: int, kept: Kept) -> None:
     """Move the kept rows to the front, and say what was kept and how much each kv head holds."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
     dtype, shape, heads = ONNX_TYPES[parts.manifest.dtype], parts.cache_shape(i), parts.manifest.layers[i].num_kv_heads
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,
-        {"key_cache": layer.key, "value_cache": layer.value, "keep": keep, **parts.paging(i)},
+        {"key_cache": layer.key, "value_cache": layer.value, "keep": kept.keep, **parts.paging(i)},
         num_outputs=2,
     )
-    is_kept = graph.node(f"{path}/is_kept", "GreaterOrEqual", [keep, graph.constant("int32/zero", 0, np.int32)])
-    ones = graph.node(f"{path}/is_kept/Cast", "Cast", [is_kept], {"to": INT32})
-    axis = graph.constant("axes/last", [2], np.int64)
-    counts = graph.node(f"{path}/kept/ReduceSum", "ReduceSum", [ones, axis], {"keepdims": 0})
-    kept = graph.node(f"{path}/kept/Min", "Min", [counts, layer.kv_len])  # one count may stand for all kv heads
     graph.output(caches[0], contract.output(contract.key_cache(i)), dtype, shape)
     graph.output(caches[1], contract.output(contract.value_cache(i)), dtype, shape)
-    graph.output(kept, contract.output(contract.kv_len(i)), INT32, ["B", heads])
+    graph.output(kept.lengths, contract.output(contract.kv_len(i)), INT32, ["B", heads])
     lists = heads if parts.options.granularity == "kv_head" else 1
-    graph.output(keep, contract.keep(i), INT32, ["B", lists, f"kept_{i}"])
+    graph.output(kept.keep, contract.keep(i), INT32, ["B", lists, f"kept_{i}"])

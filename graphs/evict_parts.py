@@ -64,6 +64,14 @@ class LayerInputs:
     kv_len: Tensor  # [B, Hkv] int32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a policy keeps of one layer."""
+
+    keep: Tensor  # [B, Hkv or 1, K] int32, ascending, -1 at its tail
+    lengths: Tensor  # [B, Hkv] int32
+
+
 class EvictParts:
     """An eviction graph under construction: its inputs, and what is computed from them."""
 
@@ -190,15 +198,11 @@ class EvictParts:
         start, one = self.graph.constant("range/start", 0, np.int64), self.graph.constant("range/step", 1, np.int64)
         return self.graph.node(f"{path}/positions", "Range", [start, self.scalar(f"{path}/slots/Reshape", slots), one])
 
-    def lengths(self, path: str, kv_len: Tensor, *, shared: bool) -> Tensor:
-        """Lengths as int64 [B, heads, 1]; heads that share a list hold equal lengths, and are one."""
+    def lengths(self, path: str, kv_len: Tensor) -> Tensor:
+        """Lengths as int64 [B, Hkv, 1]."""
         graph = self.graph
         wide = graph.node(f"{path}/kv_len/Cast", "Cast", [kv_len], {"to": INT64})
-        column = graph.node(f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)])
-        if not shared:
-            return column
-        axis = graph.constant("axes/heads", [1], np.int64)
-        return graph.node(f"{path}/kv_len/ReduceMin", "ReduceMin", [column, axis], {"keepdims": 1})
+        return graph.node(f"{path}/kv_len/Unsqueeze", "Unsqueeze", [wide, graph.constant("axes/last", [2], np.int64)])
 
     def rank(self, path: str, score: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
         """Lift sinks and the last window above every score, and put empty slots below."""
@@ -209,14 +213,9 @@ class EvictParts:
         forced = graph.node(f"{path}/forced", "Or", [is_sink, in_window])
         top = graph.constant("float/forced", FORCED, np.float32)
         lifted = graph.node(f"{path}/lifted", "Where", [forced, top, score])
-        return self.held_or(path, lifted, lengths, positions)
-
-    def held_or(self, path: str, ranked: Tensor, lengths: Tensor, positions: Tensor) -> Tensor:
-        """Put slots at and past the length below everything."""
-        graph = self.graph
         is_held = graph.node(f"{path}/is_held", "Less", [positions, lengths])
         empty = graph.constant("float/empty", EMPTY, np.float32)
-        return graph.node(f"{path}/ranked", "Where", [is_held, ranked, empty])
+        return graph.node(f"{path}/ranked", "Where", [is_held, lifted, empty])
 
     def best(self, path: str, ranked: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the `count` best: which of them are held, and their indices; ties keep the lower index."""
@@ -236,13 +235,21 @@ class EvictParts:
         keep = graph.node(f"{path}/keep", "Where", [tail, minus_one, ordered])
         return graph.node(f"{path}/keep/Cast", "Cast", [keep], {"to": INT32})
 
-    def keep_best(self, i: int, score: Tensor, budget: Tensor, *, shared: bool) -> Tensor:
-        """Keep the best of each list: sinks, the last window, and the highest scores up to `budget` [1]."""
-        path = f"layers.{i}/evict"
-        slots = self.slots(path, score)
-        positions = self.positions(path, slots)
-        lengths = self.lengths(path, self.layers[i].kv_len, shared=shared)
-        ranked = self.rank(path, score, lengths, positions)
-        count = self.graph.node(f"{path}/count", "Min", [budget, slots])
-        held, chosen = self.best(path, ranked, count)
-        return self.ascending(path, held, chosen, slots, count)
+    def keep_best(self, i: int, score: Tensor, budget: Tensor, window: Tensor | None = None) -> Kept:
+        """Keep the best of each list of scores [B, Hkv or 1, C], up to `budget` [1].
+
+        Sinks are kept first, and the last window [1], which is the graph's unless it is given.
+        """
+        inputs = {"score": score, "kv_len": self.layers[i].kv_len, "budget": budget}
+        inputs |= {"window": self.window if window is None else window, "sink": self.sink}
+        keep, lengths = self.graph.operator(f"layers.{i}/evict/KvSelect", emitters.kv_select, inputs, num_outputs=2)
+        return Kept(keep=keep, lengths=lengths)
+
+    def counted(self, i: int, keep: Tensor) -> Kept:
+        """Count what a list for each kv head keeps."""
+        path, graph = f"layers.{i}/evict", self.graph
+        is_kept = graph.node(f"{path}/is_kept", "GreaterOrEqual", [keep, graph.constant("int32/zero", 0, np.int32)])
+        ones = graph.node(f"{path}/is_kept/Cast", "Cast", [is_kept], {"to": INT32})
+        axis = graph.constant("axes/last", [2], np.int64)
+        lengths = graph.node(f"{path}/kept/ReduceSum", "ReduceSum", [ones, axis], {"keepdims": 0})
+        return Kept(keep=keep, lengths=lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ortolan import contract
 from ortolan.manifest import Manifest
@@ -33,6 +34,7 @@ class CacheBuffers:
         self._manifest = manifest
         self.buffers = buffers
         self.generation = 0
+        self.eviction: Any = None  # what `evict` bound to these buffers
         # What is restored starts with the slots that it needs, not with the plan's.
         slots = capacities or [layer.capacity for layer in plan.layers]
         self.layers = [self._allocate(index, capacity) for index, capacity in enumerate(slots)]
@@ -95,6 +97,7 @@ class CacheBuffers:
             new.value[:, :, :held] = old.value[:, :, :held]
         self.layers[index] = new
         self.generation += 1
+        self.eviction = None
 
     def copy_captures(self) -> dict[int, Array]:
         """Copy the captured queries of all layers."""

@@ -21,6 +21,7 @@ from ortolan.manifest import Manifest
 from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_stepper import CudaStepper
 from ortolan.runtime.device_loop import TokenChooser
+from ortolan.runtime.evictor import bind_eviction
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import NO_TOKENS
 from ortolan.runtime.memory import MemoryReport
@@ -181,6 +182,8 @@ class DeviceSession(Session):
                 except OrtolanError as error:
                     chunk.failure = error
                     break
+            if len(tokens) > 1 and self._is_due(sum(len(chunk.tokens) for chunk in reading)):
+                bind_eviction(self._evict_session, self._caches)  # while the device is at work
             while reading:
                 self._confirm(reading, note)
         except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written

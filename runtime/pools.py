@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class SequenceCaches:
 
     def __init__(self, pools: Pools, captures: Mapping[int, Array], pages: Mapping[str, Sequence[int]]) -> None:
         self.buffers, self.layers, self.captures = pools.buffers, pools.layers, dict(captures)
+        self.eviction: Any = None  # what `evict` bound to these buffers
         self._tables: dict[str, Array] = {}
         for kind in pools.manifest.cache_kinds:
             row = np.array([pages[kind.name]], np.int32)

@@ -17,6 +17,9 @@ from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS, Operator
 
 
+OUTPUT_TYPES = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(int32)": onnx.TensorProto.INT32}
+
+
 def find_operator(name: str) -> Operator:
     return next(operator for operator in OPERATORS if operator.name == name)
 
@@ -44,7 +47,7 @@ def build_model(
     results = [
         onnx.helper.make_tensor_value_info(
             port.name,
-            devices.ONNX_TYPES[element] if port.type == "T1" else onnx.TensorProto.FLOAT,
+            OUTPUT_TYPES.get(port.type) or devices.ONNX_TYPES[element],
             [f"{port.name}_{axis}" for axis in range(port.shape.count(",") + 1)],
         )
         for port in operator.outputs
@@ -95,6 +98,11 @@ def output_types(
         elif port.name == "lse":
             tokens, heads, _ = feeds["query"].shape
             types[port.name] = ((heads, tokens), np.dtype(np.float32))
+        elif port.name == "keep":
+            *lists, slots = feeds["score"].shape
+            types[port.name] = ((*lists, max(0, min(int(feeds["budget"][0]), slots))), np.dtype(np.int32))
+        elif port.name == "kept_len":
+            types[port.name] = (feeds["kv_len"].shape, np.dtype(np.int32))
         else:
             assert port.name == "score"
             _, heads, slots, _ = feeds["key_cache"].shape

@@ -57,6 +57,18 @@ def scores() -> None:
         run_op("SnapKvScore", feeds)
 
 
+def selections() -> None:
+    """Selections of lists that registers hold, and of one that they do not."""
+    rng = np.random.default_rng(0)
+    for slots in (300, 9000, 40000):
+        numbers = {"budget": slots // 3, "window": 8, "sink": 2}
+        feeds = {
+            "score": np.round(rng.random((1, 2, slots)), 3).astype(np.float32),
+            "kv_len": np.array([[slots, slots // 2]], np.int32),
+        }
+        run_op("KvSelect", feeds | {name: np.array([value], np.int64) for name, value in numbers.items()})
+
+
 def main() -> None:
     """Run everything for every element type."""
     if problem := devices.cuda_problem():
@@ -67,6 +79,7 @@ def main() -> None:
                 attention()
                 copies()
                 scores()
+                selections()
             print(name, flush=True)
 
 

@@ -1,7 +1,7 @@
 """Eviction policies, one file each: which positions a budget keeps.
 
-A policy is a function from the parts of an eviction graph to a keep-list for each evictable layer, [B, heads, K]
-int32, ascending, -1 at its tail, heads = Hkv or 1. A new policy is a new file and a line here.
+A policy is a function from the parts of an eviction graph to what is kept of each evictable layer. A new policy is a
+new file and a line here.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ortolan.graphs.builder import Tensor
-from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.evict_parts import EvictParts, Kept
 from ortolan.graphs.policies.adakv import keep_adakv
 from ortolan.graphs.policies.expected import keep_expected
 from ortolan.graphs.policies.pyramidkv import keep_pyramidkv
 from ortolan.graphs.policies.snapkv import keep_snapkv
 from ortolan.graphs.policies.streaming import keep_streaming
 
-Policy: TypeAlias = Callable[[EvictParts], dict[int, Tensor]]
+Policy: TypeAlias = Callable[[EvictParts], dict[int, Kept]]
 
 POLICIES: dict[str, Policy] = {
     "snapkv": keep_snapkv,

@@ -9,12 +9,12 @@ import numpy as np
 
 from ortolan.errors import ConfigError
 from ortolan.graphs.builder import FLOAT, INT64, Tensor
-from ortolan.graphs.evict_parts import FORCED, EvictParts
+from ortolan.graphs.evict_parts import FORCED, EvictParts, Kept
 
 SAFEGUARD_PERCENT = 20  # of the budget, which every head keeps whatever the others score
 
 
-def keep_adakv(parts: EvictParts) -> dict[int, Tensor]:
+def keep_adakv(parts: EvictParts) -> dict[int, Kept]:
     """Keep Hkv * budget positions of a layer: each head's safeguarded best, then the best of all heads.
 
     Raises:
@@ -25,12 +25,12 @@ def keep_adakv(parts: EvictParts) -> dict[int, Tensor]:
     return {i: _keep(parts, i) for i in parts.layers}
 
 
-def _keep(parts: EvictParts, i: int) -> Tensor:
+def _keep(parts: EvictParts, i: int) -> Kept:
     path, graph = f"layers.{i}/evict", parts.graph
     score = parts.pooled_score(i)
     slots = parts.slots(path, score)
     positions = parts.positions(path, slots)
-    lengths = parts.lengths(path, parts.layers[i].kv_len, shared=False)
+    lengths = parts.lengths(path, parts.layers[i].kv_len)
     ranked = _safeguard(parts, path, parts.rank(path, score, lengths, positions), slots)
     mask = _best_of_all_heads(parts, path, i, ranked)  # [B, Hkv, C] bool
     chosen = graph.node(f"{path}/own", "Where", [mask, positions, slots])
@@ -40,7 +40,7 @@ def _keep(parts: EvictParts, i: int) -> Tensor:
     longest = graph.node(f"{path}/longest/ReduceMax", "ReduceMax", [counts], {"keepdims": 0})
     longest = graph.node(f"{path}/longest", "Reshape", [longest, graph.constant("shapes/vector", [1], np.int64)])
     held = graph.node(f"{path}/chosen", "Less", [chosen, slots])
-    return parts.ascending(path, held, chosen, slots, longest)
+    return parts.counted(i, parts.ascending(path, held, chosen, slots, longest))
 
 
 def _safeguard(parts: EvictParts, path: str, ranked: Tensor, slots: Tensor) -> Tensor:

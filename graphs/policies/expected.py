@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ortolan.errors import ConfigError
 from ortolan.graphs.builder import FLOAT, Tensor
-from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.evict_parts import EvictParts, Kept
 
 FUTURE = 512  # positions over which the rotation of coming queries is averaged
 REDUCTIONS = {"mean": "ReduceMean", "max": "ReduceMax", "sum": "ReduceSum"}
@@ -31,7 +31,7 @@ UNSEEN = -1e30
 Derive: TypeAlias = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 
 
-def keep_expected(parts: EvictParts) -> dict[int, Tensor]:
+def keep_expected(parts: EvictParts) -> dict[int, Kept]:
     """Keep sinks, the last window, and the best of the rest, per kv head, layer or model.
 
     Raises:
@@ -39,9 +39,8 @@ def keep_expected(parts: EvictParts) -> dict[int, Tensor]:
     """
     if parts.manifest.ropes is None:
         raise ConfigError("policy expected needs RoPE frequencies, which this model folder lacks; export it again")
-    shared = parts.options.granularity != "kv_head"
     scores = parts.shared_scores(lambda i: _Layer(parts, i).score())
-    return {i: parts.keep_best(i, score, parts.budget, shared=shared) for i, score in scores.items()}
+    return {i: parts.keep_best(i, score, parts.budget) for i, score in scores.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class _Layer:
         self._path, self._info = f"layers.{i}/evict", parts.manifest.layers[i]
         ropes = parts.manifest.ropes or {}
         self._frequencies = np.array(ropes[self._info.rope]) if self._info.rope else None  # [variants, R]
-        self._lengths = parts.lengths(f"{self._path}/expected", self._inputs.kv_len, shared=False)  # [B, Hkv, 1]
+        self._lengths = parts.lengths(f"{self._path}/expected", self._inputs.kv_len)  # [B, Hkv, 1]
 
     def score(self) -> Tensor:
         """Score all slots, [B, Hkv, C] float32; empty ones hold anything."""

@@ -9,12 +9,12 @@ import numpy as np
 
 from ortolan.errors import ConfigError
 from ortolan.graphs.builder import Tensor
-from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.evict_parts import EvictParts, Kept
 
 STEEPNESS = 20  # beta of the paper: the last layer keeps about 1 / beta of the average beyond the window
 
 
-def keep_pyramidkv(parts: EvictParts) -> dict[int, Tensor]:
+def keep_pyramidkv(parts: EvictParts) -> dict[int, Kept]:
     """Keep as SnapKV does, each layer within a budget of its own; they average to `budget`.
 
     Raises:
@@ -22,10 +22,9 @@ def keep_pyramidkv(parts: EvictParts) -> dict[int, Tensor]:
     """
     if parts.options.granularity == "model":
         raise ConfigError("policy pyramidkv gives each layer a budget; granularity must be kv_head or layer")
-    shared = parts.options.granularity == "layer"
     budgets = _budgets(parts)
     scores = parts.shared_scores()
-    return {i: parts.keep_best(i, score, budgets[i], shared=shared) for i, score in scores.items()}
+    return {i: parts.keep_best(i, score, budgets[i]) for i, score in scores.items()}
 
 
 def _budgets(parts: EvictParts) -> dict[int, Tensor]:

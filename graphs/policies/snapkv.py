@@ -5,12 +5,10 @@ Source: SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404
 
 from __future__ import annotations
 
-from ortolan.graphs.builder import Tensor
-from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.evict_parts import EvictParts, Kept
 
 
-def keep_snapkv(parts: EvictParts) -> dict[int, Tensor]:
+def keep_snapkv(parts: EvictParts) -> dict[int, Kept]:
     """Keep sinks, the last window, and the best-scored rest, per kv head, layer or model."""
-    shared = parts.options.granularity != "kv_head"
     scores = parts.shared_scores()
-    return {i: parts.keep_best(i, score, parts.budget, shared=shared) for i, score in scores.items()}
+    return {i: parts.keep_best(i, score, parts.budget) for i, score in scores.items()}

@@ -6,29 +6,24 @@ Source: Efficient Streaming Language Models with Attention Sinks, arXiv 2309.174
 from __future__ import annotations
 
 import numpy as np
+import onnx
 
 from ortolan.graphs.builder import Tensor
-from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.evict_parts import EMPTY, EvictParts, Kept
 
 
-def keep_streaming(parts: EvictParts) -> dict[int, Tensor]:
+def keep_streaming(parts: EvictParts) -> dict[int, Kept]:
     """Keep `sink` first positions and the last `budget - sink`; every kv head keeps the same."""
-    return {i: _keep(parts, i) for i in parts.layers}
+    graph = parts.graph
+    recent = graph.node("recent/Sub", "Sub", [parts.budget, parts.sink])
+    recent = graph.node("recent", "Max", [recent, graph.constant("int64/none", [0], np.int64)])
+    return {i: parts.keep_best(i, _no_score(parts, i), parts.budget, recent) for i in parts.layers}
 
 
-def _keep(parts: EvictParts, i: int) -> Tensor:
-    """Rank positions by themselves: the latest are the best, sinks above all."""
+def _no_score(parts: EvictParts, i: int) -> Tensor:
+    """Score no position, so that none is chosen but sinks and the window; [B, Hkv, C]."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
-    slots = parts.cache_slots(i)
-    positions = parts.positions(path, slots)
-    lengths = parts.lengths(path, layer.kv_len, shared=False)
-    budget = graph.node(f"{path}/count", "Min", [parts.budget, slots])
-    recent = graph.node(f"{path}/recent", "Sub", [parts.budget, parts.sink])
-    start = graph.node(f"{path}/recent_start", "Sub", [lengths, recent])
-    is_recent = graph.node(f"{path}/is_recent", "GreaterOrEqual", [positions, start])
-    is_sink = graph.node(f"{path}/is_sink", "Less", [positions, parts.sink])
-    forced = graph.node(f"{path}/forced", "Or", [is_sink, is_recent])  # [B, Hkv, C]
-    one, empty = graph.constant("float/one", 1, np.float32), graph.constant("float/empty", -1, np.float32)
-    ranked = parts.held_or(path, graph.node(f"{path}/lifted", "Where", [forced, one, empty]), lengths, positions)
-    held, chosen = parts.best(path, ranked, budget)
-    return parts.ascending(path, held, chosen, slots, budget)
+    lists = graph.node(f"{path}/lists/Shape", "Shape", [layer.kv_len])
+    shape = graph.node(f"{path}/score/Concat", "Concat", [lists, parts.cache_slots(i)], {"axis": 0})
+    value = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [EMPTY])
+    return graph.node(f"{path}/score", "ConstantOfShape", [shape], {"value": value})

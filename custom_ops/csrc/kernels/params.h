@@ -89,6 +89,20 @@ struct SnapKvScoreParams {
   float* score;           // [B, Hkv, C]
 };
 
+struct KvSelectParams {
+  int64_t num_sequences;  // B
+  int64_t num_lists;      // Hkv or 1
+  int64_t num_kv_heads;   // Hkv
+  int64_t capacity;       // C
+  int64_t keep_count;     // K = min(budget, C)
+  int64_t window;
+  int64_t sink;
+  const float* score;     // [B, Hkv or 1, C]
+  const int32_t* kv_len;  // [B, Hkv]
+  int32_t* keep;          // [B, Hkv or 1, K], -1 pads the tail
+  int32_t* kept_len;      // [B, Hkv]
+};
+
 struct KvCompactParams {
   ElementType element;
   CacheLayout cache;

@@ -130,6 +130,16 @@ void check_scored_lengths(const Context& context, const SnapKvScoreParams& p) {
     }
 }
 
+void check_selected_lengths(const Context& context, const KvSelectParams& p) {
+  if (p.num_kv_heads < 1)
+    context.node().fail("input 'kv_len' has no kv heads; its shape is [B, Hkv] with Hkv >= 1");
+  if (!context.values_readable()) return;
+  for (int64_t i = 0; i < p.num_sequences * p.num_kv_heads; ++i)
+    if (p.kv_len[i] > p.capacity)
+      context.node().fail("input 'kv_len' holds " + number(p.kv_len[i]) + ", more than the C = " +
+                          number(p.capacity) + " positions that 'score' has");
+}
+
 void check_keep(const Context& context, const KvCompactParams& p) {
   if (!context.values_readable()) return;
   for (int64_t list = 0; list < p.num_sequences * p.keep_heads; ++list) {

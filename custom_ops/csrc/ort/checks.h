@@ -36,6 +36,9 @@ void check_window(const Context& context, const SwaAttentionParams& params);
 // A sequence cannot hold more than its cache has slots.
 void check_scored_lengths(const Context& context, const SnapKvScoreParams& params);
 
+// The same for the lists of a selection, whose kv heads exist.
+void check_selected_lengths(const Context& context, const KvSelectParams& params);
+
 // Each list is strictly ascending, inside the cache, and padded by -1 at its tail only.
 void check_keep(const Context& context, const KvCompactParams& params);
 

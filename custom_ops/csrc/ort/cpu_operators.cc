@@ -20,6 +20,7 @@ const Computes& cpu_computes() {
       .swa_attention = compute<read_swa_attention, cpu::swa_attention>,
       .snapkv_capture = compute<read_snapkv_capture, cpu::snapkv_capture>,
       .snapkv_score = compute<read_snapkv_score, cpu::snapkv_score>,
+      .kv_select = compute<read_kv_select, cpu::kv_select>,
       .kv_compact = compute<read_kv_compact, cpu::kv_compact>,
   };
   return computes;

@@ -58,6 +58,7 @@ const Computes& cuda_computes() {
       .snapkv_capture = compute<read_snapkv_capture, cuda::snapkv_capture>,
       .snapkv_score =
           compute_with_workspace<read_snapkv_score, cuda::snapkv_score, cuda::snapkv_score_workspace>,
+      .kv_select = compute<read_kv_select, cuda::kv_select>,
       .kv_compact = compute_with_workspace<read_kv_compact, cuda::kv_compact, cuda::kv_compact_workspace>,
       .fused_linear = compute_with_workspace<read_fused_linear_with_cublas, cuda::fused_linear,
                                              cuda::fused_linear_workspace>,

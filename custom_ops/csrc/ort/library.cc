@@ -87,6 +87,8 @@ int port_type(const Operator& op, const Port& port) {
       return abi::kFloat;
     case PortType::kInt32:
       return abi::kInt32;
+    case PortType::kInt64:
+      return abi::kInt64;
   }
   return abi::kFloat;
 }
@@ -146,7 +148,9 @@ Operator define(Compute compute, Provider provider, ElementType element) {
   op.GetOutputCharacteristic = [](const abi::CustomOp* self, size_t i) -> int {
     return as_operator(self).schema->outputs[i].optional ? abi::kOptional : abi::kRequired;
   };
-  op.GetInputMemoryType = [](const abi::CustomOp*, size_t) { return 0; };
+  op.GetInputMemoryType = [](const abi::CustomOp* self, size_t i) -> int {
+    return as_operator(self).schema->inputs[i].on_host ? abi::kHostInput : abi::kDefaultMemory;
+  };
   op.GetVariadicInputMinArity = [](const abi::CustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const abi::CustomOp*) { return 1; };
   op.GetVariadicOutputMinArity = [](const abi::CustomOp*) { return 1; };
@@ -170,6 +174,8 @@ void define_all(std::vector<Operator>& list, const Computes& computes, Provider 
   list.push_back(define<kSnapKvCaptureSchema>(computes.snapkv_capture, provider, element));
   list.push_back(define<kSnapKvScoreSchema>(computes.snapkv_score, provider, element));
   list.push_back(define<kKvCompactSchema>(computes.kv_compact, provider, element));
+  if (element == ElementType::kFloat32)  // it has no port of that type, and is registered once
+    list.push_back(define<kKvSelectSchema>(computes.kv_select, provider, element));
   if (provider == Provider::kCpu) return;  // the schemas below are CUDA-only
   list.push_back(define<kFusedLinearSchema>(computes.fused_linear, provider, element));
   list.push_back(define<kQkvRopeAppendSchema>(computes.qkv_rope_append, provider, element));

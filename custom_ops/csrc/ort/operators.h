@@ -15,6 +15,7 @@ struct Computes {
   Compute swa_attention;
   Compute snapkv_capture;
   Compute snapkv_score;
+  Compute kv_select;
   Compute kv_compact;
   Compute fused_linear = nullptr;
   Compute qkv_rope_append = nullptr;

@@ -1,5 +1,6 @@
 #include "read_params.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "checks.h"
@@ -13,6 +14,15 @@ float resolved_scale(const NodeInfo& node, int64_t head_size) {
 
 Tensor value_cache_like(const Context& context, size_t index, const Tensor& key_cache) {
   return context.input(index, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
+}
+
+// One number that lies in host memory, 0 and more.
+int64_t read_number(const Context& context, size_t index) {
+  const int64_t value = *context.input(index, {1}).as<int64_t>();
+  if (value < 0)
+    context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' is " +
+                        std::to_string(value) + "; it must be at least 0");
+  return value;
 }
 
 }  // namespace
@@ -97,6 +107,28 @@ SnapKvScoreParams read_snapkv_score(const Context& context) {
   params.key_cache = key_cache.data;
   params.score =
       context.output(0, {params.num_sequences, key_cache.dim(1), params.cache.capacity}).as<float>();
+  return params;
+}
+
+KvSelectParams read_kv_select(const Context& context) {
+  const Tensor score = context.input(0, {-1, -1, -1});
+  const Tensor kv_len = context.input(1, {score.dim(0), -1});
+  KvSelectParams params{};
+  params.num_sequences = score.dim(0);
+  params.num_lists = score.dim(1);
+  params.capacity = score.dim(2);
+  params.num_kv_heads = kv_len.dim(1);
+  if (score.dim(1) != 1 && score.dim(1) != kv_len.dim(1))
+    context.bad_shape(0, score, "with Hkv = " + std::to_string(kv_len.dim(1)));
+  params.kv_len = read_lengths(context, 1, params.num_sequences, params.num_kv_heads).values;
+  check_selected_lengths(context, params);
+  params.window = read_number(context, 3);
+  params.sink = read_number(context, 4);
+  params.keep_count = std::min(read_number(context, 2), params.capacity);
+  params.score = score.as<float>();
+  params.keep =
+      context.output(0, {params.num_sequences, params.num_lists, params.keep_count}).as<int32_t>();
+  params.kept_len = context.output(1, kv_len.shape).as<int32_t>();
   return params;
 }
 

@@ -6,7 +6,7 @@
 
 namespace ortolan {
 
-enum class PortType { kElement, kFloat32, kInt32 };
+enum class PortType { kElement, kFloat32, kInt32, kInt64 };
 
 struct Port {
   const char* name;
@@ -14,6 +14,7 @@ struct Port {
   PortType type;
   bool optional;
   int alias;  // outputs: index of the input whose buffer is continued, or -1
+  bool on_host = false;  // inputs: in host memory on every device
 };
 
 struct Schema {

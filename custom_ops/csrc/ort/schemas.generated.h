@@ -68,6 +68,21 @@ inline constexpr std::array<std::string_view, 3> kSnapKvScoreAttributes = {"scal
 inline constexpr Schema kSnapKvScoreSchema = {"SnapKvScore", kSnapKvScoreInputs,
                                   kSnapKvScoreOutputs, kSnapKvScoreAttributes, false};
 
+inline constexpr Port kKvSelectInputs[] = {
+    {"score", "[B, Hkv or 1, C]", PortType::kFloat32, false, -1},
+    {"kv_len", "[B, Hkv]", PortType::kInt32, false, -1},
+    {"budget", "[1]", PortType::kInt64, false, -1, true},
+    {"window", "[1]", PortType::kInt64, false, -1, true},
+    {"sink", "[1]", PortType::kInt64, false, -1, true},
+};
+inline constexpr Port kKvSelectOutputs[] = {
+    {"keep", "[B, Hkv or 1, K]", PortType::kInt32, false, -1},
+    {"kept_len", "[B, Hkv]", PortType::kInt32, false, -1},
+};
+inline constexpr std::array<std::string_view, 0> kKvSelectAttributes = {};
+inline constexpr Schema kKvSelectSchema = {"KvSelect", kKvSelectInputs,
+                                  kKvSelectOutputs, kKvSelectAttributes, false};
+
 inline constexpr Port kKvCompactInputs[] = {
     {"key_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},
     {"value_cache", "[N, Hkv, P, D]", PortType::kElement, false, -1},

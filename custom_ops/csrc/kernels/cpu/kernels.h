@@ -10,6 +10,7 @@ void ring_kv_append(const RingKvAppendParams& params, ParallelFor& parallel);
 void swa_attention(const SwaAttentionParams& params, ParallelFor& parallel);
 void snapkv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel);
 void snapkv_score(const SnapKvScoreParams& params, ParallelFor& parallel);
+void kv_select(const KvSelectParams& params, ParallelFor& parallel);
 void kv_compact(const KvCompactParams& params, ParallelFor& parallel);
 
 // Instruction sets the arithmetic kernels are built for, in rising order.

@@ -33,6 +33,7 @@ struct Launch {
 
 cudaError_t ring_kv_append(const RingKvAppendParams& params, const Launch& launch);
 cudaError_t snapkv_capture(const SnapKvCaptureParams& params, const Launch& launch);
+cudaError_t kv_select(const KvSelectParams& params, const Launch& launch);
 cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
 size_t kv_compact_workspace(const KvCompactParams& params, const Device& device);
 

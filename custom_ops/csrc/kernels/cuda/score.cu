@@ -1,7 +1,8 @@
 // SnapKvScore: the choice of kernels, and the merge between the two passes.
 #include "launch.cuh"
-#include "score.cuh"
+#include "ptx.cuh"
 #include "score_instances.h"
+#include "score_plan.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -10,18 +11,17 @@ constexpr int kFoldThreads = 128;
 
 // A thread per row merges the spans in ascending order. Grid: (rows / 128, sequences * kv heads).
 __global__ void __launch_bounds__(kFoldThreads)
-    score_fold_kernel(const __grid_constant__ SnapKvScoreParams p, const __grid_constant__ ScorePlan plan,
-                      int span_keys, int block_queries) {
+    score_fold_kernel(const __grid_constant__ SnapKvScoreParams p, const __grid_constant__ ScorePlan plan) {
   wait_for_previous_kernel();
   const int row = blockIdx.x * kFoldThreads + threadIdx.x;
   if (row >= plan.rows) return;
   const ScorePair pair = ScorePair::of(p, blockIdx.y);
-  const int spans = (pair.length + span_keys - 1) / span_keys;
+  const int spans = min((pair.length + plan.span_keys - 1) / plan.span_keys, plan.spans);
   const SoftmaxState* partial = plan.partials + int64_t{blockIdx.y} * plan.spans * plan.rows + row;
   SoftmaxState state{-INFINITY, 0.0f};
-#pragma unroll 4
+#pragma unroll 8
   for (int span = 0; span < spans; ++span) state = merged(state, partial[int64_t{span} * plan.rows]);
-  const bool exists = row % (plan.query_blocks * block_queries) < pair.queries;
+  const bool exists = row % plan.query_rows < pair.queries;
   plan.states[int64_t{blockIdx.y} * plan.rows + row] =
       exists ? SoftmaxState{state.maximum, 1.0f / state.sum} : SoftmaxState{0.0f, 0.0f};
 }
@@ -49,12 +49,10 @@ auto with_instance(const SnapKvScoreParams& p, Function&& f) {
 
 }  // namespace
 
-cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, int span_keys,
-                              int block_queries, const Launch& launch) {
+cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, const Launch& launch) {
   const dim3 grid((plan.rows + kFoldThreads - 1) / kFoldThreads,
                   static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads));
-  return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan, span_keys,
-                           block_queries);
+  return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan);
 }
 
 size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device&) {

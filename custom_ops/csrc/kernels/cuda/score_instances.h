@@ -12,8 +12,7 @@ cudaError_t launch_score(const SnapKvScoreParams& p, const Launch& launch);
 template <typename Element, int kHeadSize>
 size_t score_workspace_bytes(const SnapKvScoreParams& p);
 
-// Merges the states of spans of `span_keys`; a block of queries takes `block_queries` rows.
-cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, int span_keys,
-                              int block_queries, const Launch& launch);
+// Merges the spans' states.
+cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, const Launch& launch);
 
 }  // namespace ortolan::cuda

@@ -4,22 +4,66 @@
 #include <algorithm>
 
 #include "launch.cuh"
-#include "score.cuh"
+#include "row_vectors.cuh"
+#include "score_float32.cuh"
 #include "score_instances.h"
+#include "score_mma.cuh"
 
 namespace ortolan::cuda {
 
+// The two kernels of an element type, and how they cut their work.
+template <typename Element, int kHeadSize>
+struct ScoreKernels {
+  using Tile = ScoreMmaTile<kHeadSize>;
+  static constexpr auto kStates = score_states_mma_kernel<Element, kHeadSize>;
+  static constexpr auto kSums = score_sums_mma_kernel<Element, kHeadSize>;
+  static constexpr int kQueries = Tile::kStep;     // that a head's queries are rounded up to
+  static constexpr int kStateRows = Tile::kHeldRows;  // of a block of the first pass
+  static constexpr int kSumKeys = Tile::kHeldRows;    // of a block of the second
+  static constexpr int kTileKeys = Tile::kRows;
+  static constexpr int kSharedBytes = Tile::kSharedBytes;
+  static constexpr bool kInterleaved = true;  // spans take tiles by turns
+
+  static int states_bytes(const ScorePlan&) { return kSharedBytes; }
+};
+
+template <int kHeadSize>
+struct ScoreKernels<float, kHeadSize> {
+  using Tile = ScoreFloatTile<kHeadSize>;
+  static constexpr auto kStates = score_states_float_kernel<kHeadSize>;
+  static constexpr auto kSums = score_sums_float_kernel<kHeadSize>;
+  static constexpr int kQueries = Tile::kQueries;
+  static constexpr int kStateRows = 1 << 30;  // all
+  static constexpr int kSumKeys = Tile::kKeys;
+  static constexpr int kTileKeys = Tile::kKeys;
+  static constexpr int kSharedBytes = Tile::kSharedBytes;
+  static constexpr bool kInterleaved = false;
+
+  static int states_bytes(const ScorePlan& plan) {
+    return kSharedBytes + plan.rows * static_cast<int>(sizeof(SoftmaxState));
+  }
+};
+
 template <typename Element, int kHeadSize>
 ScorePlan plan_score(const SnapKvScoreParams& p, void* workspace) {
-  using Tile = ScoreTile<Element, kHeadSize>;
+  using Kernels = ScoreKernels<Element, kHeadSize>;
   constexpr int kMostSpans = 128;
+  constexpr int kBlocks = 512;  // of the first pass, where the heads of one sequence allow: a wave of large GPUs
   ScorePlan plan{};
   plan.group = static_cast<int>(p.num_heads / p.cache.num_kv_heads);
-  plan.query_blocks = static_cast<int>((p.window_rows + Tile::kQueries - 1) / Tile::kQueries);
-  plan.rows = plan.group * plan.query_blocks * Tile::kQueries;
-  const auto tiles = static_cast<int>((p.cache.capacity + Tile::kKeys - 1) / Tile::kKeys);
-  plan.tiles_per_span = (tiles + kMostSpans - 1) / kMostSpans;
-  plan.spans = (tiles + plan.tiles_per_span - 1) / plan.tiles_per_span;
+  plan.query_rows = static_cast<int>(divide_up(p.window_rows, Kernels::kQueries)) * Kernels::kQueries;
+  plan.rows = plan.group * plan.query_rows;
+  const auto tiles = static_cast<int>(divide_up(p.cache.capacity, Kernels::kTileKeys));
+  if (Kernels::kInterleaved) {
+    const int64_t others = p.cache.num_kv_heads * std::max<int64_t>(divide_up(plan.rows, Kernels::kStateRows), 1);
+    const auto wanted = static_cast<int>(std::clamp<int64_t>(kBlocks / others, 1, kMostSpans));
+    plan.spans = std::min(wanted, tiles);
+    plan.span_keys = Kernels::kTileKeys;
+  } else {
+    const int tiles_per_span = (tiles + kMostSpans - 1) / kMostSpans;
+    plan.spans = (tiles + tiles_per_span - 1) / tiles_per_span;
+    plan.span_keys = tiles_per_span * Kernels::kTileKeys;
+  }
   plan.states = static_cast<SoftmaxState*>(workspace);
   plan.partials = plan.states + p.num_sequences * p.cache.num_kv_heads * plan.rows;
   return plan;
@@ -33,28 +77,26 @@ size_t score_workspace_bytes(const SnapKvScoreParams& p) {
 
 template <typename Element, int kHeadSize>
 cudaError_t launch_score(const SnapKvScoreParams& p, const Launch& launch) {
-  using Tile = ScoreTile<Element, kHeadSize>;
+  using Kernels = ScoreKernels<Element, kHeadSize>;
+  const dim3 threads(Kernels::Tile::kThreads);
   const ScorePlan plan = plan_score<Element, kHeadSize>(p, launch.workspace);
   const auto pairs = static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads);
   if (plan.rows == 0)  // nothing was captured
     return cudaMemsetAsync(p.score, 0, pairs * p.cache.capacity * sizeof(float), launch.stream);
-  const auto states_kernel = score_states_kernel<Element, kHeadSize>;
-  const auto sums_kernel = score_sums_kernel<Element, kHeadSize>;
-  const int states_bytes = Tile::kSharedBytes + plan.rows * static_cast<int>(sizeof(SoftmaxState));
+  const int states_bytes = Kernels::states_bytes(plan);
   cudaError_t error =
-      cudaFuncSetAttribute(states_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, states_bytes);
+      cudaFuncSetAttribute(Kernels::kStates, cudaFuncAttributeMaxDynamicSharedMemorySize, states_bytes);
   if (error == cudaSuccess)
-    error =
-        cudaFuncSetAttribute(sums_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes);
-  if (error == cudaSuccess)
-    error = launch_overlapped(states_kernel, dim3(plan.spans, pairs), dim3(Tile::kThreads), states_bytes,
-                              launch, p, plan);
-  if (error == cudaSuccess)
-    error = launch_score_fold(p, plan, plan.tiles_per_span * Tile::kKeys, Tile::kQueries, launch);
+    error = cudaFuncSetAttribute(Kernels::kSums, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 Kernels::kSharedBytes);
+  if (error == cudaSuccess) {
+    const dim3 grid(plan.spans, pairs, static_cast<unsigned>(divide_up(plan.rows, Kernels::kStateRows)));
+    error = launch_overlapped(Kernels::kStates, grid, threads, states_bytes, launch, p, plan);
+  }
+  if (error == cudaSuccess) error = launch_score_fold(p, plan, launch);
   if (error != cudaSuccess) return error;
-  const auto tiles = static_cast<unsigned>((p.cache.capacity + Tile::kKeys - 1) / Tile::kKeys);
-  return launch_overlapped(sums_kernel, dim3(tiles, pairs), dim3(Tile::kThreads), Tile::kSharedBytes, launch,
-                           p, plan);
+  const dim3 grid(static_cast<unsigned>(divide_up(p.cache.capacity, Kernels::kSumKeys)), pairs);
+  return launch_overlapped(Kernels::kSums, grid, threads, Kernels::kSharedBytes, launch, p, plan);
 }
 
 // One source file per element type keeps a build parallel.
