@@ -27,8 +27,8 @@ cudaError_t is_captured(cudaStream_t stream, bool& captured) {
 class Workspaces {
  public:
   ~Workspaces() {
-    // Memory of cudaMallocAsync is freed at once, though work that uses it may be under way. Errors are dropped:
-    // at the end of the process the driver may be gone already.
+    // Memory of cudaMallocAsync is freed at once, though work that uses it may be under way. Errors are
+    // dropped: at the end of the process the driver may be gone already.
     int previous = 0;
     cudaGetDevice(&previous);
     for (const auto& [key, buffers] : buffers_) {

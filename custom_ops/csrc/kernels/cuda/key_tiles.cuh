@@ -11,9 +11,7 @@ namespace ortolan::cuda {
 struct PowerOfTwo {
   int32_t shift;
 };
-ORTOLAN_HOST_DEVICE int32_t operator/(int32_t number, PowerOfTwo divisor) {
-  return number >> divisor.shift;
-}
+ORTOLAN_HOST_DEVICE int32_t operator/(int32_t number, PowerOfTwo divisor) { return number >> divisor.shift; }
 ORTOLAN_HOST_DEVICE int32_t divide_up(int32_t number, int32_t divisor) {
   return (number + divisor - 1) / divisor;
 }
