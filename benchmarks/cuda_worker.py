@@ -30,6 +30,9 @@ class Engine(Protocol):
     def memory(self) -> Any:
         """Say what the engine knows of its memory after the last prompt."""
 
+    def runtime_share(self) -> float | None:
+        """Say which part of the decoding so far the GPU did not work on steps."""
+
 
 class OrtolanEngine:
     """Ortolan."""
@@ -52,6 +55,11 @@ class OrtolanEngine:
     def memory(self) -> Any:
         """Return the session's own report."""
         return self._session.memory_report().as_dict()
+
+    def runtime_share(self) -> float | None:
+        """Compare the session's clocks, over all prompts."""
+        stats = self._session.stats
+        return 1 - stats.decode_device_seconds / stats.decode_seconds
 
 
 class GenaiEngine:
@@ -79,6 +87,10 @@ class GenaiEngine:
         """Nothing is known from inside."""
         return None
 
+    def runtime_share(self) -> float | None:
+        """Nothing is known from inside."""
+        return None
+
 
 def run(engine: Engine, prompt_tokens: int, decode: int, repeats: int, vocab_size: int) -> dict[str, Any]:
     """Time the first token and the ones after it, medians over repeats after one to warm up."""
@@ -103,6 +115,7 @@ def run(engine: Engine, prompt_tokens: int, decode: int, repeats: int, vocab_siz
         "token_seconds": statistics.median(later) if later else None,
         "decoded_tokens": len(taken) - 1,
         "memory": engine.memory(),
+        "runtime_share": engine.runtime_share(),
     }
 
 
