@@ -1,0 +1,122 @@
+"""`ortolan bench`: times a model folder on this machine, on prompts of random tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from ortolan.cli.table import format_bytes, format_table
+from ortolan.errors import ConfigError, StorageError
+
+EPILOG = """examples:
+  ortolan bench ./llama
+  ortolan bench ./llama --prompts 1024 8192 32768 --decode 128 --device cuda --json bench.json
+  ortolan bench ./llama --prompts 16384 --snapkv-budget 2048
+"""
+SEED = 0
+COUNTERS = ("prefill_seconds", "eviction_seconds", "decode_seconds", "decode_tokens")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="time prefill and decode",
+        description="Time prefill and decode of an exported model on prompts of random tokens, one sequence at a time. "
+        "Figures are medians of the repeats after one to warm up.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="lengths (default: 512 2048)")
+    parser.add_argument("--decode", type=int, default=32, help="tokens decoded after each (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
+    parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
+    parser.add_argument("--snapkv-budget", type=int, help="tokens kept in each full-attention layer (default: all)")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures; - for standard output, in place of the table"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure each length, and print a table or JSON."""
+    import ortolan
+
+    for name, least in (("prompts", 1), ("decode", 1), ("repeats", 1)):
+        given = getattr(options, name)
+        if min(given if isinstance(given, list) else [given]) < least:
+            raise ConfigError(f"--{name} must be at least {least}")
+    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    rows = [_measure(model, length, options) for length in options.prompts]
+    if options.json != "-":
+        print(_table(rows))
+    if options.json:
+        _write(options.json, {"model": str(options.model_dir), "ortolan": ortolan.__version__, "prompts": rows})
+    return 0
+
+
+def _measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one prompt length."""
+    import numpy as np
+
+    import ortolan
+
+    snapkv = None if options.snapkv_budget is None else ortolan.SnapKv(budget=options.snapkv_budget)
+    session = model.session(length + options.decode, options.chunk_size, snapkv)
+    prefill, evict, decode, decoded = [], [], [], 0
+    for turn in range(options.repeats + 1):
+        prompt = np.random.default_rng(SEED + turn).integers(0, model.manifest.vocab_size, length).tolist()
+        session.rewind(0)
+        before = session.stats.as_dict()
+        decoded = sum(1 for _ in session.generate(prompt, options.decode))
+        spent = {name: value - before[name] for name, value in session.stats.as_dict().items() if name in COUNTERS}
+        if not turn:
+            continue
+        prefill.append(spent["prefill_seconds"])
+        evict.append(spent["eviction_seconds"])
+        if spent["decode_tokens"]:
+            decode.append(spent["decode_seconds"] / spent["decode_tokens"])
+    return {
+        "prompt_tokens": length,
+        "prefill_seconds": statistics.median(prefill),
+        "prefill_tokens_per_second": length / statistics.median(prefill),
+        "eviction_seconds": statistics.median(evict),
+        "decode_tokens": decoded,
+        "decode_ms_per_token": 1e3 * statistics.median(decode) if decode else None,
+        "memory": session.memory_report().as_dict(),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ("prompt", "prefill", "tokens/s", "eviction", "decode", "caches")
+    return format_table(header, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    decode = row["decode_ms_per_token"]
+    return [
+        str(row["prompt_tokens"]),
+        f"{1e3 * row['prefill_seconds']:.1f} ms",
+        f"{row['prefill_tokens_per_second']:.0f}",
+        f"{1e3 * row['eviction_seconds']:.1f} ms",
+        "-" if decode is None else f"{decode:.3f} ms",
+        format_bytes(row["memory"]["cache_bytes"]),
+    ]
+
+
+def _write(target: str, report: dict[str, Any]) -> None:
+    text = json.dumps(report, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}") from error

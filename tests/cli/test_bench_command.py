@@ -1,0 +1,57 @@
+import json
+
+import pytest
+
+from ortolan.cli import main
+
+SMALL = ["--prompts", "100", "300", "--decode", "4", "--repeats", "1", "--device", "cpu"]
+
+
+def test_table_has_a_line_for_each_length(model_dir, capsys):
+    assert main(["bench", str(model_dir), *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["prompt", "prefill", "tokens/s", "eviction", "decode", "caches"]
+    assert [line.split()[0] for line in lines[2:]] == ["100", "300"]
+
+
+def test_json_replaces_the_table_or_goes_to_a_file(model_dir, tmp_path, capsys):
+    assert main(["bench", str(model_dir), *SMALL, "--json", "-"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main(["bench", str(model_dir), *SMALL, "--json", str(tmp_path / "bench.json")]) == 0
+    assert capsys.readouterr().out.startswith("prompt")
+    written = json.loads((tmp_path / "bench.json").read_text())
+    for report in (printed, written):
+        for row, length in zip(report["prompts"], (100, 300), strict=True):
+            assert row["prompt_tokens"] == length
+            assert row["prefill_seconds"] > 0
+            assert row["eviction_seconds"] == 0
+            assert 0 <= row["decode_tokens"] <= 4
+
+
+def test_evictions_are_timed_and_shrink_the_caches(model_dir, capsys):
+    rows = []
+    for more in ([], ["--snapkv-budget", "128"]):
+        assert main(["bench", str(model_dir), "--prompts", "1500", *SMALL[3:], *more, "--json", "-"]) == 0
+        rows += json.loads(capsys.readouterr().out)["prompts"]
+    full, evicted = rows
+    assert evicted["eviction_seconds"] > 0
+    assert evicted["memory"]["cache_bytes"] < full["memory"]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--prompts", "0"], ["--decode", "0"], ["--repeats", "0"], ["--prompts", "100000"], ["--snapkv-budget", "3"]],
+    ids=lambda given: " ".join(given),
+)
+def test_bad_numbers_are_one_line(model_dir, capsys, given):
+    assert main(["bench", str(model_dir), "--device", "cpu", *given]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("ortolan: error: ")
+    assert output.err.count("\n") == 1
+    assert not output.out
+
+
+def test_a_file_that_cannot_be_written_is_said(model_dir, tmp_path, capsys):
+    target = tmp_path / "missing" / "bench.json"
+    assert main(["bench", str(model_dir), *SMALL, "--json", str(target)]) == 1
+    assert str(target) in capsys.readouterr().err
