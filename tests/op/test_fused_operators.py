@@ -25,9 +25,11 @@ CUDA_TARGETS = {name: target for name, target in devices.TARGETS.items() if targ
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("target")]
 
 TOKENS = (1, 2, 5, 8, 16, 17, 64, 300)
-# (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
-SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
+# (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, long rows; and more
+# outputs than there are warps: a wide head, and a gated layer.
+SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131), (8200, 24)]
 HEAD = (64, 20011)
+WIDE_GATE = (264, 5003)
 LINEARS = [
     LinearCase(),
     LinearCase(norm=True),
@@ -54,7 +56,7 @@ def target(request):
 LINEARS_OF_SIZES = [
     pytest.param(case, *sizes, id="-".join(map(str, (case, *sizes))))
     for case in LINEARS
-    for sizes in ([*SIZES, HEAD] if case.activation == "none" else SIZES)
+    for sizes in [*SIZES, HEAD if case.activation == "none" else WIDE_GATE]
 ]
 
 
@@ -65,6 +67,20 @@ def test_linear_is_as_good_as_plain_operators(case, size, outputs):
         (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
         expected = reference.fused_linear(**feeds, **case.attributes)
         assert_as_good_as_plain(y, plain_linear(case, feeds), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_an_output_does_not_depend_on_how_many_there_are(activation, tokens):
+    case, outputs, kept = LinearCase(norm=True, residual=True, activation=activation), 4501, 40
+    feeds = linear_feeds(case, tokens, 2104, outputs)
+    parts = feeds["weight"].reshape(-1, outputs, 2104)
+    few = feeds | {
+        "weight": np.ascontiguousarray(parts[:, -kept:]).reshape(-1, 2104),
+        "residual": np.ascontiguousarray(feeds["residual"][:, -kept:]),
+    }
+    many, less = (run_fused("FusedLinear", f, linear_outputs(case, f), **case.attributes)["y"] for f in (feeds, few))
+    np.testing.assert_array_equal(bits(many[:, -kept:]), bits(less))
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

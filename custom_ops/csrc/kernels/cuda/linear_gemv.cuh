@@ -2,8 +2,8 @@
 //
 // A warp computes an output or two at a time and strides over the rest; its lanes share a row's 16-byte
 // pieces, several of them in flight. Weights, which no kernel writes, are fetched before the kernel in front
-// has ended; inputs, normalised by each block for itself, wait in shared memory. A token's sums have one
-// order, whatever the number of tokens.
+// has ended, and so are the norm's; inputs, normalised by each block for itself, wait in shared memory. A
+// token's sums have one order, whatever the number of tokens.
 #pragma once
 
 #include "elements.cuh"
@@ -43,16 +43,25 @@ __device__ __forceinline__ float norm_factor(const FusedLinearParams& p, float s
   return rsqrtf(total / static_cast<float>(p.num_inputs) + p.epsilon);
 }
 
+// Starts to copy the norm's weights to shared memory. For the whole block.
+template <typename Element>
+__device__ __forceinline__ void fetch_norm(const FusedLinearParams& p, Element* norm) {
+  if (!p.norm_weight) return;
+  for (int i = threadIdx.x * kPieceSize<Element>; i < p.num_inputs; i += kGemvThreads * kPieceSize<Element>)
+    copy_async_16(norm + i, static_cast<const Element*>(p.norm_weight) + i, true);
+  copy_async_commit();
+}
+
 // Brings inputs to shared memory, normalised and rounded where the layer says so: equal shares of the block
 // take a token each. For the whole block.
 template <typename Element, int kTokens>
 __device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const GemvPass& pass,
-                                            Element* inputs) {
+                                            Element* inputs, const Element* norm_weight) {
   constexpr int kShare = kGemvThreads / kTokens;
   constexpr int kAtOnce = 4;
   const int pieces = static_cast<int>(p.num_inputs) / kPieceSize<Element>;
   const int token = threadIdx.x / kShare;
-  const auto* norm = static_cast<const uint4*>(p.norm_weight);
+  const auto* norm = reinterpret_cast<const uint4*>(norm_weight);
   const auto* source = reinterpret_cast<const uint4*>(static_cast<const Element*>(p.input) +
                                                       (pass.first_token + token) * p.num_inputs);
   auto* target = reinterpret_cast<uint4*>(inputs + token * p.num_inputs);
@@ -70,7 +79,8 @@ __device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const Ge
         squares = add_products(x[n], x[n], squares, Element{});
       }
   }
-  if (norm) {
+  if (p.norm_weight) {
+    copy_async_wait<0>();
     const float factor = norm_factor(p, squares, kShare / 32);
     for (int i = threadIdx.x % kShare; i < pieces && exists; i += kShare)  // what this thread has written
       target[i] = scale_piece(target[i], factor, norm[i], Element{});
@@ -98,12 +108,17 @@ struct GemvRows {
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) fetch(n, 0);
   }
-  // Consumes all pieces of the rows; each that is used makes room for a later one.
-  __device__ __forceinline__ void multiply(const Element* inputs) {
+  // Consumes all pieces of the rows; each that is used makes room for a later one, at last for one of the rows
+  // to which `advance` moves, if it says that there are any.
+  template <typename Advance>
+  __device__ __forceinline__ void multiply(const Element* inputs, Advance advance) {
 #pragma unroll
     for (int n = 0; n < kLines * kTokens; ++n) sums[n / kTokens][n % kTokens] = 0;
 #pragma unroll 1
-    for (int first = 0; first < pieces; first += kAtOnce * 32)
+    for (int first = 0; first < pieces; first += kAtOnce * 32) {
+      const bool is_last = first + kAtOnce * 32 >= pieces;
+      const bool fetches = !is_last || advance();
+      const int later = is_last ? 0 : first + kAtOnce * 32;
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int piece = first + n * 32 + static_cast<int>(threadIdx.x % 32);
@@ -116,21 +131,27 @@ struct GemvRows {
               sums[line][token] = add_products(weights[line][n], x, sums[line][token], Element{});
           }
         }
-        fetch(n, first + kAtOnce * 32);
+        if (fetches) fetch(n, later);
       }
+    }
   }
 };
 
 template <typename Element>
+__device__ __forceinline__ Element load_residual(const FusedLinearParams& p, int64_t token, int64_t output) {
+  return static_cast<const Element*>(p.residual)[token * p.num_outputs + output];
+}
+
+template <typename Element>
 __device__ __forceinline__ void store_output(const FusedLinearParams& p, int64_t token, int64_t output,
-                                             float gate, float factor) {
+                                             float gate, float factor, Element residual) {
   const auto* bias = static_cast<const Element*>(p.bias);
   const int64_t index = token * p.num_outputs + output;
   if (bias) gate += to_float(bias[output]);
   float y = gate;
   if (p.activation != GatedActivation::kNone)
     y = activate(p.activation, gate) * (factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
-  if (p.residual) y += to_float(static_cast<const Element*>(p.residual)[index]);
+  if (p.residual) y += to_float(residual);
   if (p.output_float32)
     static_cast<float*>(p.output)[index] = y;
   else
@@ -145,31 +166,39 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   using Rows = GemvRows<Element, kTokens, kLines>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   auto* inputs = reinterpret_cast<Element*>(shared_memory);
+  auto* norm = inputs + pass.num_tokens * p.num_inputs;
   const int lane = threadIdx.x % 32;
   const int64_t stride = int64_t{gridDim.x} * kGemvWarps * kOutputs;
   int64_t output = (int64_t{blockIdx.x} * kGemvWarps + threadIdx.x / 32) * kOutputs;
 
   Rows rows;
   rows.pieces = static_cast<int>(p.num_inputs) / Rows::kPiece;
-  const auto start = [&] {
-    if (output >= p.num_outputs) return;
+  const auto aim = [&] {
+    if (output >= p.num_outputs) return false;
 #pragma unroll
     for (int line = 0; line < kLines; ++line) {
       const int64_t row = min(output + line % kOutputs, p.num_outputs - 1) + line / kOutputs * p.num_outputs;
       rows.lines[line] = static_cast<const Element*>(p.weight) + row * p.num_inputs;
     }
-    rows.fetch_first();
+    return true;
   };
-  start();
+  if (aim()) rows.fetch_first();
+  fetch_norm(p, norm);
   launch_dependents();
   wait_for_previous_kernel();
-  load_inputs<Element, kTokens>(p, pass, inputs);
+  load_inputs<Element, kTokens>(p, pass, inputs, norm);
 
   while (output < p.num_outputs) {
-    rows.multiply(inputs);
     const int64_t finished = output;
-    output += stride;
-    start();
+    Element residual[kOutputs];  // of the lane's token
+#pragma unroll
+    for (int n = 0; n < kOutputs; ++n)
+      if (p.residual && lane < pass.num_tokens && finished + n < p.num_outputs)
+        residual[n] = load_residual<Element>(p, pass.first_token + lane, finished + n);
+    rows.multiply(inputs, [&] {
+      output += stride;
+      return aim();
+    });
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n)
 #pragma unroll
@@ -177,7 +206,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
         const float gate = warp_sum(rows.sums[n][token]);
         const float factor = kGated ? warp_sum(rows.sums[kLines - kOutputs + n][token]) : 0.0f;
         if (lane == token && token < pass.num_tokens && finished + n < p.num_outputs)
-          store_output<Element>(p, pass.first_token + token, finished + n, gate, factor);
+          store_output<Element>(p, pass.first_token + token, finished + n, gate, factor, residual[n]);
       }
   }
 }
@@ -217,13 +246,16 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   }
   gate = warp_sum(gate);
   factor = warp_sum(factor);
-  if (lane == 0) store_output<Element>(p, pass.first_token, output, gate, factor);
+  if (lane > 0) return;
+  const Element residual = p.residual ? load_residual<Element>(p, pass.first_token, output) : Element{};
+  store_output<Element>(p, pass.first_token, output, gate, factor, residual);
 }
 
 template <typename Element>
 cudaError_t launch_gemv_kernel(void (*kernel)(FusedLinearParams, GemvPass), int64_t outputs_per_block,
                                const FusedLinearParams& p, const GemvPass& pass, const Launch& launch) {
-  const auto shared_bytes = static_cast<int>(pass.num_tokens * p.num_inputs * sizeof(Element));
+  const int64_t shared_rows = pass.num_tokens + (p.norm_weight ? 1 : 0);
+  const auto shared_bytes = static_cast<int>(shared_rows * p.num_inputs * sizeof(Element));
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
@@ -251,7 +283,7 @@ cudaError_t launch_gemv_pass(const FusedLinearParams& p, const GemvPass& pass, c
   if (pass.num_tokens == 2)
     return launch_gemv_kernel<Element>(gemv_kernel<Element, 2, 1, kGated>, outputs(kGemvWarps), p, pass,
                                        launch);
-  if (!kGated && p.num_outputs >= 2 * resident * kGemvWarps)
+  if (!kGated && p.num_outputs > resident * kGemvWarps)
     return launch_gemv_kernel<Element>(gemv_kernel<Element, 1, 2, kGated>, outputs(2 * kGemvWarps), p, pass,
                                        launch);
   return launch_gemv_kernel<Element>(gemv_kernel<Element, 1, 1, kGated>, outputs(kGemvWarps), p, pass,
@@ -262,7 +294,8 @@ template <typename Element>
 cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch) {
   const bool regular = is_regular<Element>(p);
   const int64_t token_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
-  const int most = regular && 2 * token_bytes <= launch.device.shared_bytes_per_block / 2 ? 2 : 1;
+  const int64_t norm_bytes = p.norm_weight ? token_bytes : 0;
+  const int most = regular && 2 * token_bytes + norm_bytes <= launch.device.shared_bytes_per_block / 2 ? 2 : 1;
   for (int first = 0; first < p.num_tokens; first += most) {
     const GemvPass pass{first, p.num_tokens - first < most ? 1 : most};
     const cudaError_t error =
