@@ -9,12 +9,18 @@
 
 namespace ortolan::cuda {
 
-// Rows that one tensor copy takes: a power of two that divides pages, so that no copy leaves one.
-inline int copied_rows(const CacheLayout& cache, int tile_keys) {
-  int rows = tile_keys;
-  if (cache.block_table)
-    while (rows > 8 && cache.page_slots % rows) rows /= 2;
-  return rows;
+// Rows that one tensor copy takes: whole tiles, or what divides pages and, if that is not too small, rings,
+// so that no copy leaves a page or runs over a wrap.
+inline int copied_rows(const SwaAttentionParams& params, int tile_keys) {
+  const CacheLayout& cache = params.cache;
+  const bool is_paged = cache.block_table != nullptr;
+  if (!is_paged && params.window < 0) return tile_keys;
+  const int64_t slots = is_paged ? cache.page_slots : cache.capacity;
+  const auto divides = [&](int rows) { return slots % rows == 0 && (is_paged || cache.sink % rows == 0); };
+  if (divides(tile_keys)) return tile_keys;
+  int rows = tile_keys & -tile_keys;  // the largest power of two in it
+  while (rows > 8 && !divides(rows)) rows /= 2;
+  return is_paged || rows > 8 ? rows : tile_keys;
 }
 
 template <typename Element, int kHeadSize, int kKeyRows>
@@ -23,7 +29,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   const CacheLayout& cache = params.cache;
   const auto element = params.element;
   Sm90Maps maps;
-  maps.box_rows = copied_rows(cache, Shape::kKeys);
+  maps.box_rows = copied_rows(params, Shape::kKeys);
   const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
   const TensorShape slots{kHeadSize, cache.page_slots, cache.num_pages * cache.num_kv_heads};
   cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
@@ -36,11 +42,14 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows);
-  const int64_t blocks = std::min<int64_t>(tiles * params.num_heads, launch.device.num_multiprocessors);
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads),
-                           Shape::kSharedBytes, launch, params, maps, static_cast<int>(tiles),
-                           static_cast<int>(heads_per_section(params)));
+  WorkQueue queue;
+  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows));
+  queue.section_heads = static_cast<int>(heads_per_section(params));
+  queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
+  queue.taken = launch.counters;
+  const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
+  return launch_overlapped(kernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
+                           maps, queue);
 }
 
 // One source file per element type keeps a build parallel.
