@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
 constexpr int64_t kSliceBytes = int64_t{64} << 20;  // bounds what a prompt's intermediate rows take
+constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
 constexpr int kThreads = 256;
 
 template <typename Function>
@@ -149,9 +150,13 @@ struct Slices {
     const int64_t products = is_direct(p) ? 0
                                           : p.num_outputs * (p.output_float32 ? 4 : bytes) *
                                                 (p.activation == GatedActivation::kNone ? 1 : 2);
-    const int64_t most =
-        normalised + products ? std::max<int64_t>(kSliceBytes / (normalised + products), 128) : p.num_tokens;
-    const int64_t rows = std::min(p.num_tokens, most);
+    if (normalised + products == 0) return {p.num_tokens, 0, 0};
+    // Slices of about equal size: a small last one would read all weights for a few rows.
+    const int64_t most = std::max<int64_t>(kSliceBytes / (normalised + products), kRowTile);
+    const int64_t count = std::max<int64_t>((p.num_tokens + most - 1) / most, 1);
+    const int64_t equal = (p.num_tokens + count - 1) / count;
+    const int64_t whole_tiles = (equal + kRowTile - 1) / kRowTile * kRowTile;
+    const int64_t rows = std::min(p.num_tokens, whole_tiles <= most ? whole_tiles : equal);
     const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
     return {rows, aligned(rows * normalised), aligned(rows * products)};
   }
