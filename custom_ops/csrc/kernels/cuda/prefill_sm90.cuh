@@ -6,9 +6,7 @@
 // values with the weights from registers. A tile's softmax runs beside the weighted sums of the tile before
 // it, and the groups take turns at issuing products. Key tiles are cut by position and taken in ascending
 // order, so equal queries give equal bits however a prompt is cut; a group skips tiles that none of its rows
-// sees. Tiles whose rows are adjacent (whole pages or parts of them) are copied by the tensor unit; the
-// others - at the wrap of a ring, at the end of what is written, where rows may hold anything and must become
-// zeros - row by row. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
+// sees. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
 #pragma once
 
 #include "prefill_sm90_load.cuh"

@@ -9,27 +9,13 @@
 
 namespace ortolan::cuda {
 
-// Rows that one tensor copy takes: whole tiles, or what divides pages and, if that is not too small, rings,
-// so that no copy leaves a page or runs over a wrap.
-inline int copied_rows(const SwaAttentionParams& params, int tile_keys) {
-  const CacheLayout& cache = params.cache;
-  const bool is_paged = cache.block_table != nullptr;
-  if (!is_paged && params.window < 0) return tile_keys;
-  const int64_t slots = is_paged ? cache.page_slots : cache.capacity;
-  const auto divides = [&](int rows) { return slots % rows == 0 && (is_paged || cache.sink % rows == 0); };
-  if (divides(tile_keys)) return tile_keys;
-  int rows = tile_keys & -tile_keys;  // the largest power of two in it
-  while (rows > 8 && !divides(rows)) rows /= 2;
-  return is_paged || rows > 8 ? rows : tile_keys;
-}
-
 template <typename Element, int kHeadSize, int kKeyRows>
 cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch) {
   using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   const CacheLayout& cache = params.cache;
   const auto element = params.element;
   Sm90Maps maps;
-  maps.box_rows = copied_rows(params, Shape::kKeys);
+  maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
   const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
   const TensorShape slots{kHeadSize, cache.page_slots, cache.num_pages * cache.num_kv_heads};
   cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});

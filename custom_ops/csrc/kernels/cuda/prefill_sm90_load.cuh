@@ -1,8 +1,8 @@
 // The warps of an sm_90a prefill block that bring queries, keys and values to shared memory.
 #pragma once
 
-#include "key_rows.cuh"
 #include "prefill_sm90_work.cuh"
+#include "tile_copy_sm90.cuh"
 
 namespace ortolan::cuda {
 
@@ -11,41 +11,11 @@ struct Sm90Loader {
   const SwaAttentionParams& params;
   const Sm90Maps& maps;
 
-  // Copies a tile of rows to `target`; the whole warp takes part. `full` expects one arrival.
   __device__ __forceinline__ void load(uint32_t target, const CUtensorMap& map, const void* cache,
-                                       const Sm90Work<Shape>& work, int32_t first, Barrier& full) const {
-    const int lane = threadIdx.x % 32;
-    const KeyRows rows(params.cache, work.tile.sequence, work.kv_head);
-    const int copies = Shape::kKeys / maps.box_rows;
-    const int32_t slot = rows.first_slot(first + lane % copies * maps.box_rows);
-    const bool is_plain = first + Shape::kKeys <= work.end && rows.are_adjacent(slot, maps.box_rows);
-    if (__all_sync(~0u, is_plain)) {
-      if (lane == 0) arrive_expecting(full, Shape::kTileBytes);
-      __syncwarp();
-      if (lane >= copies) return;
-      const int64_t page = params.cache.page(work.tile.sequence, slot);
-      const auto plane = static_cast<int32_t>(page * params.cache.num_kv_heads + work.kv_head);
-      const int32_t row = rows.pages ? slot % static_cast<int32_t>(params.cache.page_slots) : slot;
-#pragma unroll
-      for (int box = 0; box < Shape::kBoxes; ++box)
-        copy_box(target + box * Shape::kKeys * 128 + lane * maps.box_rows * 128, map, box * 64, row, plane,
-                 full);
-      return;
-    }
-    const auto* source = static_cast<const Element*>(cache);
-    const int32_t first_slot = rows.first_slot(first);
-#pragma unroll 1
-    for (int i = lane; i < Shape::kKeys * kHeadSize / 8; i += 32) {
-      const int row = i / (kHeadSize / 8), chunk = i % (kHeadSize / 8);
-      const bool valid = first + row < work.end;
-      const uint32_t place = target + chunk / 8 * Shape::kKeys * 128 + row * 128 + (chunk % 8 ^ row % 8) * 16;
-      copy_async_16(place, source + (valid ? rows.offset(first_slot + row) + chunk * 8 : 0), valid);
-    }
-    copy_async_commit();
-    copy_async_wait<0>();
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) full.arrive();
+                                       const Sm90Work<Shape>& work, int32_t tile, Barrier& full) const {
+    const Sm90TileCopy<Element, kHeadSize, Shape::kKeys> copy{params.cache, work.tile.sequence, work.kv_head,
+                                                              work.end, maps.box_rows};
+    copy.start(target, map, cache, tile * Shape::kKeys, full);
   }
 
   __device__ __forceinline__ void load_queries(uint32_t target, const Sm90Work<Shape>& work,
@@ -88,8 +58,8 @@ struct Sm90Loader {
       query_at.advance();
       for (int n = 0; n < work.visits.count(); ++n, key_at.advance()) {
         shared.keys.wait_empty(key_at);
-        load(keys + key_at.stage * Shape::kTileBytes, maps.keys, params.key_cache, work,
-             work.visits.at(n) * Shape::kKeys, shared.keys.full[key_at.stage]);
+        load(keys + key_at.stage * Shape::kTileBytes, maps.keys, params.key_cache, work, work.visits.at(n),
+             shared.keys.full[key_at.stage]);
       }
     }
     if (lane == 0) queue.leave();
@@ -108,7 +78,7 @@ struct Sm90Loader {
       for (int n = 0; n < work.visits.count(); ++n, value_at.advance()) {
         shared.values.wait_empty(value_at);
         load(values + value_at.stage * Shape::kTileBytes, maps.values, params.value_cache, work,
-             work.visits.at(n) * Shape::kKeys, shared.values.full[value_at.stage]);
+             work.visits.at(n), shared.values.full[value_at.stage]);
       }
       shared.handed_works.release(work_at);
     }

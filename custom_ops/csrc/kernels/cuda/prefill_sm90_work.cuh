@@ -5,6 +5,7 @@
 #include "key_tiles.cuh"
 #include "query_tiles.cuh"
 #include "softmax.cuh"
+#include "tile_copy_sm90.cuh"
 #include "wgmma.cuh"
 
 namespace ortolan::cuda {
@@ -80,41 +81,6 @@ struct Sm90Work {
     return KeyTiles::of(first + begin, first + begin + count - 1,
                         visibility.window == kNoWindow ? -1 : visibility.window, visibility.sink,
                         Shape::kKeys);
-  }
-};
-
-// Walks a ring of buffers; the parity is that of the phase in which the current one is filled.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < kStages) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
-
-// Buffers that one warp fills and the computing warpgroups read.
-template <int kStages>
-struct Handover {
-  Barrier full[kStages], empty[kStages];
-
-  __device__ __forceinline__ void init(int readers) {
-    for (int stage = 0; stage < kStages; ++stage) {
-      full[stage].init(1);
-      empty[stage].init(readers);
-    }
-  }
-  // For the one who fills: the buffer may be overwritten.
-  __device__ __forceinline__ void wait_empty(const Ring<kStages>& at) { empty[at.stage].wait(at.parity ^ 1); }
-  __device__ __forceinline__ void wait_full(const Ring<kStages>& at) { full[at.stage].wait(at.parity); }
-  // For whole warps that read.
-  __device__ __forceinline__ void release(Ring<kStages>& at) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
-    at.advance();
   }
 };
 

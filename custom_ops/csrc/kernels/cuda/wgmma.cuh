@@ -18,6 +18,11 @@ __device__ __forceinline__ uint64_t wgmma_tile(uint32_t address, uint32_t leadin
 // The same tile `bytes` further on; shared memory ends before the sum could leave its field.
 __device__ __forceinline__ uint64_t moved_tile(uint64_t tile, int bytes) { return tile + (bytes >> 4); }
 
+// Where the 16-byte piece `piece` of a row of such a tile of `num_rows` rows lies, 64 columns after 64.
+__device__ __forceinline__ uint32_t swizzled_place(uint32_t tile, int num_rows, int row, int piece) {
+  return tile + piece / 8 * num_rows * 128 + row * 128 + (piece % 8 ^ row % 8) * 16;
+}
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
