@@ -68,9 +68,9 @@ def oracle(case: MatrixCase, rows: Rows, positions: np.ndarray, kind: type) -> t
     for begin in range(0, len(positions), BLOCK_ROWS):
         block = slice(begin, begin + BLOCK_ROWS)
         i = positions[block]
-        visible = xp.asarray(visible_keys(case, i))
+        rows, visible = query[xp.asarray(i)], xp.asarray(visible_keys(case, i))
         for head in range(0, heads, group):
-            logits = query[i, head : head + group].reshape(-1, size) @ keys[: i[-1] + 1, head // group].T
+            logits = rows[:, head : head + group].reshape(-1, size) @ keys[: i[-1] + 1, head // group].T
             logits = logits.reshape(len(i), group, -1) * kind(size**-0.5)
             logits = xp.where(visible[:, None], logits, kind(-np.inf))
             largest = logits.max(axis=2, keepdims=True)

@@ -155,16 +155,17 @@ def check_against_oracle(results: Results, *, every_row: bool = False) -> float:
     Returns the largest error as a share of what is allowed.
     """
     case, element, steps = results.case, results.output.dtype, results.steps
-    worst = 0.0
+    worst, xp = 0.0, devices.array_module()
     with devices.on_stream():
         output = devices.widen(results.output.storage, np.float32).reshape(results.output.shape)
-        assert bool(devices.array_module().isfinite(output).all()), "a query read a slot that it does not see"
+        assert bool(xp.isfinite(output).all()), "a query read a slot that it does not see"
         for sequence in range(len(case.lengths)):
             expected = expect(case, element, sequence, every_row=every_row)
-            rows = steps.places[sequence][expected.positions]
+            rows = xp.asarray(steps.places[sequence][expected.positions])
             shares = [share_of_allowed(output[rows], expected.plain[0], expected.exact[0], element)]
             if results.lse is not None:
-                sums = results.lse.storage.reshape(-1)[steps.lse_places[sequence][:, expected.positions]]
+                places = xp.asarray(steps.lse_places[sequence][:, expected.positions])
+                sums = results.lse.storage.reshape(-1)[places]
                 shares.append(share_of_allowed(sums, expected.plain[1], expected.exact[1], np.dtype(np.float32)))
             assert all(share <= 1 for share in shares), f"sequence {sequence}: {shares} of the error allowed"
             worst = max(worst, *shares)

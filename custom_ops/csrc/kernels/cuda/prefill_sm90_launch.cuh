@@ -36,7 +36,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows);
+  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
   const int64_t blocks = std::min<int64_t>(tiles * params.num_heads, launch.device.num_multiprocessors);
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads),
                            Shape::kSharedBytes, launch, params, maps, static_cast<int>(tiles),
