@@ -24,7 +24,7 @@ from ortolan.custom_ops import reference
 CUDA_TARGETS = {name: target for name, target in devices.TARGETS.items() if target.device == "cuda"}
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("target")]
 
-TOKENS = (1, 2, 5, 8, 16, 17, 64, 300)
+TOKENS = (1, 2, 5, 8, 16, 17, 32, 64, 128, 129, 300)
 # (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
 SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
 HEAD = (64, 20011)
@@ -163,7 +163,7 @@ def bits(array):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
-@pytest.mark.parametrize("size", [48, 104, 1152, 2048, 5376])
+@pytest.mark.parametrize("size", [48, 104, 1151, 1152, 2048, 4096, 5376, 9000])
 def test_norm_add_is_as_good_as_plain_operators(tokens, size):
     rng = np.random.default_rng(size)
     shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
