@@ -14,6 +14,9 @@ from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify_fused import check_fused_operators
 from ortolan.graphs.verify_paged import check_pages
 
+# What ONNX Runtime has in the standard domain and ONNX has not; converted graphs keep it.
+_RUNTIME_OPERATORS = frozenset(("SimplifiedLayerNormalization",))
+_RUNTIME_DOMAIN = "com.microsoft"
 APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 
 
@@ -52,6 +55,9 @@ def _check_onnx(model: onnx.ModelProto) -> None:
     for tensor in bare.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for node in bare.graph.node:
+        if node.op_type in _RUNTIME_OPERATORS and not node.domain:
+            node.domain = _RUNTIME_DOMAIN
     kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)

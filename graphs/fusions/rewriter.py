@@ -80,14 +80,23 @@ class GraphRewriter:
         """Make a new value that a node will give."""
         return gs.Variable(name)
 
-    def node(self, name: str, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **attributes: Any) -> None:
-        """Add a node of the standard domain; `outputs` leave the nodes that gave them before."""
-        self._add(gs.Node(op=op, name=name, attrs=attributes, inputs=list(inputs)), outputs)
+    def node(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        domain: str | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Add a node, of the standard domain by default; `outputs` leave the nodes that gave them before."""
+        self._add(gs.Node(op=op, name=name, attrs=attributes, inputs=list(inputs), domain=domain), outputs)
 
-    def constant(self, name: str, values: Sequence[int]) -> Tensor:
-        """Refer to a constant of 64-bit integers; equal names are one tensor."""
+    def constant(self, name: str, values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor:
+        """Refer to a small constant; equal names are one tensor."""
         if name not in self._constants:
-            self._constants[name] = gs.Constant(name, np.array(values, np.int64))
+            self._constants[name] = gs.Constant(name, np.array(values, dtype))
         return self._constants[name]
 
     def operator(

@@ -1,0 +1,139 @@
+"""The rules of operators that cut, join and reshape what tokens hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from ortolan.graphs.foreign.values import Rows, View
+
+
+def _reshape(view: View) -> Rows:
+    """Read the sizes of the result; memory order stays, so tokens stay together where none is torn apart."""
+    rows, wanted = view.rows(0), view.constant(1)
+    if wanted is None or view.attribute("allowzero", 0):
+        raise view.refuse("its shape must be a constant, with 0 for a dimension that stays")
+    dims: list[int | None] = [int(dim) for dim in wanted.reshape(-1)]
+    copied = [index for index, dim in enumerate(dims) if dim == 0]
+    if any(index >= len(rows.dims) for index in copied):
+        raise view.refuse(f"its shape {dims} has more dimensions to keep than its input")
+    for index in copied:
+        dims[index] = rows.dims[index]
+    if -1 in dims:
+        dims[dims.index(-1)] = _rest(rows, dims) if None in dims else None
+    if dims.count(None) != 1:
+        raise view.refuse(f"its shape {wanted.tolist()} fixes the number of tokens")
+    before, inner = dims[: dims.index(None)], dims[dims.index(None) + 1 :]
+    size = math.prod(dim or 0 for dim in inner)
+    if math.prod(dim or 0 for dim in before) != 1 or size < 1 or rows.row_size % size:
+        raise view.refuse(f"its shape {wanted.tolist()} tears apart or joins tokens of {rows.row_size} elements")
+    return Rows(tuple(dims), rows.row_size)
+
+
+def _rest(rows: Rows, dims: list[int | None]) -> int:
+    """Return what -1 stands for where another dimension counts the tokens, as the input's does."""
+    given = math.prod(dim for dim in rows.dims if dim is not None)
+    return given // max(1, math.prod(dim for dim in dims if dim is not None and dim != -1))
+
+
+def _axes(view: View, rows: Rows, default: list[int] | None = None) -> list[int]:
+    """Read `axes`, an attribute in old opsets and an input in new ones."""
+    axes = view.attribute("axes", None)
+    if axes is None:
+        given = view.constant(1)
+        axes = default if given is None else given.reshape(-1).tolist()
+    if axes is None:
+        raise view.refuse("it names no axes")
+    return [int(axis) for axis in axes]
+
+
+def _reduce(view: View) -> Rows:
+    rows = view.rows(0)
+    inner = list(rows.inner_dims)
+    first = len(rows.dims) - rows.inner
+    reduced = {view.inner_axis(rows, axis) - first for axis in _axes(view, rows)}
+    keep = bool(view.attribute("keepdims", 1))
+    sizes = [1 if index in reduced else dim for index, dim in enumerate(inner) if keep or index not in reduced]
+    return rows.with_inner(tuple(sizes))
+
+
+def _squeeze(view: View) -> Rows:
+    rows = view.rows(0)
+    rank = len(rows.dims)
+    removed = {axis % rank for axis in _axes(view, rows)}
+    if any(rows.dims[axis] != 1 for axis in removed):
+        raise view.refuse(f"it removes an axis of {list(rows.dims)} that is not 1")
+    return Rows(tuple(dim for axis, dim in enumerate(rows.dims) if axis not in removed), rows.row_size)
+
+
+def _unsqueeze(view: View) -> Rows:
+    rows = view.rows(0)
+    axes = _axes(view, rows)
+    rank = len(rows.dims) + len(axes)
+    added, old = {axis % rank for axis in axes}, iter(rows.dims)
+    return Rows(tuple(1 if axis in added else next(old) for axis in range(rank)), rows.row_size)
+
+
+def _transpose(view: View) -> Rows:
+    rows = view.rows(0)
+    rank = len(rows.dims)
+    order = [int(axis) for axis in view.attribute("perm", list(reversed(range(rank))))]
+    if order != list(range(rank)):
+        raise view.refuse(f"it moves axes ({order}), and tokens must stay in rows")
+    return rows
+
+
+def _replace(rows: Rows, axis: int, size: int) -> Rows:
+    inner = list(rows.inner_dims)
+    inner[axis - len(rows.dims) + rows.inner] = size
+    return rows.with_inner(tuple(inner))
+
+
+def _split(view: View) -> list[Rows]:
+    rows = view.rows(0)
+    axis = view.inner_axis(rows, int(view.attribute("axis", 0)))
+    sizes = view.attribute("split", None)
+    if sizes is None and view.has(1):
+        given = view.constant(1)
+        sizes = [] if given is None else given.reshape(-1).tolist()
+    if sizes is None:
+        count, whole = len(view.node.outputs), rows.dims[axis] or 0
+        part = -(-whole // count)
+        sizes = [min(part, whole - part * index) for index in range(count)]
+    return [_replace(rows, axis, int(size)) for size in sizes]
+
+
+def _slice(view: View) -> Rows:
+    rows = view.rows(0)
+    starts, ends, axes, steps = (view.constant(index) for index in (1, 2, 3, 4))
+    if starts is None or ends is None:
+        raise view.refuse("it needs its starts and ends as inputs")
+    cut = list(range(len(starts))) if axes is None else [int(axis) for axis in axes]
+    for index, given in enumerate(cut):
+        axis = view.inner_axis(rows, given)
+        step = 1 if steps is None else int(steps[index])
+        size = len(range(rows.dims[axis] or 0)[int(starts[index]) : int(ends[index]) : step])
+        rows = _replace(rows, axis, size)
+    return rows
+
+
+def _concat(view: View) -> Rows:
+    parts = [view.rows(index) for index in range(len(view.values))]
+    axis = view.inner_axis(parts[0], int(view.attribute("axis", -1)))
+    if any(_replace(part, axis, 1) != _replace(parts[0], axis, 1) for part in parts if part.dims != parts[0].dims):
+        raise view.refuse("its inputs do not hold tokens in the same layout")
+    return _replace(parts[0], axis, sum(part.dims[axis] or 0 for part in parts))
+
+
+RULES: Mapping[str, Callable[[View], Rows | list[Rows]]] = {
+    "Reshape": _reshape,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    "Split": _split,
+    "Slice": _slice,
+    "Concat": _concat,
+    **dict.fromkeys(
+        ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare", "ReduceProd"), _reduce
+    ),
+}
