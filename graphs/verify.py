@@ -49,7 +49,8 @@ def verify_model(model: onnx.ModelProto) -> None:
     check_pages(model.graph)
 
 
-def _check_onnx(model: onnx.ModelProto) -> None:
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy for onnx.checker: external weights are inputs, ONNX Runtime's operators have its domain."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     for tensor in bare.graph.initializer:
@@ -61,6 +62,11 @@ def _check_onnx(model: onnx.ModelProto) -> None:
     kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
+    return bare
+
+
+def _check_onnx(model: onnx.ModelProto) -> None:
+    bare = without_weights(model)
     try:
         onnx.checker.check_model(bare)
         onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)

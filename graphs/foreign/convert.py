@@ -24,6 +24,7 @@ from ortolan.graphs.foreign.prepare import ForeignBytes, Prepared, prepare
 from ortolan.graphs.foreign.values import Rows, refusal
 from ortolan.graphs.fusions.rewriter import GraphRewriter, Tensor
 from ortolan.graphs.options import ONNX_TYPES
+from ortolan.graphs.verify import without_weights
 
 DOC_STRING = (
     "A decoder over packed tokens, converted from another exporter's graph: sequence b owns rows query_start[b] .. "
@@ -90,7 +91,7 @@ def convert_model(source: onnx.ModelProto, names: SourceNames, options: Conversi
         ConfigError: max_context is more than the graph's tables hold.
     """
     prepared = prepare(source)
-    rewriter = GraphRewriter(prepared.model)
+    rewriter = _open(prepared.model)
     names = _names_inside(prepared, names)
     logits = _keep_needed(rewriter, names)
     analysis = analyse(rewriter, input_values(rewriter, names))
@@ -112,6 +113,17 @@ def convert_model(source: onnx.ModelProto, names: SourceNames, options: Conversi
         max_context=limits[-1],
         rope_limits=limits,
     )
+
+
+def _open(model: onnx.ModelProto) -> GraphRewriter:
+    """Open a graph that onnx accepts."""
+    try:
+        onnx.checker.check_model(without_weights(model))
+        return GraphRewriter(model)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise UnsupportedModelError(
+            f"cannot convert: onnx rejects the graph: {' '.join(str(error).split())}"
+        ) from error
 
 
 def _names_inside(prepared: Prepared, names: SourceNames) -> SourceNames:

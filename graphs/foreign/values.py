@@ -125,8 +125,10 @@ class View:
 
     def shape(self, index: int) -> tuple[int, ...]:
         """Return the shape of a constant input, all of whose dimensions must be known."""
-        shape = self.shapes.get(self.node.inputs[index].name)
+        if not self.has(index):
+            raise self.refuse(f"input {index} is left out")
         tensor = self.node.inputs[index]
+        shape = self.shapes.get(tensor.name)
         if shape is None and isinstance(tensor, gs.Constant):
             shape = list(tensor.values.shape)
         if shape is None or None in shape:
