@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -32,6 +33,8 @@ class Foreign:
         packed: whether one product gives queries, keys and values.
         sinks: "none", "learned" or "smooth".
         head: "plain", "softcap", or "tied" (the embedding is the head's weight, transposed).
+        int4: whether products are MatMulNBits.
+        qdq: whether weights are int4 initializers before DequantizeLinear.
         accuracy_level: of int4 products.
     """
 
@@ -44,6 +47,7 @@ class Foreign:
     head: str = "plain"
     bias: bool = False
     int4: bool = False
+    qdq: bool = False
     accuracy_level: int = 0
     rotary_size: int = 16
     interleaved: int = 0
@@ -88,10 +92,12 @@ class Writer:
         return name
 
     def linear(self, x: str, columns_in: int, columns_out: int) -> str:
-        if not self.spec.int4:
-            y = self.node("MatMul", [x, self.weight(columns_in, columns_out)])
-        else:
+        if self.spec.int4:
             y = self._quantized(x, columns_in, columns_out)
+        elif self.spec.qdq:
+            y = self.node("MatMul", [x, self._dequantized(columns_in, columns_out)])
+        else:
+            y = self.node("MatMul", [x, self.weight(columns_in, columns_out)])
         return self.node("Add", [y, self.weight(columns_out)]) if self.spec.bias else y
 
     def _quantized(self, x: str, columns_in: int, columns_out: int) -> str:
@@ -102,6 +108,12 @@ class Writer:
         attributes["accuracy_level"] = self.spec.accuracy_level
         inputs = [x, self.initializer(packed), self.initializer(scales)]
         return self.node("MatMulNBits", inputs, domain=MICROSOFT, **attributes)
+
+    def _dequantized(self, columns_in: int, columns_out: int) -> str:
+        integers = self._random.integers(-8, 8, (columns_in, columns_out)).astype(ml_dtypes.int4)
+        scales = (self._random.random((columns_in // 16, columns_out)) * 0.1).astype(self.spec.dtype)
+        inputs = [self.initializer(integers), self.initializer(scales)]
+        return self.node("DequantizeLinear", inputs, axis=0, block_size=16)
 
     def norm(self, x: str, size: int) -> str:
         inputs = [x, self.weight(size, around=1.0)]

@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from ortolan.errors import UnsupportedModelError
 from ortolan.graphs.foreign import gqa
 from ortolan.graphs.foreign.rules import infer_rows
-from ortolan.graphs.foreign.values import Kind, Rows, Value, View
+from ortolan.graphs.foreign.values import Kind, Rows, Value, View, refusal
 from ortolan.graphs.fusions.rewriter import GraphRewriter, Node, Tensor
 
 _OTHER_ATTENTION = frozenset(
@@ -47,6 +47,7 @@ def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
     Raises:
         UnsupportedModelError: a node may mix tokens, or attends in a way that cannot be kept; the message names it.
     """
+    _check_operators(rewriter)
     analysis = Analysis(dict(inputs))
     for name in rewriter.weights:
         analysis.values[name] = Kind.CONSTANT
@@ -58,6 +59,13 @@ def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
         raise UnsupportedModelError("cannot convert: the graph has no GroupQueryAttention that its outputs need")
     _check_caches(rewriter, analysis)
     return analysis
+
+
+def _check_operators(rewriter: GraphRewriter) -> None:
+    """Refuse other attention before anything around it is judged."""
+    for node in rewriter.graph.nodes:
+        if node.op in _OTHER_ATTENTION:
+            raise refusal(node, f"only {gqa.OPERATOR} is read; export the model with it")
 
 
 def _value(analysis: Analysis, tensor: Tensor) -> Value | None:
@@ -73,8 +81,8 @@ def _outputs(analysis: Analysis, view: View) -> list[Value]:
         analysis.attentions.append(attention)
         size = attention.num_heads * attention.head_size
         return [Rows((1, None, size), size), *[Kind.CACHE] * (len(node.outputs) - 1)]
-    if Kind.CACHE in view.values or node.op in _OTHER_ATTENTION:
-        raise view.refuse("only GroupQueryAttention is read; export the model with it")
+    if Kind.CACHE in view.values:
+        raise view.refuse(f"it reads a key/value cache, which only {gqa.OPERATOR} may")
     if node.op == "RotaryEmbedding" and any(isinstance(value, Rows) for value in view.values):
         analysis.rotary_nodes.append(node)
     return infer_rows(view)

@@ -1,6 +1,7 @@
 """Puts a foreign graph into the form that the rewriting expects, before onnx-graphsurgeon reads it.
 
-1. Every weight is external, with a length; where its bytes really lie is kept aside.
+1. Every weight is external, with a length; where its bytes really lie is kept aside. So is every other tensor of a
+   type that onnx-graphsurgeon would change, as NumPy has not got it.
 2. Constant nodes are initializers.
 3. An `If` that chooses between tables of RoPE by the sequence's length is one table, with a note of the limit.
 4. Every node has a name of its own, and no value has a name that the converted graph needs.
@@ -20,7 +21,7 @@ import onnx
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.graphs.external_data import ExternalTensor, point_to
 from ortolan.graphs.foreign.rope_choice import RopeChoice, join_rope_tables
-from ortolan.graphs.foreign.tensors import constant_tensor, take_bytes, tensor_bytes
+from ortolan.graphs.foreign.tensors import PLAIN_TYPES, constant_tensor, take_bytes, tensor_bytes
 
 INLINE_BYTES = 1024  # initializers up to this size stay in the graph
 _RESERVED = re.compile(
@@ -134,14 +135,14 @@ def _rename(names: Iterable[str], renamed: dict[str, str]) -> None:
 
 
 def _move_weights_out(graph: onnx.GraphProto) -> dict[str, ForeignBytes]:
-    """Make every initializer that is not small external, and return where all of them lie."""
+    """Make every initializer that is not small and plain external, and return where all of them lie."""
     weights = {}
     for tensor in graph.initializer:
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
         length = tensor_bytes(tensor)
         if external:
             weights[tensor.name] = _external(tensor, length)
-        elif length > INLINE_BYTES:
+        elif length > INLINE_BYTES or tensor.data_type not in PLAIN_TYPES:
             weights[tensor.name] = ForeignBytes(length=length, data=take_bytes(tensor))
         else:
             continue

@@ -43,7 +43,7 @@ def _axes(view: View, rows: Rows, default: list[int] | None = None) -> list[int]
         given = view.constant(1)
         axes = default if given is None else given.reshape(-1).tolist()
     if axes is None:
-        raise view.refuse("it names no axes")
+        raise view.refuse("it runs over all axes, and packed sequences must not mix")
     return [int(axis) for axis in axes]
 
 

@@ -19,6 +19,7 @@ _BITS: Mapping[int, int] = {
     **dict.fromkeys((_T.FLOAT, _T.INT32, _T.UINT32), 32),
     **dict.fromkeys((_T.DOUBLE, _T.INT64, _T.UINT64), 64),
 }
+PLAIN_TYPES = frozenset((_T.FLOAT, _T.FLOAT16, _T.DOUBLE, _T.INT32, _T.INT64, _T.INT8, _T.UINT8, _T.BOOL))  # NumPy's
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:

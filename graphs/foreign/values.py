@@ -130,7 +130,7 @@ class View:
         tensor = self.node.inputs[index]
         shape = self.shapes.get(tensor.name)
         if shape is None and isinstance(tensor, gs.Constant):
-            shape = list(tensor.values.shape)
+            shape = list(tensor.shape)
         if shape is None or None in shape:
             raise self.refuse(f"the shape of input {index}, '{tensor.name}', is not known")
         return tuple(dim for dim in shape if dim is not None)

@@ -35,6 +35,7 @@ SPECS = {
     "int4": Foreign(int4=True),
     "int4_mistral": Foreign(int4=True, windows=(WINDOW, WINDOW), bias=True),
     "int4_qwen3": Foreign(int4=True, head_norm=True),
+    "int4_initializers": Foreign(qdq=True, bias=True),
     "int4_phi3": Foreign(int4=True, rope_limit=LIMIT),
 }
 PROMPT_TOKENS, DECODED_TOKENS, CHUNK = 150, 12, 7

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import foreign
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -95,7 +96,7 @@ def test_attention_that_cannot_be_kept_is_named(edit):
 INTRUDERS = {
     "softmax over tokens": (("Softmax",), {"axis": 1}, "runs over tokens"),
     "mean over tokens": (("ReduceMean", [1]), {}, "runs over tokens"),
-    "sum of all": (("ReduceSum",), {"keepdims": 1}, "names no axes"),
+    "sum of all": (("ReduceSum",), {"keepdims": 1}, "runs over all axes"),
     "transpose": (("Transpose",), {"perm": [1, 0, 2]}, "moves axes"),
     "running sum": (("CumSum", np.int64(1)), {}, "not known to treat tokens one by one"),
     "quantizing all at once": (("DynamicQuantizeLinear",), {}, "not known to treat"),
@@ -245,6 +246,20 @@ def test_names_in_the_way_are_moved():
     model = convert_model(source, SourceNames(token_ids="token_ids"), ConversionOptions()).model
     assert [value.name for value in model.graph.input].count("token_ids") == 1
     assert [value.name for value in model.graph.input].count("layer.0.key_cache") == 1
+
+
+def test_types_that_numpy_lacks_stay_what_they_are(capfd):
+    source = foreign.build(Foreign(dtype=ml_dtypes.bfloat16, head="softcap", qdq=True))
+    conversion = convert(source)
+    types = {tensor.name: tensor.data_type for tensor in conversion.model.graph.initializer}
+    constants = {
+        node.output[0]: node.attribute[0].t.data_type for node in source.graph.node if node.op_type == "Constant"
+    }
+    before = {tensor.name: tensor.data_type for tensor in source.graph.initializer} | constants
+    assert {name: types[name] for name in types if name in before} == {n: before[n] for n in types if n in before}
+    assert {onnx.TensorProto.BFLOAT16, onnx.TensorProto.INT4} <= set(types.values())
+    assert conversion.dtype == "bfloat16"
+    assert capfd.readouterr().out == ""
 
 
 def test_rules_are_of_operators_that_exist():
