@@ -14,6 +14,7 @@ from typing import Any
 import onnx
 
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ortolan.export.foreign_weights import inline_small_weights
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE
@@ -29,7 +30,7 @@ class ForeignSource:
     Attributes:
         folder: where the graph and its external data lie.
         graph_file: the graph.
-        model: the graph, read.
+        model: the graph, with its small tensors.
         names: of its inputs and outputs.
         architecture: what the model calls itself.
         context_length: tokens that it was made for; None where it does not say.
@@ -54,7 +55,7 @@ def open_source(path: Path) -> ForeignSource:
 
     Raises:
         ConfigError: there is no such folder or file, or it is a model folder already.
-        CheckpointError: its configuration cannot be read.
+        CheckpointError: its configuration cannot be read, or the file of its weights is missing or truncated.
         UnsupportedModelError: the model is split into several graphs.
         ContractMismatchError: the file is no ONNX model.
     """
@@ -69,11 +70,13 @@ def open_source(path: Path) -> ForeignSource:
         raise UnsupportedModelError(f"{folder / CONFIG_FILE}: the model is split into several graphs (pipeline)")
     graph_file = path if path.is_file() else _find_graph(folder, decoder)
     inputs, outputs = _section(decoder, "inputs"), _section(decoder, "outputs")
+    model = load_structure(graph_file)
+    inline_small_weights(model, folder)
     default = SourceNames()
     return ForeignSource(
         folder=folder,
         graph_file=graph_file,
-        model=load_structure(graph_file),
+        model=model,
         names=SourceNames(
             token_ids=str(inputs.get("input_ids", default.token_ids)),
             positions=str(inputs.get("position_ids", default.positions)),

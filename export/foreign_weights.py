@@ -9,9 +9,26 @@ import onnx
 
 from ortolan.errors import CheckpointError
 from ortolan.export.weights import ALIGNMENT_BYTES, WEIGHTS_FILE
-from ortolan.graphs import ExternalTensor, ForeignBytes
+from ortolan.graphs import ExternalTensor, ForeignBytes, foreign_bytes, is_small
 
 _SLAB_BYTES = 16 * 2**20
+
+
+def inline_small_weights(model: onnx.ModelProto, folder: Path) -> None:
+    """Put small external tensors into the graph, in place: shapes and axes, which the conversion must read.
+
+    Raises:
+        CheckpointError: a file is missing, or ends before such a tensor does.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL or not is_small(tensor):
+            continue
+        source = foreign_bytes(tensor)
+        _check_range(tensor.name, source, folder, sizes)
+        tensor.raw_data = b"".join(_slabs(tensor.name, source, folder))
+        tensor.data_location = onnx.TensorProto.DEFAULT
+        del tensor.external_data[:]
 
 
 def place_foreign_weights(

@@ -5,7 +5,7 @@ from ortolan.graphs.evict import SNAPKV_METADATA, build_evict_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
 from ortolan.graphs.foreign.convert import Conversion, ConversionOptions, convert_model
 from ortolan.graphs.foreign.inputs import SourceNames
-from ortolan.graphs.foreign.prepare import ForeignBytes
+from ortolan.graphs.foreign.prepare import ForeignBytes, foreign_bytes, is_small
 from ortolan.graphs.fuse import count_fusions, fuse_model
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.summary import ModelSummary, summarize_model
@@ -26,7 +26,9 @@ __all__ = [
     "build_model",
     "convert_model",
     "count_fusions",
+    "foreign_bytes",
     "fuse_model",
+    "is_small",
     "summarize_model",
     "verify_fused_pair",
     "verify_model",

@@ -285,11 +285,12 @@ def write(spec: Foreign, folder: Path, **config: object) -> Path:
     return folder
 
 
-def save(model: onnx.ModelProto, folder: Path) -> None:
-    """Save a graph with all its weights in one file beside it."""
+def save(model: onnx.ModelProto, folder: Path, threshold_bytes: int = 64) -> None:
+    """Save a graph with its weights, from that size on, in one file beside it."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
-    onnx.save(copy, folder / "model.onnx", save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    options = {"save_as_external_data": True, "location": "model.onnx.data", "size_threshold": threshold_bytes}
+    onnx.save(copy, folder / "model.onnx", **options)
 
 
 def source_logits(folder: Path, tokens: Sequence[int], head_size: int = 16) -> np.ndarray:

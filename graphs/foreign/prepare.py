@@ -138,11 +138,10 @@ def _move_weights_out(graph: onnx.GraphProto) -> dict[str, ForeignBytes]:
     """Make every initializer that is not small and plain external, and return where all of them lie."""
     weights = {}
     for tensor in graph.initializer:
-        external = tensor.data_location == onnx.TensorProto.EXTERNAL
         length = tensor_bytes(tensor)
-        if external:
-            weights[tensor.name] = _external(tensor, length)
-        elif length > INLINE_BYTES or tensor.data_type not in PLAIN_TYPES:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            weights[tensor.name] = foreign_bytes(tensor)
+        elif not is_small(tensor):
             weights[tensor.name] = ForeignBytes(length=length, data=take_bytes(tensor))
         else:
             continue
@@ -151,7 +150,18 @@ def _move_weights_out(graph: onnx.GraphProto) -> dict[str, ForeignBytes]:
     return weights
 
 
-def _external(tensor: onnx.TensorProto, length: int) -> ForeignBytes:
+def is_small(tensor: onnx.TensorProto) -> bool:
+    """Tell whether an initializer may stay in the graph, where rules can read it."""
+    return tensor_bytes(tensor) <= INLINE_BYTES and tensor.data_type in PLAIN_TYPES
+
+
+def foreign_bytes(tensor: onnx.TensorProto) -> ForeignBytes:
+    """Return where the bytes of an external initializer lie.
+
+    Raises:
+        CheckpointError: it does not say, or not beside the graph, or another number of them than its shape needs.
+    """
+    length = tensor_bytes(tensor)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     path = Path(location)

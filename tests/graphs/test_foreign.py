@@ -11,7 +11,10 @@ import onnx
 import pytest
 from foreign import MICROSOFT, Foreign
 from onnx import helper, numpy_helper
+from parity import relative_difference
+from tolerances import LOGITS_RELATIVE
 
+import ortolan
 from ortolan.errors import UnsupportedModelError
 from ortolan.graphs import ConversionOptions, SourceNames, convert_model
 from ortolan.graphs.foreign.rules import RULES
@@ -136,12 +139,31 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("case", sorted(HARMLESS))
-def test_what_treats_tokens_one_by_one_stays(case):
+def test_what_treats_tokens_one_by_one_stays(case, tmp_path):
     arguments, attributes = HARMLESS[case]
+    source = tmp_path / "source"
+    source.mkdir()
     model = foreign.build(Foreign())
     insert(model, *arguments, **attributes)
-    kept = {node.name for node in convert(model).model.graph.node}
-    assert "intruder" in kept
+    foreign.save(model, source)
+    folder = ortolan.convert(source, tmp_path / "model", max_context=64, chunk_size=5)
+    assert "intruder" in {node.name for node in onnx.load(folder / "model.onnx", load_external_data=False).graph.node}
+    tokens = list(range(3, 20))
+    logits = ortolan.load(folder, device="cpu").session().prefill(tokens)
+    assert relative_difference(logits, foreign.source_logits(source, tokens)[-1]) <= LOGITS_RELATIVE
+
+
+def test_small_tensors_outside_the_graph_are_read(tmp_path):
+    model = foreign.build(Foreign())
+    insert(model, "Reshape", [0, 0, 48])
+    logits = []
+    for threshold in (0, 64):
+        source = tmp_path / f"source_{threshold}"
+        source.mkdir()
+        foreign.save(model, source, threshold)
+        folder = ortolan.convert(source, tmp_path / f"model_{threshold}", max_context=64)
+        logits.append(ortolan.load(folder, device="cpu").session().prefill([5, 6, 7]))
+    np.testing.assert_array_equal(*logits)
 
 
 def test_other_attention_is_named():
