@@ -9,6 +9,7 @@ import foreign
 import numpy as np
 import onnx
 import pytest
+from fake_cuda import make_session
 from foreign import Foreign
 from parity import relative_difference
 from tolerances import LOGITS_RELATIVE, ROUNDED_ACTIVATIONS_RELATIVE
@@ -146,6 +147,16 @@ def test_snapkv_evicts_full_attention_layers_alone(tmp_path):
     assert kept.shape == (2, 32)
     assert (kept[:, -8:] == np.arange(92, 100)).all()
     assert np.isfinite(session.step(5)).all()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3_long", "rope_nodes_long", "int4_mistral"])
+def test_device_sessions_agree_with_the_host(name, tmp_path, monkeypatch):
+    """On a device of NumPy arrays; sequences pass the limit of a first RoPE table while they decode."""
+    source = foreign.write(SPECS[name], tmp_path / "source", eos_token_id=[])
+    model = ortolan.load(ortolan.convert(source, tmp_path / "model", max_context=128, chunk_size=CHUNK), device="cpu")
+    expected = list(model.session().generate(prompt_of(LIMIT - 8), 20))
+    assert list(make_session(model, monkeypatch).generate(prompt_of(LIMIT - 8), 20)) == expected
+    assert len(expected) == 20
 
 
 def test_sinks_keep_first_positions_of_windows(tmp_path):
