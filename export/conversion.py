@@ -201,5 +201,5 @@ def _write_folder(
     write_foreign_weights(conversion.weights, placed, source.folder, folder / WEIGHTS_FILE, progress)
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
-    copy_tokenizer(source.folder, folder)
+    copy_tokenizer(source.tokenizer_folder, folder)
     write_manifest(folder, manifest)

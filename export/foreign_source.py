@@ -14,12 +14,14 @@ from typing import Any
 import onnx
 
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ortolan.export.folder import TOKENIZER_FILES
 from ortolan.export.foreign_weights import inline_small_weights
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE
 
 CONFIG_FILE = "genai_config.json"
+GENERATION_FILE = "generation_config.json"
 GRAPH_FILE = "model.onnx"
 
 
@@ -29,6 +31,7 @@ class ForeignSource:
 
     Attributes:
         folder: where the graph and its external data lie.
+        tokenizer_folder: where the tokenizer lies: there, or one above.
         graph_file: the graph.
         model: the graph, with its small tensors.
         names: of its inputs and outputs.
@@ -40,6 +43,7 @@ class ForeignSource:
     """
 
     folder: Path
+    tokenizer_folder: Path
     graph_file: Path
     model: onnx.ModelProto
     names: SourceNames
@@ -64,7 +68,8 @@ def open_source(path: Path) -> ForeignSource:
     folder = path if path.is_dir() else path.parent
     if (folder / MANIFEST_FILE).is_file():
         raise ConfigError(f"{folder} is a model folder of Ortolan already; load it as it is")
-    config = _read_config(folder / CONFIG_FILE)
+    side = _tokenizer_folder(folder)
+    config = _read_config(folder, side)
     decoder = _section(config, "decoder")
     if "pipeline" in decoder:
         raise UnsupportedModelError(f"{folder / CONFIG_FILE}: the model is split into several graphs (pipeline)")
@@ -75,6 +80,7 @@ def open_source(path: Path) -> ForeignSource:
     default = SourceNames()
     return ForeignSource(
         folder=folder,
+        tokenizer_folder=side,
         graph_file=graph_file,
         model=model,
         names=SourceNames(
@@ -90,17 +96,33 @@ def open_source(path: Path) -> ForeignSource:
     )
 
 
-def _read_config(path: Path) -> Mapping[str, Any]:
-    """Return the section "model" of genai_config.json; empty where there is no such file."""
-    if not path.is_file():
-        return {}
+def _tokenizer_folder(folder: Path) -> Path:
+    """Return the folder, or the one above where that has the tokenizer (graphs in a folder of their own)."""
+    above = folder.resolve().parent
+    is_above = not (folder / TOKENIZER_FILES[0]).is_file() and (above / TOKENIZER_FILES[0]).is_file()
+    return above if is_above else folder
+
+
+def _read_config(folder: Path, side: Path) -> Mapping[str, Any]:
+    """Return the section "model" of genai_config.json, or else generation_config.json, which names end tokens alike."""
+    path = folder / CONFIG_FILE
+    if path.is_file():
+        return _object(path, _read_json(path).get("model"))
+    path = side / GENERATION_FILE
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
-    if not isinstance(model, dict):
-        raise CheckpointError(f"{path}: 'model' is a {type(model).__name__}, expected an object")
-    return model
+        return _object(path, json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _object(path: Path, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} cannot be read: found a {type(value).__name__}, expected an object")
+    return value
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -29,7 +29,8 @@ class Foreign:
         windows: of each layer; -1 for none.
         rope: "attention" (inside GroupQueryAttention), "nodes" (RotaryEmbedding with position_ids) or "none".
         rope_limit: above 0, an If chooses between two tables at this length.
-        head_norm: whether query and key heads are normalised.
+        head_norm: whether query and key heads are normalised; `norm_inside` says that attention does it, which
+            ONNX Runtime's has on GPUs alone. The weights are the same.
         packed: whether one product gives queries, keys and values.
         sinks: "none", "learned" or "smooth".
         head: "plain", "softcap", or "tied" (the embedding is the head's weight, transposed).
@@ -42,6 +43,7 @@ class Foreign:
     rope: str = "attention"
     rope_limit: int = 0
     head_norm: bool = False
+    norm_inside: bool = False
     packed: bool = True
     sinks: str = "none"
     head: str = "plain"
@@ -186,8 +188,12 @@ def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tab
         query, key, value = writer.linear(x, spec.hidden, sum(sizes)), "", ""
     else:
         query, key, value = (writer.linear(x, spec.hidden, size) for size in sizes)
-    if spec.head_norm:
-        query, key = (_head_norm(writer, part, size) for part, size in ((query, sizes[0]), (key, sizes[1])))
+    norms = [writer.weight(spec.head_size, around=1.0) for _ in range(2)] if spec.head_norm else []
+    if norms and not spec.norm_inside:
+        query, key = (
+            _head_norm(writer, part, size, weight)
+            for part, size, weight in zip((query, key), sizes[:2], norms, strict=True)
+        )
     if spec.rope == "nodes":
         query, key = (
             _rotate(writer, part, heads, tables) for part, heads in ((query, spec.num_heads), (key, spec.num_kv_heads))
@@ -200,6 +206,8 @@ def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tab
         "",
         writer.weight(spec.num_heads) if spec.sinks == "learned" else "",
     ]
+    if spec.norm_inside:
+        inputs += ["", "", *norms]
     attributes = {
         "num_heads": spec.num_heads,
         "kv_num_heads": spec.num_kv_heads,
@@ -215,9 +223,9 @@ def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tab
     return writer.node("GroupQueryAttention", inputs, outputs, domain=MICROSOFT, name=name, **attributes)
 
 
-def _head_norm(writer: Writer, x: str, size: int) -> str:
+def _head_norm(writer: Writer, x: str, size: int, weight: str) -> str:
     heads = writer.node("Reshape", [x, writer.constant([0, -1, writer.spec.head_size])])
-    normed = writer.norm(heads, writer.spec.head_size)
+    normed = writer.node("SimplifiedLayerNormalization", [heads, weight], axis=-1, epsilon=1e-6, stash_type=1)
     return writer.node("Reshape", [normed, writer.constant([0, -1, size])])
 
 

@@ -123,6 +123,13 @@ def test_float16_stays_float16(tmp_path):
     assert relative_difference(logits, expected) < 100 * np.finfo(np.float16).eps
 
 
+def test_norms_inside_attention_are_those_outside(tmp_path):
+    outside = foreign.write(Foreign(head_norm=True, packed=False), tmp_path / "outside")
+    inside = foreign.write(Foreign(head_norm=True, packed=False, norm_inside=True), tmp_path / "inside")
+    logits = ortolan.load(ortolan.convert(inside, tmp_path / "model"), device="cpu").session().prefill(prompt_of(30))
+    assert relative_difference(logits, foreign.source_logits(outside, prompt_of(30))[-1]) <= LOGITS_RELATIVE
+
+
 def test_an_engine_serves_a_paged_conversion(tmp_path):
     source = foreign.write(SPECS["gemma2"], tmp_path / "source")
     single = ortolan.load(ortolan.convert(source, tmp_path / "single", max_context=256), device="cpu")
@@ -204,6 +211,20 @@ def test_a_graph_file_alone_is_enough(tmp_path):
         ortolan.load(ortolan.convert(tmp_path / "source", tmp_path / "again"), device="cpu").session().prefill([5]),
         ortolan.load(folder, device="cpu").session().prefill([5]),
     )
+
+
+def test_a_graph_in_a_folder_of_its_own_finds_tokenizer_and_end_tokens_above(source, tmp_path):
+    (source / "onnx").mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (source / name).rename(source / "onnx" / name)
+    (source / "genai_config.json").unlink()
+    (source / "generation_config.json").write_text('{"eos_token_id": 9, "bos_token_id": null}')
+    folder = ortolan.convert(source / "onnx" / "model.onnx", tmp_path / "model")
+    assert read_manifest(folder).eos_token_ids == (9,)
+    assert ortolan.load(folder, device="cpu").tokenizer.decode([40, 41])
+    (source / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        ortolan.convert(source / "onnx", tmp_path / "other")
 
 
 def test_the_source_is_not_changed(source, tmp_path):
