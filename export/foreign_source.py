@@ -76,10 +76,10 @@ def open_source(path: Path) -> ForeignSource:
     graph_file = path if path.is_file() else _find_graph(folder, decoder)
     inputs, outputs = _section(decoder, "inputs"), _section(decoder, "outputs")
     model = load_structure(graph_file)
-    inline_small_weights(model, folder)
+    inline_small_weights(model, graph_file.parent)
     default = SourceNames()
     return ForeignSource(
-        folder=folder,
+        folder=graph_file.parent,
         tokenizer_folder=side,
         graph_file=graph_file,
         model=model,

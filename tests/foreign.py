@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 
 VOCABULARY = 256
 MICROSOFT = "com.microsoft"
+ROPE_NODES = ("nodes", "standard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class Foreign:
 
     Attributes:
         windows: of each layer; -1 for none.
-        rope: "attention" (inside GroupQueryAttention), "nodes" (RotaryEmbedding with position_ids) or "none".
+        rope: "attention" (inside GroupQueryAttention), "nodes" (RotaryEmbedding with position_ids), "standard" (that
+            of ONNX itself) or "none".
         rope_limit: above 0, an If chooses between two tables at this length.
         head_norm: whether query and key heads are normalised; `norm_inside` says that attention does it, which
             ONNX Runtime's has on GPUs alone. The weights are the same.
@@ -184,7 +186,7 @@ def _rope_tables(writer: Writer, total: str) -> tuple[str, str]:
 def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tables: tuple[str, str]) -> str:
     spec = writer.spec
     sizes = [heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-    if spec.packed and not spec.head_norm and spec.rope != "nodes":
+    if spec.packed and not spec.head_norm and spec.rope not in ROPE_NODES:
         query, key, value = writer.linear(x, spec.hidden, sum(sizes)), "", ""
     else:
         query, key, value = (writer.linear(x, spec.hidden, size) for size in sizes)
@@ -194,7 +196,7 @@ def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tab
             _head_norm(writer, part, size, weight)
             for part, size, weight in zip((query, key), sizes[:2], norms, strict=True)
         )
-    if spec.rope == "nodes":
+    if spec.rope in ROPE_NODES:
         query, key = (
             _rotate(writer, part, heads, tables) for part, heads in ((query, spec.num_heads), (key, spec.num_kv_heads))
         )
@@ -233,6 +235,8 @@ def _rotate(writer: Writer, x: str, heads: int, tables: tuple[str, str]) -> str:
     attributes = {"num_heads": heads, "interleaved": writer.spec.interleaved}
     if writer.spec.rotary_size != writer.spec.head_size:
         attributes["rotary_embedding_dim"] = writer.spec.rotary_size
+    if writer.spec.rope == "standard":
+        return writer.node("RotaryEmbedding", [x, *tables, "position_ids"], **attributes)
     return writer.node("RotaryEmbedding", [x, "position_ids", *tables], domain=MICROSOFT, **attributes)
 
 
@@ -266,7 +270,7 @@ def _model(writer: Writer) -> onnx.ModelProto:
     tokens = ["batch_size", "sequence_length"]
     inputs = [helper.make_tensor_value_info("input_ids", TensorProto.INT64, tokens)]
     inputs.append(helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch_size", "total"]))
-    if spec.rope == "nodes":
+    if spec.rope in ROPE_NODES:
         inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, tokens))
     outputs = [helper.make_tensor_value_info("logits", element, [*tokens, VOCABULARY])]
     for layer in range(len(spec.windows)):
@@ -276,7 +280,7 @@ def _model(writer: Writer) -> onnx.ModelProto:
             shape = ["batch_size", spec.num_kv_heads, "total", spec.head_size]
             outputs.append(helper.make_tensor_value_info(f"present.{layer}.{kind}", element, shape))
     graph = helper.make_graph(writer.nodes, "main_graph", inputs, outputs, writer.weights)
-    opsets = [helper.make_opsetid("", 22), helper.make_opsetid(MICROSOFT, 1)]
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="onnxruntime-genai")
 
 

@@ -30,6 +30,7 @@ SPECS = {
     "gpt_oss": Foreign(windows=(WINDOW, -1), sinks="learned", bias=True),
     "smooth": Foreign(sinks="smooth"),
     "rope_nodes": Foreign(rope="nodes", rotary_size=8),
+    "rope_standard": Foreign(rope="standard", rotary_size=8),
     "rope_nodes_long": Foreign(rope="nodes", rope_limit=LIMIT),
     "no_rope": Foreign(rope="none", num_heads=8, num_kv_heads=1),
     "tied": Foreign(head="tied"),
@@ -211,6 +212,16 @@ def test_a_graph_file_alone_is_enough(tmp_path):
         ortolan.load(ortolan.convert(tmp_path / "source", tmp_path / "again"), device="cpu").session().prefill([5]),
         ortolan.load(folder, device="cpu").session().prefill([5]),
     )
+
+
+def test_the_configuration_may_name_a_graph_below(source, tmp_path):
+    expected = ortolan.load(ortolan.convert(source, tmp_path / "flat"), device="cpu").session().prefill(prompt_of(9))
+    (source / "decoder").mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (source / name).rename(source / "decoder" / name)
+    (source / "genai_config.json").write_text('{"model": {"decoder": {"filename": "decoder/model.onnx"}}}')
+    logits = ortolan.load(ortolan.convert(source, tmp_path / "model"), device="cpu").session().prefill(prompt_of(9))
+    np.testing.assert_array_equal(logits, expected)
 
 
 def test_a_graph_in_a_folder_of_its_own_finds_tokenizer_and_end_tokens_above(source, tmp_path):
