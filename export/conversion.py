@@ -57,6 +57,16 @@ class ConvertArguments:
         check_page_size(self.page_size)
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a model folder is written of."""
+
+    source: ForeignSource
+    conversion: Conversion
+    manifest: Manifest
+    placed: Mapping[str, ExternalTensor]
+
+
 def convert(
     source: str | Path,
     target: str | Path,
@@ -114,12 +124,11 @@ def convert(
     if sink >= conversion.max_context:
         raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")
     _warn(opened, conversion)
-    manifest = _manifest(opened, conversion, arguments)
     placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder)
-    _finish_graph(conversion.model, manifest, placed)
-    report = progress or (lambda done, total: None)
+    parts = _Parts(opened, conversion, _manifest(opened, conversion, arguments), placed)
+    _finish_graph(parts)
     with temporary_sibling(folder) as temporary:
-        _write_folder(temporary, opened, conversion, manifest, placed, report)
+        _write_folder(temporary, parts, progress or (lambda done, total: None))
         put_in_place(temporary, folder)
     return folder
 
@@ -182,23 +191,18 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
     )
 
 
-def _finish_graph(model: onnx.ModelProto, manifest: Manifest, placed: Mapping[str, ExternalTensor]) -> None:
+def _finish_graph(parts: _Parts) -> None:
     """Attach weights and manifest, and verify the graph."""
-    onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
-    attach_external_data(model, placed)
+    model = parts.conversion.model
+    onnx.helper.set_model_props(model, {MANIFEST_METADATA: parts.manifest.to_json()})
+    attach_external_data(model, parts.placed)
     verify_model(model)
 
 
-def _write_folder(
-    folder: Path,
-    source: ForeignSource,
-    conversion: Conversion,
-    manifest: Manifest,
-    placed: Mapping[str, ExternalTensor],
-    progress: Callable[[int, int], object],
-) -> None:
+def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
+    source, conversion, manifest = parts.source, parts.conversion, parts.manifest
     (folder / MODEL_FILE).write_bytes(conversion.model.SerializeToString(deterministic=True))
-    write_foreign_weights(conversion.weights, placed, source.folder, folder / WEIGHTS_FILE, progress)
+    write_foreign_weights(conversion.weights, parts.placed, source.folder, folder / WEIGHTS_FILE, progress)
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
     copy_tokenizer(source.tokenizer_folder, folder)

@@ -94,20 +94,20 @@ def read_attention(view: View) -> Attention:
     heads, kv_heads = int(view.attribute("num_heads", 0)), int(view.attribute("kv_num_heads", 0))
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise view.refuse(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
-    window = int(view.attribute("local_window_size", -1))
+    size, window = _head_size(view, heads, kv_heads), int(view.attribute("local_window_size", -1))
     return Attention(
         node=view.node,
         is_packed=not view.has(KEY),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_size=_head_size(view, heads, kv_heads),
+        head_size=size,
         window=window if window > 0 else -1,
         scale=float(view.attribute("scale", 0.0)),
         softcap=float(view.attribute("softcap", 0.0)),
-        rotation=_rotation(view),
+        rotation=_rotation(view, size),
         norm=_norm(view),
-        sinks=view.tensor(SINKS),
-        smooth=bool(view.attribute("smooth_softmax", 0)),
+        sinks=_sinks(view, heads),
+        smooth=view.attribute("smooth_softmax", 0) == 1,
     )
 
 
@@ -138,6 +138,12 @@ def _check_supported(view: View) -> None:
         raise view.refuse("keys and values must both be given, or both be packed with the queries")
 
 
+def _sinks(view: View, heads: int) -> Tensor | None:
+    if view.has(SINKS) and view.shape(SINKS) != (heads,):
+        raise view.refuse(f"its sink logits have the shape {list(view.shape(SINKS))}, expected [{heads}]")
+    return view.tensor(SINKS)
+
+
 def _features(view: View, index: int) -> int:
     rows = view.rows(index)
     if rows != Rows((1, None, rows.row_size), rows.row_size):
@@ -156,14 +162,14 @@ def _head_size(view: View, heads: int, kv_heads: int) -> int:
     return size
 
 
-def _rotation(view: View) -> Rotation | None:
-    if not view.attribute("do_rotary", 0):
+def _rotation(view: View, head_size: int) -> Rotation | None:
+    if view.attribute("do_rotary", 0) != 1:
         return None
     if not view.has(COSINE) or not view.has(SINE):
         raise view.refuse("it rotates, but has no tables of cosines and sines")
     shape = view.shape(COSINE)
-    if len(shape) != 2 or view.shape(SINE) != shape:
-        raise view.refuse(f"its tables must be [positions, rotary / 2], not {list(shape)}")
+    if len(shape) != 2 or view.shape(SINE) != shape or 2 * shape[1] > head_size:
+        raise view.refuse(f"its tables must be [positions, up to {head_size // 2}], not {list(shape)}")
     cosine, sine = view.node.inputs[COSINE], view.node.inputs[SINE]
     return Rotation(cosine, sine, int(view.attribute("rotary_interleaved", 0)), 2 * shape[1])
 

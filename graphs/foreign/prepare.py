@@ -26,7 +26,7 @@ from ortolan.graphs.foreign.tensors import PLAIN_TYPES, constant_tensor, take_by
 INLINE_BYTES = 1024  # initializers up to this size stay in the graph
 _RESERVED = re.compile(
     r"^(token_ids|positions|query_start|past_len|rope_variant|logits|block_table\..*"
-    r"|layer\.\d+\..*|layers\.\d+/(attention|rope)/.*)$"
+    r"|layer\.\d+\..*|(layers\.\d+/attention|head|rope|inputs|embedding/token_ids|axes|slice|shapes|sizes|sinks)/.*)$"
 )
 
 

@@ -74,6 +74,8 @@ ATTENTION_EDITS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
     "half a norm": (lambda m: attention(m).input.extend(["", "", "weight_1"]), "normalise queries and keys"),
     "heads": (lambda m: set_attribute(attention(m), "kv_num_heads", 3), "not a multiple"),
     "packing": (lambda m: set_attribute(attention(m), "kv_num_heads", 1), "of one size"),
+    "wide tables": (lambda m: attention(m).input.__setitem__(7, "weight_3"), r"up to 8\], not"),
+    "sinks": (lambda m: attention(m).input.__setitem__(11, "weight_0"), "sink logits have the shape"),
     "no tables": (lambda m: attention(m).input.__setitem__(7, ""), "no tables"),
     "no past": (lambda m: attention(m).input.__setitem__(3, ""), "must be a cache"),
     "past of another": (
