@@ -35,7 +35,8 @@ class Foreign:
             ONNX Runtime's has on GPUs alone. The weights are the same.
         packed: whether one product gives queries, keys and values.
         sinks: "none", "learned" or "smooth".
-        head: "plain", "softcap", or "tied" (the embedding is the head's weight, transposed).
+        head: "plain", "softcap", "tied" (the embedding is the head's weight, transposed), or "gather" and "slice" (only
+            the last token gets logits).
         int4: whether products are MatMulNBits.
         qdq: whether weights are int4 initializers before DequantizeLinear.
         accuracy_level: of int4 products.
@@ -256,6 +257,11 @@ def _mlp(writer: Writer, x: str) -> str:
 
 
 def _head(writer: Writer, x: str, weight: str) -> None:
+    if writer.spec.head == "gather":
+        x = writer.node("Gather", [x, writer.constant(-1)], axis=1)
+        x = writer.node("Unsqueeze", [x, writer.constant([1])])
+    if writer.spec.head == "slice":
+        x = writer.node("Slice", [x, writer.constant([-1]), writer.constant([2**63 - 1]), writer.constant([1])])
     if writer.spec.head != "softcap":
         writer.node("MatMul", [x, weight], ["logits"])
         return
@@ -272,7 +278,7 @@ def _model(writer: Writer) -> onnx.ModelProto:
     inputs.append(helper.make_tensor_value_info("attention_mask", TensorProto.INT64, ["batch_size", "total"]))
     if spec.rope in ROPE_NODES:
         inputs.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, tokens))
-    outputs = [helper.make_tensor_value_info("logits", element, [*tokens, VOCABULARY])]
+    outputs = [helper.make_tensor_value_info("logits", element, ["batch_size", "rows", VOCABULARY])]
     for layer in range(len(spec.windows)):
         for kind in ("key", "value"):
             shape = ["batch_size", spec.num_kv_heads, "past", spec.head_size]

@@ -30,11 +30,17 @@ _OTHER_ATTENTION = frozenset(
 
 @dataclass(slots=True)
 class Analysis:
-    """What a graph's values are, and its attention layers in graph order."""
+    """What a graph's values are, and its attention layers in graph order.
+
+    Attributes:
+        rotary_nodes: what rotates outside attention.
+        last_token_nodes: what picks the last token of each sequence.
+    """
 
     values: dict[str, Value]
     attentions: list[gqa.Attention] = field(default_factory=list)
     rotary_nodes: list[Node] = field(default_factory=list)
+    last_token_nodes: list[Node] = field(default_factory=list)
 
 
 def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
@@ -85,7 +91,11 @@ def _outputs(analysis: Analysis, view: View) -> list[Value]:
         raise view.refuse(f"it reads a key/value cache, which only {gqa.OPERATOR} may")
     if node.op == "RotaryEmbedding" and any(isinstance(value, Rows) for value in view.values):
         analysis.rotary_nodes.append(node)
-    return infer_rows(view)
+    outputs = infer_rows(view)
+    before = any(isinstance(value, Rows) and not value.is_last for value in view.values)
+    if before and any(isinstance(value, Rows) and value.is_last for value in outputs):
+        analysis.last_token_nodes.append(node)
+    return outputs
 
 
 def _check_caches(rewriter: GraphRewriter, analysis: Analysis) -> None:

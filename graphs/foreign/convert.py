@@ -4,7 +4,7 @@ The tokens of all sequences stand in one batch entry, [1, T], so what treats tok
     1. Dead ends and other outputs than the logits go; each value is followed (`analysis`).
     2. token_ids and positions take the place of the graph's inputs.
     3. Each GroupQueryAttention becomes RoPE, RingKvAppend and SwaAttention (`layers`).
-    4. The rows before the head are cut down to the last one of each sequence.
+    4. The rows before the head are cut down to the last one of each sequence, unless the graph picks that itself.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _keep_needed(rewriter: GraphRewriter, names: SourceNames) -> Tensor:
 
 def _vocab_size(analysis: Analysis, logits: Tensor) -> int:
     rows = analysis.values[logits.name]
-    if not isinstance(rows, Rows) or rows.pieces != 1 or rows.inner != 1:
+    if not isinstance(rows, Rows) or rows.pieces != 1 or rows.dims[-1] != rows.row_size:
         raise UnsupportedModelError(f"cannot convert: the output '{logits.name}' is not [batch, sequence, vocabulary]")
     return rows.row_size
 

@@ -18,15 +18,26 @@ _END = 2**31 - 1
 def cut_to_last_rows(rewriter: GraphRewriter, analysis: Analysis, logits: Tensor, query_start: Tensor) -> Tensor:
     """Pick rows in front of the product that makes the vocabulary; returns the logits, [B, V] float32."""
     size, product = _rows(analysis, logits).row_size, _find_product(analysis, logits)
-    if product is None:
-        logits = _pick(rewriter, analysis, logits, query_start)
+    if _rows(analysis, logits).is_last:
+        for node in analysis.last_token_nodes:
+            _replace_pick(rewriter, analysis, node, query_start)
+    elif product is None:
+        logits = _pick(rewriter, analysis, logits, query_start, "head")
     else:
-        product.inputs[0] = _pick(rewriter, analysis, product.inputs[0], query_start)
+        product.inputs[0] = _pick(rewriter, analysis, product.inputs[0], query_start, "head")
     flat, shape = rewriter.value("head/rows"), rewriter.constant("shapes/logits", [-1, size])
     rewriter.node("head/Reshape", "Reshape", [logits, shape], [flat])
     output = gs.Variable(contract.LOGITS, dtype=onnx.TensorProto.FLOAT, shape=["B", size])
     rewriter.node("head/Cast", "Cast", [flat], [output], to=onnx.TensorProto.FLOAT)
     return output
+
+
+def _replace_pick(rewriter: GraphRewriter, analysis: Analysis, node: Node, query_start: Tensor) -> None:
+    """Let a node that picks the last token of a batch entry pick that of each packed sequence."""
+    picked = _pick(rewriter, analysis, node.inputs[0], query_start, node.name)
+    dims = [-1 if dim is None else dim for dim in _rows(analysis, node.outputs[0]).dims]
+    shape = rewriter.constant("shapes/" + "x".join(map(str, dims)), dims)
+    rewriter.node(f"{node.name}/Reshape", "Reshape", [picked, shape], [node.outputs[0]])
 
 
 def _find_product(analysis: Analysis, logits: Tensor) -> Node | None:
@@ -44,14 +55,14 @@ def _find_product(analysis: Analysis, logits: Tensor) -> Node | None:
         tensor = inside[0]
 
 
-def _pick(rewriter: GraphRewriter, analysis: Analysis, hidden: Tensor, query_start: Tensor) -> Tensor:
+def _pick(rewriter: GraphRewriter, analysis: Analysis, hidden: Tensor, query_start: Tensor, path: str) -> Tensor:
     """Return Gather(hidden, query_start[1:] - 1) along the tokens."""
     axis = _rows(analysis, hidden).dims.index(None)
-    ends, last, picked = (rewriter.value(f"head/{name}/output") for name in ("ends", "last_rows", "Gather"))
+    ends, last, picked = (rewriter.value(f"{path}/{name}/output") for name in ("ends", "last_rows", "Gather"))
     bounds = [rewriter.constant(f"slice/{name}", [at]) for name, at in (("one", 1), ("end", _END))]
-    rewriter.node("head/ends", "Slice", [query_start, *bounds], [ends])
-    rewriter.node("head/last_rows", "Sub", [ends, rewriter.constant("head/one", [1], np.int32)], [last])
-    rewriter.node("head/Gather", "Gather", [hidden, last], [picked], axis=axis)
+    rewriter.node(f"{path}/ends", "Slice", [query_start, *bounds], [ends])
+    rewriter.node(f"{path}/last_rows", "Sub", [ends, rewriter.constant("head/one", [1], np.int32)], [last])
+    rewriter.node(f"{path}/Gather", "Gather", [hidden, last], [picked], axis=axis)
     return picked
 
 

@@ -57,7 +57,8 @@ def _broadcast(view: View) -> Rows:
     inner: tuple[int, ...] = (1,) * first.inner
     for index, value in enumerate(view.values):
         if isinstance(value, Rows):
-            if len(value.dims) != len(first.dims) or value.inner != first.inner or value.pieces != first.pieces:
+            layout = (len(value.dims), value.inner, value.pieces, value.is_last)
+            if layout != (len(first.dims), first.inner, first.pieces, first.is_last):
                 raise view.refuse("its inputs do not hold tokens in the same layout")
             inner = _broadcast_dims(view, inner, value.inner_dims)
         elif value is Kind.CONSTANT:
@@ -132,12 +133,22 @@ def _softmax(view: View) -> Rows:
 
 
 def _gather(view: View) -> Rows:
-    """Look up an embedding."""
+    """Look up an embedding, or pick the last token before the head."""
+    if isinstance(view.values[0], Rows):
+        return _last_token(view, view.values[0])
     view.require_constants(0)
     indices, shape = view.rows(1), view.shape(0)
     if view.attribute("axis", 0) != 0:
         raise view.refuse("it does not look up rows of a table")
     return indices.with_inner((*indices.inner_dims, *shape[1:]))
+
+
+def _last_token(view: View, rows: Rows) -> Rows:
+    index = view.constant(1)
+    picked = [] if index is None else index.reshape(-1).tolist()
+    if index is None or not shape_rules.is_last_token(rows, [int(view.attribute("axis", 0))], picked):
+        raise view.refuse("it picks tokens; only the last one, -1 of [batch, sequence, features], may be picked")
+    return Rows((None, *index.shape, rows.row_size), rows.row_size, is_last=True)
 
 
 def _gather_quantized(view: View) -> Rows:
@@ -156,7 +167,7 @@ def _gather_quantized(view: View) -> Rows:
 def _rotary(view: View) -> Rows:
     """Rotate heads by the positions of their tokens."""
     rows = view.rows(0)
-    if len(rows.dims) != 3 or rows.pieces != 1:
+    if len(rows.dims) != 3 or rows.pieces != 1 or rows.is_last:
         raise view.refuse("it must take tokens as [batch, sequence, features]")
     positions, tables = (3, (1, 2)) if not view.node.domain else (1, (2, 3))
     view.require_constants(*tables)
@@ -168,7 +179,7 @@ def _rotary(view: View) -> Rows:
 def _experts(view: View) -> Rows:
     """Run a mixture of experts on each token."""
     rows, routing = view.rows(0), view.rows(1)
-    if rows.pieces != 1 or routing.pieces != 1:
+    if rows.pieces != 1 or routing.pieces != 1 or rows.is_last != routing.is_last:
         raise view.refuse("it must take whole tokens")
     view.require_constants(*range(2, len(view.values)))
     return rows

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ortolan.graphs.foreign.values import Rows, View
+
+END = 2**31 - 1  # of slices, up to the end
 
 
 def _reshape(view: View) -> Rows:
@@ -27,7 +30,7 @@ def _reshape(view: View) -> Rows:
     size = math.prod(dim or 0 for dim in inner)
     if math.prod(dim or 0 for dim in before) != 1 or size < 1 or rows.row_size % size:
         raise view.refuse(f"its shape {wanted.tolist()} tears apart or joins tokens of {rows.row_size} elements")
-    return Rows(tuple(dims), rows.row_size)
+    return replace(rows, dims=tuple(dims))
 
 
 def _rest(rows: Rows, dims: list[int | None]) -> int:
@@ -63,7 +66,7 @@ def _squeeze(view: View) -> Rows:
     removed = {axis % rank for axis in _axes(view, rows)}
     if any(rows.dims[axis] != 1 for axis in removed):
         raise view.refuse(f"it removes an axis of {list(rows.dims)} that is not 1")
-    return Rows(tuple(dim for axis, dim in enumerate(rows.dims) if axis not in removed), rows.row_size)
+    return replace(rows, dims=tuple(dim for axis, dim in enumerate(rows.dims) if axis not in removed))
 
 
 def _unsqueeze(view: View) -> Rows:
@@ -71,7 +74,7 @@ def _unsqueeze(view: View) -> Rows:
     axes = _axes(view, rows)
     rank = len(rows.dims) + len(axes)
     added, old = {axis % rank for axis in axes}, iter(rows.dims)
-    return Rows(tuple(1 if axis in added else next(old) for axis in range(rank)), rows.row_size)
+    return replace(rows, dims=tuple(1 if axis in added else next(old) for axis in range(rank)))
 
 
 def _transpose(view: View) -> Rows:
@@ -109,6 +112,10 @@ def _slice(view: View) -> Rows:
     if starts is None or ends is None:
         raise view.refuse("it needs its starts and ends as inputs")
     cut = list(range(len(starts))) if axes is None else [int(axis) for axis in axes]
+    if is_last_token(rows, cut, [int(start) for start in starts]) and (steps is None or int(steps[0]) == 1):
+        if int(ends[0]) < END:
+            raise view.refuse("it keeps some of the tokens; only the last one may be kept")
+        return Rows((None, 1, rows.row_size), rows.row_size, is_last=True)
     for index, given in enumerate(cut):
         axis = view.inner_axis(rows, given)
         step = 1 if steps is None else int(steps[index])
@@ -117,10 +124,16 @@ def _slice(view: View) -> Rows:
     return rows
 
 
+def is_last_token(rows: Rows, axes: list[int], starts: list[int]) -> bool:
+    """Tell whether position -1 of the tokens [1, T, features] is picked, and nothing else."""
+    is_plain = rows == Rows((1, None, rows.row_size), rows.row_size)
+    return is_plain and axes in ([1], [-2]) and starts == [-1]
+
+
 def _concat(view: View) -> Rows:
     parts = [view.rows(index) for index in range(len(view.values))]
     axis = view.inner_axis(parts[0], int(view.attribute("axis", -1)))
-    if any(_replace(part, axis, 1) != _replace(parts[0], axis, 1) for part in parts if part.dims != parts[0].dims):
+    if any(part.inner != parts[0].inner or _replace(part, axis, 1) != _replace(parts[0], axis, 1) for part in parts):
         raise view.refuse("its inputs do not hold tokens in the same layout")
     return _replace(parts[0], axis, sum(part.dims[axis] or 0 for part in parts))
 

@@ -25,10 +25,12 @@ class Rows:
     Attributes:
         dims: sizes; the one that is None counts tokens, or a fixed number of pieces of each. Those before it are 1.
         row_size: elements of a token.
+        is_last: whether only the last token of each sequence is left, so that the axis counts sequences.
     """
 
     dims: Dimensions
     row_size: int
+    is_last: bool = False
 
     @property
     def inner(self) -> int:
@@ -48,7 +50,7 @@ class Rows:
     def with_inner(self, dims: tuple[int, ...]) -> Rows:
         """Return rows with as many pieces of other sizes."""
         outer = self.dims[: len(self.dims) - self.inner]
-        return Rows((*outer, *dims), self.pieces * math.prod(dims))
+        return Rows((*outer, *dims), self.pieces * math.prod(dims), self.is_last)
 
 
 class Kind(Enum):

@@ -111,6 +111,8 @@ INTRUDERS = {
     "batched weight": (("MatMul", np.zeros((1, 48, 48), np.float32)), {}, "must have two axes"),
     "wrong weight": (("MatMul", np.zeros((40, 48), np.float32)), {}, "takes 40 features"),
     "slice of tokens": (("Slice", [0], [3], [1]), {}, "runs over tokens"),
+    "some tokens": (("Slice", [-1], [-1], [1]), {}, "only the last one may be kept"),
+    "first token": (("Gather", np.int64(0)), {"axis": 1}, "only the last one"),
     "squeeze": (("Squeeze", [1]), {}, "that is not 1"),
     "another domain": (("Mystery",), {"domain": "my.domain"}, "not known to treat tokens one by one"),
     "an operator of another domain": (("MatMul", np.zeros((48, 48), np.float32)), {"domain": "my.domain"}, "not known"),
@@ -248,6 +250,14 @@ def test_nothing_of_the_mask_is_left_and_names_stay():
     assert [node.name for node in model.graph.node if node.op_type == "SwaAttention"] == [
         f"layers.{i}/attention/SwaAttention" for i in range(2)
     ]
+
+
+def test_the_last_token_is_not_taken_for_all():
+    """Attention behind a pick would see one token; a sum with all tokens would spread it."""
+    model = foreign.build(Foreign())
+    insert(model, "Slice", [-1], [2**31 - 1], [1])
+    with pytest.raises(UnsupportedModelError, match=r"must hold tokens|same layout"):
+        convert(model)
 
 
 def test_rows_are_cut_before_the_head():
