@@ -37,6 +37,8 @@ class Foreign:
         sinks: "none", "learned" or "smooth".
         head: "plain", "softcap", "tied" (the embedding is the head's weight, transposed), or "gather" and "slice" (only
             the last token gets logits).
+        experts: above 0, MLPs are a mixture of as many, two of which are taken.
+        block_embedding: whether the embedding is int4, in blocks.
         int4: whether products are MatMulNBits.
         qdq: whether weights are int4 initializers before DequantizeLinear.
         accuracy_level: of int4 products.
@@ -51,6 +53,8 @@ class Foreign:
     sinks: str = "none"
     head: str = "plain"
     bias: bool = False
+    experts: int = 0
+    block_embedding: bool = False
     int4: bool = False
     qdq: bool = False
     accuracy_level: int = 0
@@ -134,7 +138,7 @@ def build(spec: Foreign) -> onnx.ModelProto:
     embedding = writer.weight(VOCABULARY, spec.hidden)
     if spec.head == "tied":
         embedding = writer.node("Transpose", [head_weight], perm=[1, 0])
-    skip = writer.node("Gather", [embedding, "input_ids"])
+    skip = _block_embedding(writer) if spec.block_embedding else writer.node("Gather", [embedding, "input_ids"])
     normed = writer.norm(skip, spec.hidden)
     for layer in range(len(spec.windows)):
         attended = _attention(writer, layer, normed, (lengths, writer.node("Cast", [total], to=6)), tables)
@@ -249,7 +253,26 @@ def _skip_norm(writer: Writer, skip: str, x: str) -> tuple[str, str]:
     return names[0], names[1]
 
 
+def _block_embedding(writer: Writer) -> str:
+    integers = np.random.default_rng(1).integers(0, 256, (VOCABULARY, writer.spec.hidden // 2), np.uint8)
+    scales = np.random.default_rng(2).random((VOCABULARY, writer.spec.hidden // 16)).astype(writer.spec.dtype)
+    inputs = [writer.initializer(integers), "input_ids", writer.initializer(scales)]
+    attributes = {"bits": 4, "block_size": 16, "gather_axis": 0, "quantize_axis": 1}
+    return writer.node("GatherBlockQuantized", inputs, domain=MICROSOFT, **attributes)
+
+
+def _experts(writer: Writer, x: str) -> str:
+    count, hidden, size = writer.spec.experts, writer.spec.hidden, 32
+    scores = writer.node("Reshape", [writer.linear(x, hidden, count), writer.constant([-1, count])])
+    inputs = [x, scores, writer.weight(count, 2 * size, hidden), writer.weight(count, 2 * size)]
+    inputs += [writer.weight(count, hidden, size), writer.weight(count, hidden)]
+    attributes = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1, "normalize_routing_weights": 1}
+    return writer.node("MoE", inputs, domain=MICROSOFT, **attributes)
+
+
 def _mlp(writer: Writer, x: str) -> str:
+    if writer.spec.experts:
+        return _experts(writer, x)
     hidden, size = writer.spec.hidden, 64
     gate, up = writer.linear(x, hidden, size), writer.linear(x, hidden, size)
     activated = writer.node("Mul", [gate, writer.node("Sigmoid", [gate])])
