@@ -34,6 +34,7 @@ class Foreign:
         head_norm: whether query and key heads are normalised; `norm_inside` says that attention does it, which
             ONNX Runtime's has on GPUs alone. The weights are the same.
         packed: whether one product gives queries, keys and values.
+        computed_shapes: whether heads are split by shapes that the graph computes.
         sinks: "none", "learned" or "smooth".
         head: "plain", "softcap", "tied" (the embedding is the head's weight, transposed), or "gather" and "slice" (only
             the last token gets logits).
@@ -49,6 +50,7 @@ class Foreign:
     rope_limit: int = 0
     head_norm: bool = False
     norm_inside: bool = False
+    computed_shapes: bool = False
     packed: bool = True
     sinks: str = "none"
     head: str = "plain"
@@ -231,9 +233,24 @@ def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tab
 
 
 def _head_norm(writer: Writer, x: str, size: int, weight: str) -> str:
+    if writer.spec.computed_shapes:
+        return _head_norm_by_shape(writer, x, size, weight)
     heads = writer.node("Reshape", [x, writer.constant([0, -1, writer.spec.head_size])])
     normed = writer.node("SimplifiedLayerNormalization", [heads, weight], axis=-1, epsilon=1e-6, stash_type=1)
     return writer.node("Reshape", [normed, writer.constant([0, -1, size])])
+
+
+def _head_norm_by_shape(writer: Writer, x: str, size: int, weight: str) -> str:
+    """Split heads as torch's exporters do: view(batch, sequence, -1, head size), and back."""
+    shape = writer.node("Shape", ["input_ids"])
+    batch = writer.node("Unsqueeze", [writer.node("Gather", [shape, writer.constant(0)]), writer.constant([0])])
+    tokens = writer.node("Slice", [writer.node("Shape", [x]), *(writer.constant([i]) for i in (1, 2, 0))])
+    dims = [batch, tokens, writer.constant([-1]), writer.constant([writer.spec.head_size])]
+    heads = writer.node("Reshape", [x, writer.node("Concat", dims, axis=0)])
+    normed = writer.node("SimplifiedLayerNormalization", [heads, weight], axis=-1, epsilon=1e-6, stash_type=1)
+    rows = writer.node("Mul", [batch, tokens])
+    flat = writer.node("Reshape", [normed, writer.node("Concat", [rows, writer.constant([size])], axis=0)])
+    return writer.node("Reshape", [flat, writer.node("Concat", [batch, tokens, writer.constant([-1])], axis=0)])
 
 
 def _rotate(writer: Writer, x: str, heads: int, tables: tuple[str, str]) -> str:

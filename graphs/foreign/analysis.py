@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 from ortolan.errors import UnsupportedModelError
 from ortolan.graphs.foreign import gqa
 from ortolan.graphs.foreign.rules import infer_rows
+from ortolan.graphs.foreign.shape_values import Contents, evaluate
 from ortolan.graphs.foreign.values import Kind, Rows, Value, View, refusal
 from ortolan.graphs.fusions.rewriter import GraphRewriter, Node, Tensor
 
@@ -33,12 +34,14 @@ class Analysis:
     """What a graph's values are, and its attention layers in graph order.
 
     Attributes:
+        contents: of shapes that the graph computes, by name.
         rotary_nodes: what rotates outside attention.
         last_token_nodes: what picks the last token of each sequence.
     """
 
     values: dict[str, Value]
     attentions: list[gqa.Attention] = field(default_factory=list)
+    contents: dict[str, Contents] = field(default_factory=dict)
     rotary_nodes: list[Node] = field(default_factory=list)
     last_token_nodes: list[Node] = field(default_factory=list)
 
@@ -58,9 +61,13 @@ def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
     for name in rewriter.weights:
         analysis.values[name] = Kind.CONSTANT
     for node in rewriter.graph.nodes:
-        view = View(node, tuple(_value(analysis, tensor) for tensor in node.inputs), rewriter.shapes)
+        given = tuple(_value(analysis, tensor) for tensor in node.inputs)
+        view = View(node, given, rewriter.shapes, analysis.contents)
         for tensor, value in zip(node.outputs, _outputs(analysis, view), strict=True):
             analysis.values[tensor.name] = value
+        contents = evaluate(view)
+        if contents is not None:
+            analysis.contents[node.outputs[0].name] = contents
     if not analysis.attentions:
         raise UnsupportedModelError("cannot convert: the graph has no GroupQueryAttention that its outputs need")
     _check_caches(rewriter, analysis)

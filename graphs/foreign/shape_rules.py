@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ortolan.graphs.foreign.shape_values import Count, contents_of
 from ortolan.graphs.foreign.values import Rows, View
 
 END = 2**31 - 1  # of slices, up to the end
@@ -13,30 +14,40 @@ END = 2**31 - 1  # of slices, up to the end
 
 def _reshape(view: View) -> Rows:
     """Read the sizes of the result; memory order stays, so tokens stay together where none is torn apart."""
-    rows, wanted = view.rows(0), view.constant(1)
+    rows, wanted = view.rows(0), contents_of(view, 1)
     if wanted is None or view.attribute("allowzero", 0):
-        raise view.refuse("its shape must be a constant, with 0 for a dimension that stays")
-    dims: list[int | None] = [int(dim) for dim in wanted.reshape(-1)]
-    copied = [index for index, dim in enumerate(dims) if dim == 0]
-    if any(index >= len(rows.dims) for index in copied):
-        raise view.refuse(f"its shape {dims} has more dimensions to keep than its input")
-    for index in copied:
-        dims[index] = rows.dims[index]
+        raise view.refuse("its shape is neither a constant nor made of dimensions, with 0 for one that stays")
+    if rows.is_last and any(isinstance(dim, Count) for dim in wanted.reshape(-1)):
+        raise view.refuse("its shape counts all tokens, and only the last one is left")
+    text = [str(dim) for dim in wanted.reshape(-1)]
+    dims = [_dimension(view, rows, index, dim) for index, dim in enumerate(wanted.reshape(-1))]
+    counts = [dim for dim in dims if isinstance(dim, Count)]
+    known = math.prod(dim for dim in dims if not isinstance(dim, Count) and dim != -1)
     if -1 in dims:
-        dims[dims.index(-1)] = _rest(rows, dims) if None in dims else None
-    if dims.count(None) != 1:
-        raise view.refuse(f"its shape {wanted.tolist()} fixes the number of tokens")
-    before, inner = dims[: dims.index(None)], dims[dims.index(None) + 1 :]
-    size = math.prod(dim or 0 for dim in inner)
-    if math.prod(dim or 0 for dim in before) != 1 or size < 1 or rows.row_size % size:
-        raise view.refuse(f"its shape {wanted.tolist()} tears apart or joins tokens of {rows.row_size} elements")
-    return replace(rows, dims=tuple(dims))
+        rest = rows.row_size // max(1, known * counts[0].pieces) if counts else Count(rows.row_size // max(1, known))
+        dims[dims.index(-1)] = rest
+        counts = counts or [dim for dim in dims if isinstance(dim, Count)]
+    if len(counts) != 1:
+        raise view.refuse(f"its shape [{', '.join(text)}] fixes the number of tokens")
+    at = dims.index(counts[0])
+    before, inner = math.prod(_numbers(dims[:at])), math.prod(_numbers(dims[at + 1 :]))
+    if before != 1 or counts[0].pieces * inner != rows.row_size:
+        raise view.refuse(f"its shape [{', '.join(text)}] tears apart or joins tokens of {rows.row_size} elements")
+    return replace(rows, dims=tuple(None if isinstance(dim, Count) else dim for dim in dims))
 
 
-def _rest(rows: Rows, dims: list[int | None]) -> int:
-    """Return what -1 stands for where another dimension counts the tokens, as the input's does."""
-    given = math.prod(dim for dim in rows.dims if dim is not None)
-    return given // max(1, math.prod(dim for dim in dims if dim is not None and dim != -1))
+def _dimension(view: View, rows: Rows, index: int, wanted: int | Count) -> int | Count:
+    """Return one dimension of a shape; 0 takes the input's."""
+    if wanted != 0:
+        return wanted
+    if index >= len(rows.dims):
+        raise view.refuse("its shape has more dimensions to keep than its input")
+    kept = rows.dims[index]
+    return Count(rows.pieces) if kept is None else kept
+
+
+def _numbers(dims: list[int | Count]) -> list[int]:
+    return [dim for dim in dims if not isinstance(dim, Count)]
 
 
 def _axes(view: View, rows: Rows, default: list[int] | None = None) -> list[int]:

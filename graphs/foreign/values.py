@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -79,11 +79,13 @@ class View:
         node: the node.
         values: of the inputs; None for one that is left out.
         shapes: of constants, by name, as far as onnx infers them.
+        contents: of shapes that the graph computes, by name.
     """
 
     node: Node
     values: tuple[Value | None, ...]
     shapes: Mapping[str, list[int | None]]
+    contents: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> UnsupportedModelError:
         """Make the error for this node."""

@@ -22,6 +22,7 @@ WINDOW, LIMIT = 12, 40
 SPECS = {
     "llama": Foreign(),
     "qwen3": Foreign(head_norm=True, packed=False),
+    "computed_shapes": Foreign(head_norm=True, packed=False, computed_shapes=True),
     "mistral": Foreign(windows=(WINDOW, WINDOW)),
     "gemma2": Foreign(windows=(WINDOW, -1), scale=0.2, softcap=20.0, head="softcap"),
     "phi3_long": Foreign(rope_limit=LIMIT),

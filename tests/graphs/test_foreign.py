@@ -260,6 +260,28 @@ def test_the_last_token_is_not_taken_for_all():
         convert(model)
 
 
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [(["tokens", 96], "tears apart"), (["tokens", "tokens"], "fixes the number"), ([2, "tokens", -1], "tears apart")],
+)
+def test_computed_shapes_that_mix_tokens_are_refused(dims, message):
+    model = foreign.build(Foreign())
+    insert(model, "Reshape", [0])
+    node = next(node for node in model.graph.node if node.name == "intruder")
+    parts = []
+    for index, dim in enumerate(dims):
+        parts.append("tokens" if dim == "tokens" else f"dim_{index}")
+        if dim != "tokens":
+            model.graph.initializer.append(numpy_helper.from_array(np.array([dim]), parts[-1]))
+    node.input[1] = "shape"
+    at = list(model.graph.node).index(node)
+    model.graph.node.insert(at, helper.make_node("Concat", parts, ["shape"], "join", axis=0))
+    model.graph.node.insert(at, helper.make_node("Shape", [node.input[0]], ["tokens"], "count", start=1, end=2))
+    with pytest.raises(UnsupportedModelError, match=message) as refused:
+        convert(model)
+    assert "'intruder', a Reshape" in str(refused.value)
+
+
 def test_rows_are_cut_before_the_head():
     model = convert(foreign.build(Foreign(head="softcap"))).model
     gather = next(node for node in model.graph.node if node.name == "head/Gather")
