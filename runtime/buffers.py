@@ -41,6 +41,9 @@ class Buffers(Protocol):
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array, which must outlive the binding's runs, as an input."""
 
+    def bind_output(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an output of its shape."""
+
     def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input and as the output that aliases it."""
 
@@ -80,6 +83,10 @@ class HostBuffers:
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input."""
         binding.bind_ortvalue_input(name, wrap(array))
+
+    def bind_output(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an output."""
+        binding.bind_ortvalue_output(name, wrap(array))
 
     def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input and as the output that aliases it."""
