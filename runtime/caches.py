@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ortolan import contract
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
@@ -171,11 +173,11 @@ class CacheBuffers:
         with self.buffers.scope():
             if len(new) == 1:
                 rows = max(held[index] for index in old.members)
-                new[0].array[..., :rows, :] = old.array[..., :rows, :]
+                _words(new[0].array)[..., :rows, :] = _words(old.array)[..., :rows, :]
             else:
                 for index, layer in (cache for block in new for cache in block.caches()):
                     for target, source in zip(_parts(layer), _parts(self.layers[index]), strict=True):
-                        target[:, :, : held[index]] = source[:, :, : held[index]]
+                        _words(target)[:, :, : held[index]] = _words(source)[:, :, : held[index]]
         self._blocks.remove(old)
         self._blocks += new
         self.layers = self._name_layers()
@@ -194,6 +196,11 @@ def _alike(kinds: Mapping[int, Hashable]) -> Iterator[tuple[int, tuple[int, ...]
 
 def _parts(layer: LayerCache) -> tuple[Array, Array]:
     return layer.key, layer.value
+
+
+def _words(array: Array) -> Array:
+    """View rows [..., D], D a multiple of 8, as words of 8 bytes, which a device copies faster than narrow elements."""
+    return array.view(np.uint64)
 
 
 def _named(blocks: Sequence[Block]) -> dict[int, Array]:

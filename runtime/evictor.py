@@ -14,6 +14,8 @@ from ortolan.errors import OrtolanError
 from ortolan.runtime.buffers import Array, Buffers, wrap
 from ortolan.runtime.options import UNEVEN_POLICIES, SnapKv
 
+MANY_SLOTS = 65536  # of a cache; scores of more take a hundred megabytes and more while layers are chosen together
+
 
 class EvictableCaches(Protocol):
     """The caches of one sequence."""
@@ -47,7 +49,7 @@ def evict(
 
     Returns:
         For each layer, the physical positions kept, [Hkv or 1, K], ascending, -1 behind those of a head that
-        keeps fewer than K.
+        keeps fewer than K. The next eviction overwrites them.
 
     Raises:
         OrtolanError: ONNX Runtime failed; the caches must then be taken as lost.
@@ -63,9 +65,7 @@ def evict(
     turned = {} if (lengths == logical).all() else _turn_captures(caches, physical, logical)
     binding.bind_captures(turned)
     try:
-        # What `expected` takes besides the caches is many times what other policies do, so it is given back.
-        run_options = buffers.rare_run_options() if options.policy == "expected" else None
-        return binding.run(ort_session, run_options)
+        return binding.run(ort_session, buffers.rare_run_options() if binding.is_large else None)
     except Exception as error:  # the binding raises its own exception types, one per status code
         raise OrtolanError(f"the eviction graph failed: {error}") from error
 
@@ -85,6 +85,7 @@ class EvictBinding:
         io: the binding of caches, captures and lengths.
         wanted: the graph's inputs.
         lengths: of each kv head of each evictable layer, one after another, int32.
+        is_large: whether a run takes so much memory besides the caches that it is worth the time to give it back.
     """
 
     def __init__(self, ort_session: Any, caches: EvictableCaches, options: SnapKv) -> None:
@@ -107,28 +108,35 @@ class EvictBinding:
             self._buffers.bind_input(self.io, contract.capture(index), caches.captures[index])
             self._buffers.bind_in_place(self.io, contract.key_cache(index), caches.layers[index].key)
             self._buffers.bind_in_place(self.io, contract.value_cache(index), caches.layers[index].value)
+        slots = self._slots(caches)
+        self.is_large = options.policy == "expected" or max(slots.values()) > MANY_SLOTS
         self._lists: dict[int, Array] = {}  # views of `_all_lists`; none where their lengths are not known ahead
         if options.policy not in UNEVEN_POLICIES:
-            self._bind_lists(self._list_shapes(caches, heads, options))
+            shared = options.granularity != "kv_head"
+            counts = {index: min(options.budget, count) for index, count in slots.items()}
+            self._bind_lists({i: (1, 1 if shared else heads[i], count) for i, count in counts.items()})
 
     def bind_variant(self, variant: int) -> None:
         """Bind the variant of RoPE in use, where the graph asks for it."""
         self._bind_number(contract.ROPE_VARIANT, variant)
 
     def run(self, ort_session: Any, run_options: Any) -> dict[int, npt.NDArray[np.int32]]:
-        """Run the graph; returns what it keeps of each layer, [Hkv or 1, K]. Raises what the binding raises."""
+        """Run the graph; returns what it keeps of each layer, [Hkv or 1, K], in memory that the next run overwrites.
+
+        Raises what ONNX Runtime's binding raises.
+        """
         if not self._lists:
             for index in self._captures:
                 self.io.bind_output(contract.keep(index))  # anew: a bound output keeps the shape of its last run
         ort_session.run_with_iobinding(self.io, run_options)
         if not self._lists:
             lists = self.io.get_outputs()[-len(self._captures) :]  # bound last
-            return {index: keep.numpy()[0].copy() for index, keep in zip(self._captures, lists, strict=True)}
-        flat = self._buffers.download(self._all_lists)
+            return {index: keep.numpy()[0] for index, keep in zip(self._captures, lists, strict=True)}
+        flat = self._buffers.download(self._all_lists, self._staging)
         kept, begin = {}, 0
         for index, array in self._lists.items():
             end = begin + array.size
-            kept[index] = flat[begin:end].reshape(array.shape[1:]).copy()
+            kept[index] = flat[begin:end].reshape(array.shape[1:])
             begin = end
         return kept
 
@@ -144,20 +152,17 @@ class EvictBinding:
         self._numbers[name] = np.array([value], np.int64)  # the binding reads it where it is
         self.io.bind_ortvalue_input(name, wrap(self._numbers[name]))
 
-    def _list_shapes(
-        self, caches: EvictableCaches, heads: dict[int, int], options: SnapKv
-    ) -> dict[int, tuple[int, int, int]]:
-        """Return the shape [1, Hkv or 1, K] of each layer's list, of a policy that keeps `budget` wherever it can."""
+    def _slots(self, caches: EvictableCaches) -> dict[int, int]:
+        """Return the slots that each layer's cache has for the sequence."""
         tables = [table for name, table in caches.tables_in_use().items() if name in self.wanted]
         pages = tables[0].shape[1] if tables else 1  # evictable layers are of one kind
-        slots = {index: pages * int(caches.layers[index].key.shape[2]) for index in heads}
-        shared = options.granularity != "kv_head"
-        return {i: (1, 1 if shared else count, min(options.budget, slots[i])) for i, count in heads.items()}
+        return {index: pages * int(caches.layers[index].key.shape[2]) for index in caches.captures}
 
     def _bind_lists(self, shapes: dict[int, tuple[int, int, int]]) -> None:
         """Let all lists be written to one array, which comes to the host in one copy."""
         sizes = {index: math.prod(shape) for index, shape in shapes.items()}
         self._all_lists: Array = self._buffers.allocate((sum(sizes.values()),), np.int32)
+        self._staging = self._buffers.staging(self._all_lists.shape, np.int32)
         begin = 0
         for index, shape in shapes.items():
             with self._buffers.scope():

@@ -98,10 +98,8 @@ class Lengths:
         """Record which physical positions each layer kept, [Hkv or 1, K], -1 behind those of a shorter list."""
         for index, positions in keep.items():
             kept = self._logical_of(index, np.broadcast_to(positions, (self._kv_heads[index], positions.shape[1])))
-            full = bool((kept[:, -1:] >= 0).all())  # a tail of -1 is rare, and counting takes longer
-            counts = [kept.shape[1]] * len(kept) if full else (kept >= 0).sum(axis=1)
-            self.physical[index] = np.array(counts, np.int32)
-            self.kept[index] = kept[:, : int(self.physical[index].max())]
+            self.physical[index] = counts = _count_held(kept)
+            self.kept[index] = kept[:, : counts.max()]
         self.evicted_at = self.logical
 
     def _logical_of(self, index: int, physical: Positions) -> Positions:
@@ -109,7 +107,16 @@ class Lengths:
         earlier = self.kept.get(index)
         if earlier is None or not earlier.size:
             return np.array(physical, np.int32)
-        counts = (earlier >= 0).sum(axis=1, keepdims=True, dtype=np.int32)
+        counts = _count_held(earlier)[:, None]
         old = np.take_along_axis(earlier, physical.clip(0, earlier.shape[1] - 1), axis=1)
         newer = physical - counts + np.int32(self.evicted_at)
         return np.where(physical < 0, np.int32(-1), np.where(physical < counts, old, newer))
+
+
+def _count_held(positions: Positions) -> npt.NDArray[np.int32]:
+    """Count the positions of each list [Hkv, K], which -1 may follow."""
+    heads, width = positions.shape
+    counts = np.full(heads, width, np.int32)
+    if width and positions[:, -1].min() < 0:  # rarely, and counting takes longer
+        counts[:] = np.count_nonzero(positions >= 0, axis=1)
+    return counts
