@@ -225,11 +225,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i) part.vectors[i / 2][i % 2].pack(values[i / 2][i % 2]);
   }
-  if (!target) return;
-  part.store(target, p, lane);
-  if (p.capture_rows == 0 || head >= p.num_heads) return;
-  Element* copy = captured<Element>(p, token, head);
-  if (copy) part.store(copy, p, lane);
+  const bool captures = p.capture_rows > 0 && head < p.num_heads;
+#pragma unroll 1  // two copies of the stores take more registers
+  for (bool is_copy = false; target; is_copy = true) {
+    part.store(target, p, lane);
+    target = captures && !is_copy ? captured<Element>(p, token, head) : nullptr;
+  }
 }
 
 template <typename Element, int kWidth, int kLanes, int kPairs>
