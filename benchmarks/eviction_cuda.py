@@ -3,9 +3,9 @@
     python benchmarks/eviction_cuda.py llama-1b qwen3-8b --json eviction.json
 
 Cost: a prompt is read with and without SnapKV by turns. Capturing is the difference of the two readings of a turn;
-evicting is everything from the scores to the smaller caches. Gain: decoding behind a long prompt of which the budget is left,
-beside decoding behind a prompt as long as the budget without an eviction. Public shapes with random weights, bfloat16
-on CUDA, float32 on the CPU; every turn has a session of its own, and the first turns warm up.
+evicting is everything from the scores to the smaller caches. Gain: decoding behind a long prompt of which the budget
+is left, beside decoding behind a prompt as long as the budget without an eviction. Public shapes with random weights,
+bfloat16 on CUDA, float32 on the CPU; every turn has a session of its own, and the first turns warm up.
 """
 
 from __future__ import annotations
