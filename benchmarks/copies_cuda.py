@@ -1,4 +1,4 @@
-"""Times the copying operators and SnapKvScore on a GPU against the speed of a device copy, in one run.
+"""Times the copying operators and SnapKvScore on a GPU against device copies, large and of equal size, in one run.
 
     python benchmarks/copies_cuda.py --json copies_cuda.json
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnx
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, machine, median_ms, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, copy_ms, machine, median_ms, use_own_stream
 
 from ortolan.custom_ops import emitters
 
@@ -73,8 +73,13 @@ def measure(make: Callable[[], Work], copy: float) -> dict[str, float | str]:
         raise SystemExit(f"{first.title}: the result is wrong")
     ms = median_ms(session(works, graph=True), len(works))
     part = first.moved_bytes / (1e-3 * ms) / copy
-    print(f"{first.title:<44} {1e3 * ms:>8.1f} us  {first.moved_bytes / ms / 1e9:>6.2f} TB/s  {part:>5.0%} of a copy")
-    return {"title": first.title, "us": 1e3 * ms, "bytes": first.moved_bytes, "part_of_copy": part}
+    equal_ms = copy_ms(first.moved_bytes)
+    print(
+        f"{first.title:<44} {1e3 * ms:>8.1f} us  {first.moved_bytes / ms / 1e9:>6.2f} TB/s  {part:>5.0%} of a big copy"
+        f"  {equal_ms / ms:>5.0%} of one of the same size"
+    )
+    result = {"title": first.title, "us": 1e3 * ms, "bytes": first.moved_bytes}
+    return result | {"part_of_copy": part, "part_of_equal_copy": equal_ms / ms}
 
 
 def session(works: list[Work], graph: bool = False) -> DeviceSession:

@@ -108,6 +108,18 @@ def copy_bytes_per_second() -> float:
     return 2 * source.nbytes / (1e-3 * median_ms(lambda: target.copy_(source)))
 
 
+def copy_ms(moved_bytes: int) -> float:
+    """Time a device-to-device copy that reads and writes `moved_bytes` in all, as one of a graph's many."""
+    count = 1 + min(40, 3 * L2_BYTES // max(moved_bytes, 1))
+    pairs = [torch.empty(2, max(moved_bytes // 2, 1), device="cuda", dtype=torch.uint8) for _ in range(count)]
+
+    def step() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    return median_ms(captured(step), count)
+
+
 def matmul_flops() -> float:
     """Measure an 8192^3 bfloat16 product on random data, operations per second."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -73,8 +73,22 @@ def test_scale_and_softcap(attributes, isa):
     check(draw([90]), **attributes)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 9])
+@pytest.mark.parametrize("rows", [1, 33, 64, 65])
+@pytest.mark.parametrize("size", [64, 128])
+def test_groups_and_windows_of_common_head_sizes(size, rows, group):
+    check(draw([127, 300, 1], size=size, rows=rows, heads=group, kv_heads=1, slots=301), group_reduce="max")
+
+
+@pytest.mark.parametrize("kv_len", [63, 64, 65, 128, 192, 193, 2500])
+@pytest.mark.parametrize("size", [64, 128])
+def test_lengths_around_tiles_of_common_head_sizes(size, kv_len):
+    check(draw([kv_len], size=size, rows=64, heads=8, slots=kv_len + 5), scale=0.3, softcap=15.0)
+
+
 def test_batch_of_many_lengths():
     check(draw([3, 0, 100, 8, 64]))
+    check(draw([3, 0, 100, 8, 64], size=64))
 
 
 def test_lengths_per_kv_head():
@@ -115,12 +129,13 @@ def test_every_query_sees_its_own_key_and_no_later_one():
     assert actual[0, 0, 0] == pytest.approx(np.mean([1 / (p + 1) for p in range(32, 40)]), rel=1e-6)
 
 
-@pytest.mark.parametrize("page_slots", [16, 32])
-def test_paged_equals_contiguous_bit_for_bit(page_slots):
-    feeds = draw([96, 33], slots=96)
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("page_slots", [4, 16, 32])
+def test_paged_equals_contiguous_bit_for_bit(page_slots, size):
+    feeds = draw([96, 33], slots=96, size=size)
     pages = 96 // page_slots
     table = np.random.default_rng(1).permutation(2 * pages + 2)[: 2 * pages].reshape(2, pages).astype(np.int32)
-    pool = np.full((2 * pages + 2, 2, page_slots, 16), np.nan, devices.element())
+    pool = np.full((2 * pages + 2, 2, page_slots, size), np.nan, devices.element())
     for (b, m), page in np.ndenumerate(table):
         pool[page] = feeds["key_cache"][b, :, m * page_slots : (m + 1) * page_slots]
     (contiguous,) = run_cached("SnapKvScore", feeds)
@@ -128,15 +143,17 @@ def test_paged_equals_contiguous_bit_for_bit(page_slots):
     assert np.array_equal(paged, contiguous)
 
 
-def test_equal_runs_give_equal_bits():
-    feeds = draw([2500], size=32)
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_equal_runs_give_equal_bits(size):
+    feeds = draw([2500], size=size)
     (first,) = run_cached("SnapKvScore", feeds)
     for _ in range(5):
         assert np.array_equal(run_cached("SnapKvScore", feeds)[0], first)
 
 
-def test_a_sequence_alone_equals_it_in_a_batch():
-    feeds = draw([200, 77, 30])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_a_sequence_alone_equals_it_in_a_batch(size):
+    feeds = draw([200, 77, 30], size=size)
     (batch,) = run_cached("SnapKvScore", feeds)
     for b in range(3):
         (alone,) = run_cached("SnapKvScore", {k: v[b : b + 1] for k, v in feeds.items()})

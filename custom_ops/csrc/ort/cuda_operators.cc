@@ -38,7 +38,7 @@ void compute_with_workspace(const Context& context) {
   const auto params = kRead(context);
   cuda::Launch launch = make_launch(context);
   launch.workspace_bytes = kWorkspace(params, launch.device);
-  check_cuda(context, stream_workspace(launch.stream, launch.workspace_bytes, &launch.workspace));
+  check_cuda(context, stream_workspace(launch));
   check_cuda(context, kKernel(params, launch));
 }
 

@@ -10,10 +10,22 @@ namespace ortolan {
 namespace {
 
 constexpr size_t kSmallestBytes = size_t{1} << 20;
+constexpr size_t kCounterBytes = cuda::kCounters * sizeof(unsigned);
 
+// Counters, and scratch memory behind them.
 struct Buffer {
-  void* data;
-  size_t bytes;
+  unsigned char* data;
+  size_t bytes;  // of the scratch memory
+
+  static cudaError_t allocate(cudaStream_t stream, size_t bytes, Buffer& buffer) {
+    void* data = nullptr;
+    cudaError_t error = cudaMallocAsync(&data, kCounterBytes + bytes, stream);
+    if (error != cudaSuccess) return error;
+    error = cudaMemsetAsync(data, 0, kCounterBytes, stream);
+    if (error != cudaSuccess) cudaFreeAsync(data, stream);
+    buffer = {static_cast<unsigned char*>(data), bytes};
+    return error;
+  }
 };
 
 // Whether work put on the stream now goes into a graph.
@@ -39,7 +51,9 @@ class Workspaces {
     cudaSetDevice(previous);
   }
 
-  cudaError_t get(cudaStream_t stream, size_t bytes, void** workspace) {
+  cudaError_t get(cuda::Launch& launch) {
+    const cudaStream_t stream = launch.stream;
+    const size_t bytes = launch.workspace_bytes;
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error != cudaSuccess) return error;
@@ -50,12 +64,13 @@ class Workspaces {
       error = is_captured(stream, captured);
       if (error != cudaSuccess) return error;
       if (captured) return cudaErrorStreamCaptureUnsupported;
-      Buffer grown{nullptr, std::bit_ceil(bytes < kSmallestBytes ? kSmallestBytes : bytes)};
-      error = cudaMallocAsync(&grown.data, grown.bytes, stream);
+      Buffer grown;
+      error = Buffer::allocate(stream, std::bit_ceil(bytes < kSmallestBytes ? kSmallestBytes : bytes), grown);
       if (error != cudaSuccess) return error;
       buffers.push_back(grown);
     }
-    *workspace = buffers.back().data;
+    launch.counters = reinterpret_cast<unsigned*>(buffers.back().data);
+    launch.workspace = buffers.back().data + kCounterBytes;
     return cudaSuccess;
   }
 
@@ -95,10 +110,9 @@ std::shared_ptr<void> acquire_workspaces() {
   return workspaces;
 }
 
-cudaError_t stream_workspace(cudaStream_t stream, size_t bytes, void** workspace) {
-  *workspace = nullptr;
-  if (bytes == 0) return cudaSuccess;
-  return std::static_pointer_cast<Workspaces>(acquire_workspaces())->get(stream, bytes, workspace);
+cudaError_t stream_workspace(cuda::Launch& launch) {
+  if (launch.workspace_bytes == 0) return cudaSuccess;
+  return std::static_pointer_cast<Workspaces>(acquire_workspaces())->get(launch);
 }
 
 cudaError_t stream_cublas(cudaStream_t stream, cuda::Cublas** cublas) {

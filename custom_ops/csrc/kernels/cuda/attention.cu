@@ -100,13 +100,17 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch) {
   return with_element(params.element, [&]<typename Element>() {
+    // Tiles much longer than a window are mostly masked.
+    const bool small_window = params.window >= 0 && params.window <= 128;
     switch (params.cache.head_size) {
       case 64:
-        return launch_sm90_prefill<Element, 64, 128>(params, launch);
+        return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch)
+                            : launch_sm90_prefill<Element, 64, 128>(params, launch);
       case 128:
-        return launch_sm90_prefill<Element, 128, 128>(params, launch);
+        return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch)
+                            : launch_sm90_prefill<Element, 128, 128>(params, launch);
       default:
-        return launch_sm90_prefill<Element, 256, 64>(params, launch);
+        return launch_sm90_prefill<Element, 256, 80>(params, launch);
     }
   });
 }
@@ -114,8 +118,9 @@ cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launc
 size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
   const int64_t tokens = params.packing.num_tokens;
   const bool decodes = tokens > 0 && (params.packing.num_sequences > 1 || tokens <= kDecodeTokens);
-  if (params.element == ElementType::kFloat32 || !decodes) return 0;
-  return attention_decode_workspace(params, device);
+  if (params.element == ElementType::kFloat32) return 0;
+  // Prefill asks for its counters.
+  return decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0};
 }
 
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {

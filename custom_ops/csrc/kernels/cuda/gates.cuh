@@ -18,4 +18,13 @@ __device__ __forceinline__ float activate(GatedActivation activation, float x) {
   }
 }
 
+// The same for results that are rounded to 16 bits: exponential and division to 2^-20.
+__device__ __forceinline__ float activate_nearly(GatedActivation activation, float x) {
+  const auto sigmoid_product = [](float x, float z) { return __fdividef(x, 1.0f + __expf(-z)); };
+  if (activation == GatedActivation::kSilu) return sigmoid_product(x, x);
+  if (activation == GatedActivation::kGeluTanh)  // (1 + tanh(u)) / 2 = sigmoid(2 u)
+    return sigmoid_product(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
+  return activate(activation, x);
+}
+
 }  // namespace ortolan::cuda

@@ -23,12 +23,16 @@ struct Device {
 // The device that is current on this thread.
 cudaError_t current_device(Device& device);
 
+// Counters that a launch may use: more than shared memory has room for entries of decode attention.
+constexpr int kCounters = 1 << 16;
+
 // Where a launch goes, and the scratch memory it may use until the stream passes it.
 struct Launch {
   Device device;
   cudaStream_t stream = nullptr;
   void* workspace = nullptr;  // 256-byte aligned, not initialised
   size_t workspace_bytes = 0;
+  unsigned* counters = nullptr;  // [kCounters], where there is a workspace: zero before and after each kernel
 };
 
 cudaError_t ring_kv_append(const RingKvAppendParams& params, const Launch& launch);

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
 constexpr int64_t kSliceBytes = int64_t{64} << 20;  // bounds what a prompt's intermediate rows take
+constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
 constexpr int kThreads = 256;
 
 template <typename Function>
@@ -57,24 +58,79 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   }
 }
 
+// What an output becomes after its product; `factor` is the gated layer's second product.
+template <typename Output>
+__device__ __forceinline__ float finish(GatedActivation activation, float product, float factor) {
+  if (activation == GatedActivation::kNone) return product;
+  return (sizeof(Output) == 2 ? activate_nearly(activation, product) : activate(activation, product)) *
+         factor;
+}
+
 // Bias, gate and residual for products [rows, N or 2N], of the type of the output, of some rows of the call.
-// Grid: (columns / 256, rows).
 template <typename Element, typename Output>
 __global__ void __launch_bounds__(kThreads)
-    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Output* products, int64_t first_row) {
+    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Output* products, int64_t first_row,
+                    unsigned rows) {
+  launch_dependents();
   wait_for_previous_kernel();
-  const int64_t column = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (column >= p.num_outputs) return;
+  const auto outputs = static_cast<unsigned>(p.num_outputs);
+  const unsigned place = blockIdx.x * kThreads + threadIdx.x;
+  if (place >= rows * outputs) return;
+  const unsigned row = place / outputs, column = place % outputs;
   const bool gated = p.activation != GatedActivation::kNone;
   const auto* bias = static_cast<const Element*>(p.bias);
-  const Output* line = products + blockIdx.y * p.num_outputs * (gated ? 2 : 1);
-  float y = to_float(line[column]) + (bias ? to_float(bias[column]) : 0.0f);
-  if (gated)
-    y = activate(p.activation, y) *
-        (to_float(line[p.num_outputs + column]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f));
-  const int64_t index = (first_row + blockIdx.y) * p.num_outputs + column;
+  const Output* line = products + row * p.num_outputs * (gated ? 2 : 1) + column;
+  const float product = to_float(line[0]) + (bias ? to_float(bias[column]) : 0.0f);
+  float factor = 0;
+  if (gated) factor = to_float(line[p.num_outputs]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f);
+  float y = finish<Output>(p.activation, product, factor);
+  const int64_t index = first_row * p.num_outputs + place;
   if (p.residual) y += to_float(static_cast<const Element*>(p.residual)[index]);
   static_cast<Output*>(p.output)[index] = Output(y);
+}
+
+// The same for gates alone, 16 bytes at a time.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    gate_kernel(GatedActivation activation, const Element* products, Element* output, unsigned row_pieces,
+                unsigned pieces) {
+  constexpr int kSize = kPieceSize<Element>;
+  launch_dependents();
+  wait_for_previous_kernel();
+  const unsigned place = blockIdx.x * kThreads + threadIdx.x;
+  if (place >= pieces) return;
+  const unsigned row = place / row_pieces;
+  const auto* line = reinterpret_cast<const uint4*>(products) + place + row * row_pieces;
+  const uint4 gates = line[0], factors = line[row_pieces];
+  Element x[kSize], y[kSize];
+  __builtin_memcpy(x, &gates, 16);
+  __builtin_memcpy(y, &factors, 16);
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) x[e] = Element(finish<Element>(activation, to_float(x[e]), to_float(y[e])));
+  uint4 rounded;
+  __builtin_memcpy(&rounded, x, 16);
+  reinterpret_cast<uint4*>(output)[place] = rounded;
+}
+
+unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
+
+// Finishes the products of some rows of the call.
+template <typename Element, typename Output>
+cudaError_t finish_slice(const FusedLinearParams& p, const Output* products, int64_t first_row, int64_t rows,
+                         const Launch& launch) {
+  if constexpr (sizeof(Element) == sizeof(Output)) {
+    auto* output = static_cast<Element*>(p.output) + first_row * p.num_outputs;
+    const uint64_t bits =
+        static_cast<uint64_t>(p.num_outputs) * sizeof(Element) | reinterpret_cast<uint64_t>(p.output);
+    if (p.activation != GatedActivation::kNone && !p.bias && !p.residual && bits % 16 == 0) {
+      const int64_t row_pieces = p.num_outputs / kPieceSize<Element>;
+      return launch_overlapped(gate_kernel<Element>, dim3(blocks_of(rows * row_pieces)), dim3(kThreads), 0,
+                               launch, p.activation, products, output, static_cast<unsigned>(row_pieces),
+                               static_cast<unsigned>(rows * row_pieces));
+    }
+  }
+  return launch_overlapped(epilogue_kernel<Element, Output>, dim3(blocks_of(rows * p.num_outputs)),
+                           dim3(kThreads), 0, launch, p, products, first_row, static_cast<unsigned>(rows));
 }
 
 // Whether the product alone is the result, so that cuBLAS can write it.
@@ -94,10 +150,13 @@ struct Slices {
     const int64_t products = is_direct(p) ? 0
                                           : p.num_outputs * (p.output_float32 ? 4 : bytes) *
                                                 (p.activation == GatedActivation::kNone ? 1 : 2);
-    const int64_t most =
-        normalised + products ? std::max<int64_t>(kSliceBytes / (normalised + products), 128) : p.num_tokens;
-    constexpr int64_t kMostRows = 65535;  // of the epilogue's grid
-    const int64_t rows = std::min({p.num_tokens, most, products ? kMostRows : p.num_tokens});
+    if (normalised + products == 0) return {p.num_tokens, 0, 0};
+    // Slices of about equal size: a small last one would read all weights for a few rows.
+    const int64_t most = std::max<int64_t>(kSliceBytes / (normalised + products), kRowTile);
+    const int64_t count = std::max<int64_t>((p.num_tokens + most - 1) / most, 1);
+    const int64_t equal = (p.num_tokens + count - 1) / count;
+    const int64_t whole_tiles = (equal + kRowTile - 1) / kRowTile * kRowTile;
+    const int64_t rows = std::min(p.num_tokens, whole_tiles <= most ? whole_tiles : equal);
     const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
     return {rows, aligned(rows * normalised), aligned(rows * products)};
   }
@@ -155,13 +214,9 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   }
   if (const cudaError_t error = p.cublas->multiply(product, launch.stream, workspace); error != cudaSuccess)
     return error;
-  const dim3 grid(static_cast<unsigned>((p.num_outputs + kThreads - 1) / kThreads),
-                  static_cast<unsigned>(rows));
   if (p.output_float32)
-    return launch_overlapped(epilogue_kernel<Element, float>, grid, dim3(kThreads), 0, launch, p,
-                             static_cast<const float*>(products), first_row);
-  return launch_overlapped(epilogue_kernel<Element, Element>, grid, dim3(kThreads), 0, launch, p,
-                           static_cast<const Element*>(products), first_row);
+    return finish_slice<Element>(p, static_cast<const float*>(products), first_row, rows, launch);
+  return finish_slice<Element>(p, static_cast<const Element*>(products), first_row, rows, launch);
 }
 
 }  // namespace

@@ -23,8 +23,9 @@ namespace ortolan::cuda {
 template <int kHeadSize>
 struct MmaShape {
   static constexpr int kThreads = 128;
-  static constexpr int kKeys = kHeadSize == 64 || kHeadSize == 192 ? 64 : 32;  // as registers allow
-  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;                   // of 16 rows, per warp
+  static constexpr int kKeys =
+      kHeadSize == 64 || kHeadSize == 128 || kHeadSize == 192 ? 64 : 32;  // as registers allow
+  static constexpr int kRowTiles = kHeadSize <= 128 ? 2 : 1;              // of 16 rows, per warp
   static constexpr int kColumnWarps = kHeadSize <= 256 ? 1 : 2;
   static constexpr int kRows = kThreads / 32 / kColumnWarps * kRowTiles * 16;
   static constexpr int kColumns = kHeadSize / kColumnWarps;  // of the values, per warp
@@ -113,6 +114,8 @@ struct MmaPrefill {
 
   // Turns logits into exponentials, and rescales what was summed before.
   __device__ __forceinline__ void exponentiate(float (&z)[Shape::kRowTiles][kKeyTiles][4]) {
+    float rescale[Shape::kRowTiles][2];
+    bool is_kept = true;
 #pragma unroll
     for (int r = 0; r < Shape::kRowTiles; ++r)
 #pragma unroll
@@ -125,7 +128,8 @@ struct MmaPrefill {
         maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
         const float base = __fmul_rn(finite_max(maximum), logits.factor);
         // Rounded before it is subtracted: where the maximum stays, the factor is exactly 1.
-        const float rescale = fast_exp2(__fmul_rn(maxima[r][half], logits.factor) - base);
+        rescale[r][half] = fast_exp2(__fmul_rn(maxima[r][half], logits.factor) - base);
+        is_kept = is_kept && rescale[r][half] == 1;
         maxima[r][half] = maximum;
         float total = 0;
 #pragma unroll
@@ -135,13 +139,15 @@ struct MmaPrefill {
             z[r][n][e] = fast_exp2(fmaf(z[r][n][e], logits.factor, -base));
             total += z[r][n][e];
           }
-        totals[r][half] = fmaf(totals[r][half], rescale, total);
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          sums[r][n][2 * half] *= rescale;
-          sums[r][n][2 * half + 1] *= rescale;
-        }
+        totals[r][half] = fmaf(totals[r][half], rescale[r][half], total);
       }
+    if (__all_sync(~0u, is_kept)) return;
+#pragma unroll
+    for (int r = 0; r < Shape::kRowTiles; ++r)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[r][n][e] *= rescale[r][e / 2];
   }
 
   __device__ __forceinline__ void multiply_values(const float (&p)[Shape::kRowTiles][kKeyTiles][4],

@@ -9,21 +9,13 @@
 
 namespace ortolan::cuda {
 
-// Rows that one tensor copy takes: a power of two that divides pages, so that no copy leaves one.
-inline int copied_rows(const CacheLayout& cache, int tile_keys) {
-  int rows = tile_keys;
-  if (cache.block_table)
-    while (rows > 8 && cache.page_slots % rows) rows /= 2;
-  return rows;
-}
-
 template <typename Element, int kHeadSize, int kKeyRows>
 cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch) {
   using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   const CacheLayout& cache = params.cache;
   const auto element = params.element;
   Sm90Maps maps;
-  maps.box_rows = copied_rows(cache, Shape::kKeys);
+  maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
   const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
   const TensorShape slots{kHeadSize, cache.page_slots, cache.num_pages * cache.num_kv_heads};
   cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
@@ -36,11 +28,14 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows);
-  const int64_t blocks = std::min<int64_t>(tiles * params.num_heads, launch.device.num_multiprocessors);
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads),
-                           Shape::kSharedBytes, launch, params, maps, static_cast<int>(tiles),
-                           static_cast<int>(heads_per_section(params)));
+  WorkQueue queue;
+  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows));
+  queue.section_heads = static_cast<int>(heads_per_section(params));
+  queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
+  queue.taken = launch.counters;
+  const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
+  return launch_overlapped(kernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
+                           maps, queue);
 }
 
 // One source file per element type keeps a build parallel.

@@ -3,6 +3,7 @@
 #include "ptx.cuh"
 #include "score_instances.h"
 #include "score_plan.cuh"
+#include "score_sm90.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -47,6 +48,23 @@ auto with_instance(const SnapKvScoreParams& p, Function&& f) {
   }
 }
 
+bool sm90_takes(const SnapKvScoreParams& p, const Device& device) {
+  using Shape = ScoreSm90Shape<64>;  // limits are those of all
+  const int64_t group = p.num_heads / p.cache.num_kv_heads, head_size = p.cache.head_size;
+  return device.compute_capability == 90 && p.element != ElementType::kFloat32 &&
+         (head_size == 64 || head_size == 128) && group >= 2 && group <= Shape::kMostHeads &&
+         p.window_rows > 0 && p.window_rows <= Shape::kQueries;
+}
+
+// Calls f.operator()<Element, kHeadSize>() for an instance of the sm_90a kernels.
+template <typename Function>
+auto with_sm90_instance(const SnapKvScoreParams& p, Function&& f) {
+  const bool narrow = p.cache.head_size == 64;
+  if (p.element == ElementType::kFloat16)
+    return narrow ? f.template operator()<__half, 64>() : f.template operator()<__half, 128>();
+  return narrow ? f.template operator()<__nv_bfloat16, 64>() : f.template operator()<__nv_bfloat16, 128>();
+}
+
 }  // namespace
 
 cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan, const Launch& launch) {
@@ -55,7 +73,11 @@ cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan,
   return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan);
 }
 
-size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device&) {
+size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device& device) {
+  if (sm90_takes(params, device))
+    return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
+      return score_sm90_workspace_bytes<Element, kHeadSize>(params);
+    });
   return with_instance(params, [&]<typename Element, int kHeadSize>() {
     return score_workspace_bytes<Element, kHeadSize>(params);
   });
@@ -63,6 +85,10 @@ size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device&) {
 
 cudaError_t snapkv_score(const SnapKvScoreParams& params, const Launch& launch) {
   if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
+  if (sm90_takes(params, launch.device))
+    return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
+      return launch_score_sm90<Element, kHeadSize>(params, launch);
+    });
   return with_instance(params, [&]<typename Element, int kHeadSize>() {
     return launch_score<Element, kHeadSize>(params, launch);
   });

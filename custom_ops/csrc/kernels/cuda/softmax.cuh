@@ -28,7 +28,7 @@ struct Visibility {
             limited ? static_cast<int32_t>(params.cache.sink) : 0};
   }
   __device__ __forceinline__ bool sees(int32_t i, int32_t j) const {
-    return j <= i && (j > i - window || j < sink);
+    return bool((j <= i) & ((j > i - window) | (j < sink)));  // no branches
   }
   // Whether some of the queries first .. last (inclusive) does not see some of the keys begin .. end.
   __device__ __forceinline__ bool cuts(int32_t first, int32_t last, int32_t begin, int32_t end) const {
@@ -50,8 +50,20 @@ struct Logits {
   }
   __device__ __forceinline__ float map(float product) const {
     const float z = product * scale;
-    if (!(softcap > 0)) return z * kLog2E;
-    // tanh by its exponential: an absolute error near 1e-7, where tanh.approx has 5e-4.
+    return softcap > 0 ? cap(z) : z * kLog2E;
+  }
+  template <int kCount>
+  __device__ __forceinline__ void map(float (&products)[kCount]) const {
+    if (softcap > 0) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) products[n] = cap(products[n] * scale);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) products[n] = products[n] * scale * kLog2E;
+    }
+  }
+  // tanh by its exponential: an absolute error near 1e-7, where tanh.approx has 5e-4.
+  __device__ __forceinline__ float cap(float z) const {
     return softcap * kLog2E * (1 - __fdividef(2.0f, fast_exp2(z * power) + 1));
   }
 };
