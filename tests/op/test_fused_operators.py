@@ -113,6 +113,10 @@ QKVS = {
     "per-head-lengths": QkvCase(tokens=(5, 1), past=((9, 2), (0, 33))),
     "head-512": QkvCase(tokens=(2,), past=(0,), heads=2, kv_heads=1, size=512, pairs=256, norms=BOTH),
     "many-groups": QkvCase(tokens=(6,), past=(0,), heads=16, kv_heads=1, size=64, pairs=32),
+    "capture": QkvCase(tokens=(1,), past=(5,), heads=32, kv_heads=8, size=64, pairs=32, capture_rows=64),
+    "capture-of-chunks": QkvCase(tokens=(40, 0, 3), past=(0, 5, 9), norms=BOTH, slots=64, capture_rows=8),
+    "capture-without-rows": QkvCase(tokens=(9,), past=(3,), capture_rows=0),
+    "capture-of-odd-heads": QkvCase(tokens=(20, 1), past=(3, 0), size=72, pairs=7, capture_rows=6),
 }
 
 
@@ -122,7 +126,7 @@ def test_queries_and_keys_are_as_good_as_plain_operators(name):
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
     wide = {cache: feeds[cache].astype(np.float64) for cache in ("key_cache", "value_cache")}
-    query, keys, _ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    query, keys, *_ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
     plain_query, plain_key = plain_heads(case, feeds)
     assert_as_good_as_plain(results["query"], plain_query, query)
     assert_as_good_as_plain(keys_of(case, results), plain_key, keys[0, :, : sum(case.tokens)].transpose(1, 0, 2))
@@ -133,11 +137,13 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
     case = QKVS[name]
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
-    aliases = {f"{cache}_out": cache for cache in ("key_cache", "value_cache")}
+    aliases = {f"{name}_out": name for name in ("key_cache", "value_cache", "capture") if name in feeds}
     in_place = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), aliases, **case.attributes)
-    straight = dataclasses.replace(case, tokens=(sum(case.tokens),), past=(0,), slots=200, sink=0, page_slots=0)
+    whole = {"tokens": (sum(case.tokens),), "past": (0,), "slots": 200, "sink": 0, "page_slots": 0}
+    straight = dataclasses.replace(case, **whole, capture_rows=None)
     rows = {**feeds, **{k: v for k, v in qkv_feeds(straight).items() if k in POSITIONED}}
-    rows.pop("block_table", None)
+    for name in ("block_table", "capture", "capture_past_len"):
+        rows.pop(name, None)
     once = run_fused("QkvRopeAppend", rows, qkv_outputs(straight, rows), **straight.attributes)
     value = feeds["qkv"].reshape(sum(case.tokens), -1, case.size)[:, -case.kv_heads :]
     step = {k: feeds[k] for k in (*POSITIONED, "block_table") if k in feeds}
@@ -145,6 +151,9 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
     expected = reference.ring_kv_append(keys_of(straight, once), value, **step, **append)
     for got in (results, in_place):
         np.testing.assert_array_equal(bits(got["query"]), bits(once["query"]))
+        if "capture" in feeds:
+            rows = (got["query"], feeds["capture"], feeds["query_start"], feeds["capture_past_len"])
+            np.testing.assert_array_equal(bits(got["capture_out"]), bits(reference.snapkv_capture(*rows)))
         for cache, want in zip(("key_cache_out", "value_cache_out"), expected, strict=True):
             np.testing.assert_array_equal(bits(got[cache]), bits(want))
 
@@ -206,6 +215,8 @@ QKV_REFUSALS = {
     "qkv' has shape": (QkvCase(), {"num_heads": 2}, ()),
     "'sine' is missing": (QkvCase(), {}, ("sine",)),
     "'cosine' is missing": (QkvCase(), {}, ("cosine",)),
+    "'capture' is missing": (QkvCase(capture_rows=4), {}, ("capture",)),
+    "'capture_past_len' is missing": (QkvCase(capture_rows=4), {}, ("capture_past_len",)),
     "2 \\* R at most D = 16": (QkvCase(pairs=9), {}, ()),
     "multiple of 8 up to 512": (QkvCase(size=12, pairs=6), {}, ()),
 }
