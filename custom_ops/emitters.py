@@ -255,6 +255,8 @@ def qkv_rope_append(
     key_norm_weight: str = "",
     cosine: str = "",
     sine: str = "",
+    capture: str = "",
+    capture_past_len: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -266,7 +268,8 @@ def qkv_rope_append(
     """Build a QkvRopeAppend node.
 
     From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's
-    RotaryEmbedding with interleaved = 0), and RingKvAppend of keys and values, in float32 and rounded once.
+    RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in
+    float32 and rounded once.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token.
@@ -283,7 +286,10 @@ def qkv_rope_append(
         cosine: [1, T, R] tensor(float). Cosines of the tokens' angles; the first 2 * R elements of a head
             are rotated. Absent: no RoPE.
         sine: [1, T, R] tensor(float). Sines, with cosine.
-        outputs: names of query [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        capture: [B, Wq, Hq, D] T1. Queries captured so far; absent: none are captured.
+        capture_past_len: [B] tensor(int32). With capture: tokens of each sequence before the step.
+        outputs: names of query [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D],
+            capture_out [B, Wq, Hq, D].
         name: name of the node.
         num_heads: Hq: query heads. Allowed: a multiple of Hkv.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
@@ -291,7 +297,7 @@ def qkv_rope_append(
         capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
             is no window).
     """
-    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine,)
+    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len,)
     return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "sink": sink, "capacity": capacity})
 
 

@@ -47,12 +47,17 @@ def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:
 
 
 def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -> None:
-    """Give each output its type, and every dimension whose symbol an input of known shape has."""
-    known = _known_dimensions(operator, context)
+    """Give each output its type, and every dimension whose symbol an input of known shape has.
+
+    An output's type stays open where nothing is known of the inputs, as behind operators that onnx has no schema of.
+    """
+    known, element = _known_dimensions(operator, context), _element_type(operator, context)
     for index, port in enumerate(operator.outputs[: context.get_num_outputs()]):
         result = onnx.TypeProto()
         if port.type == ELEMENT:
-            result.tensor_type.elem_type = context.get_input_type(0).tensor_type.elem_type
+            if element is None:
+                continue
+            result.tensor_type.elem_type = element
         else:
             is_int32 = port.type == INT32
             result.tensor_type.elem_type = onnx.TensorProto.INT32 if is_int32 else onnx.TensorProto.FLOAT
@@ -61,6 +66,15 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
             if symbol in known:
                 dimension.CopyFrom(known[symbol])
         context.set_output_type(index, result)
+
+
+def _element_type(operator: Operator, context: onnx.shape_inference.InferenceContext) -> int | None:
+    """Return the element type that the inputs share, as onnx numbers it."""
+    for index, port in enumerate(operator.inputs[: context.get_num_inputs()]):
+        given = context.get_input_type(index)
+        if port.type == ELEMENT and given is not None:
+            return int(given.tensor_type.elem_type)
+    return None
 
 
 def _known_dimensions(

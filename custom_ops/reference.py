@@ -283,13 +283,18 @@ def qkv_rope_append(
     key_norm_weight: Array | None = None,
     cosine: Array | None = None,
     sine: Array | None = None,
+    capture: Array | None = None,
+    capture_past_len: Array | None = None,
     *,
     num_heads: int,
     epsilon: float = 1e-6,
     sink: int = 0,
     capacity: int = 0,
-) -> tuple[Floats, Array, Array]:
-    """Return the queries [T, Hq, D] in float64, and copies of the caches with this step's keys and values."""
+) -> tuple[Floats, Array, Array] | tuple[Floats, Array, Array, Array]:
+    """Return the queries [T, Hq, D] in float64, and copies of the caches with this step's keys and values.
+
+    Where a capture buffer is given, a copy of it with this step's queries comes last.
+    """
     kv_heads, size = key_cache.shape[1], key_cache.shape[3]
     heads = qkv.astype(np.float64).reshape(len(qkv), num_heads + 2 * kv_heads, size)
     query, key, value = np.split(heads, [num_heads, num_heads + kv_heads], axis=1)
@@ -302,4 +307,6 @@ def qkv_rope_append(
     caches = ring_kv_append(
         key, value, key_cache, value_cache, query_start, past_len, block_table, sink=sink, capacity=capacity
     )
-    return query, *caches
+    if capture is None or capture_past_len is None:
+        return query, *caches
+    return query, *caches, snapkv_capture(query, capture, query_start, capture_past_len)

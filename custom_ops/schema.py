@@ -326,7 +326,8 @@ _FUSED: tuple[Operator, ...] = (
     Operator(
         name="QkvRopeAppend",
         doc="From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's "
-        "RotaryEmbedding with interleaved = 0), and RingKvAppend of keys and values, in float32 and rounded once.",
+        "RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in "
+        "float32 and rounded once.",
         inputs=(
             Port(
                 name="qkv",
@@ -367,10 +368,32 @@ _FUSED: tuple[Operator, ...] = (
                 doc="Sines, with cosine.",
                 optional=True,
             ),
+            Port(
+                name="capture",
+                shape="[B, Wq, Hq, D]",
+                type=ELEMENT,
+                doc="Queries captured so far; absent: none are captured.",
+                optional=True,
+            ),
+            Port(
+                name="capture_past_len",
+                shape="[B]",
+                type=INT32,
+                doc="With capture: tokens of each sequence before the step.",
+                optional=True,
+            ),
         ),
         outputs=(
             Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
             *_caches(1),
+            Port(
+                name="capture_out",
+                shape="[B, Wq, Hq, D]",
+                type=ELEMENT,
+                doc="The updated capture buffer.",
+                optional=True,
+                alias=10,
+            ),
         ),
         attributes=(
             Attribute(name="num_heads", default=0, allowed="a multiple of Hkv", doc="Hq: query heads."),

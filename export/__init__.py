@@ -1,4 +1,4 @@
-"""Turns a Hugging Face checkpoint folder into a model folder.
+"""Turns a Hugging Face checkpoint folder, or a model that another exporter made, into a model folder.
 
 The module is callable, so that `ortolan.export(...)` works although `ortolan.export` is this subpackage.
 """
@@ -8,8 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from ortolan.export.api import export
+from ortolan.export.conversion import convert
 
-__all__ = ["export"]
+__all__ = ["convert", "export"]
 
 
 class _CallableModule(ModuleType):

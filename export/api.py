@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import onnx
 
-from ortolan.contract import PAGE_SIZES
-from ortolan.errors import ConfigError, OrtolanError, UnsupportedModelError
+from ortolan.errors import ConfigError, UnsupportedModelError
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
+from ortolan.export.folder import (
+    MANIFEST_METADATA,
+    check_numbers,
+    check_page_size,
+    check_target,
+    copy_tokenizer,
+    put_in_place,
+    temporary_sibling,
+    write_manifest,
+)
 from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.registry import find_family
 from ortolan.export.weights import (
@@ -43,21 +49,12 @@ from ortolan.manifest import (
     DTYPES,
     EVICT_FILE,
     FUSED_FILE,
-    MANIFEST_FILE,
     MODEL_FILE,
     LayerInfo,
     Manifest,
     cache_kinds,
 )
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-MANIFEST_METADATA = "ortolan.manifest"
 WEIGHT_KINDS = ("checkpoint", "random")
 MAX_HEAD_SIZE = 256
 LARGE_HEAD_SIZE = 512
@@ -82,14 +79,10 @@ class ExportOptions:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.weights not in WEIGHT_KINDS:
             raise ConfigError(f"weights is {self.weights!r}; allowed: {', '.join(WEIGHT_KINDS)}")
-        for name, least in (("max_context", 1), ("chunk_size", 1), ("sink", 0), ("snapkv_window", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+        check_numbers(self, max_context=1, chunk_size=1, sink=0, snapkv_window=0)
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
-        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
-            raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+        check_page_size(self.page_size)
 
     @property
     def graph_page_size(self) -> int:
@@ -149,29 +142,17 @@ def export(
         fuse=fuse,
     )
     source, target = Path(hf_dir), Path(out_dir)
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     hf_config = read_hf_config(source)
     family = find_family(hf_config)
     config = family.read(hf_config, options.max_context)
     _check_shapes(config, hf_config, options)
     provider = _provider(source, family, hf_config, config, options)
     report = progress or (lambda done, total: None)
-    with _temporary_sibling(target) as folder:
+    with temporary_sibling(target) as folder:
         _write_folder(folder, source, config, provider, options, report)
-        _put_in_place(folder, target)
+        put_in_place(folder, target)
     return target
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise ConfigError(f"{target} exists and is no folder; choose another output folder")
-    if any(target.iterdir()):
-        if not overwrite:
-            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
-        if not (target / MANIFEST_FILE).is_file():
-            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
 
 
 def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
@@ -205,29 +186,6 @@ def _provider(
     return CheckpointWeights(open_checkpoint(source), family.sources(config), config)
 
 
-@contextlib.contextmanager
-def _temporary_sibling(target: Path) -> Iterator[Path]:
-    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise OrtolanError(f"cannot write beside {target}: {error}") from error
-    try:
-        yield folder
-    except OSError as error:
-        raise OrtolanError(f"writing {target} failed, nothing was kept: {error}") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _put_in_place(folder: Path, target: Path) -> None:
-    folder.chmod(0o755)
-    if target.exists():
-        shutil.rmtree(target)
-    folder.rename(target)
-
-
 def _write_folder(
     folder: Path,
     source: Path,
@@ -250,11 +208,8 @@ def _write_folder(
     write_weights(provider, placed, options.dtype, folder / WEIGHTS_FILE, advance)
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")
+    copy_tokenizer(source, folder)
+    write_manifest(folder, manifest)
 
 
 def _graphs(

@@ -22,7 +22,7 @@ NUMPY_TYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-_ALIGNMENT = 4096  # lets a loader map each tensor
+ALIGNMENT_BYTES = 4096  # lets a loader map each tensor
 _SLAB_BYTES = 64 * 2**20
 # Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -116,7 +116,7 @@ def place_weights(config: ModelConfig, dtype: str) -> dict[str, ExternalTensor]:
     placed: dict[str, ExternalTensor] = {}
     end = 0
     for group in weight_groups(config):
-        end += -end % _ALIGNMENT
+        end += -end % ALIGNMENT_BYTES
         for name in group:
             length = int(np.prod(shapes[name], dtype=np.int64)) * element_bytes
             placed[name] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)

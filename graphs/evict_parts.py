@@ -119,23 +119,31 @@ class EvictParts:
             return [pages, layer.num_kv_heads, self.manifest.page_size, layer.head_size]
         return [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
 
-    def pooled_score(self, i: int) -> Tensor:
-        """Score one layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""
-        path, graph, layer = f"layers.{i}/evict", self.graph, self.layers[i]
+    def score(self, i: int) -> Tensor:
+        """Score one layer's positions by the captured queries: [B, Hkv, C]."""
+        graph, layer = self.graph, self.layers[i]
         (score,) = graph.operator(
-            f"{path}/SnapKvScore",
+            f"layers.{i}/evict/SnapKvScore",
             emitters.snap_kv_score,
             {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
             scale=self.manifest.attention_scale,
             softcap=self.manifest.attention_softcap,
             group_reduce=self.options.group_reduce,
         )
+        return score
+
+    def pooled(self, path: str, score: Tensor) -> Tensor:
+        """Pool scores [B, heads, C] along positions."""
         half = self.options.kernel // 2
         attributes: dict[str, Any] = {"kernel_shape": [self.options.kernel], "strides": [1], "pads": [half, half]}
         if self.options.pool == "avg":
             attributes["count_include_pad"] = 1
         op = POOLS[self.options.pool]
-        return graph.node(f"{path}/{op}", op, [score], attributes)
+        return self.graph.node(f"{path}/{op}", op, [score], attributes)
+
+    def pooled_score(self, i: int) -> Tensor:
+        """Score one layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""
+        return self.pooled(f"layers.{i}/evict", self.score(i))
 
     def rope_variant(self) -> Tensor:
         """Declare the input that says which variant of its ropes the model uses, int64 [1]."""
@@ -240,9 +248,33 @@ class EvictParts:
 
         Sinks are kept first, and the last window [1], which is the graph's unless it is given.
         """
-        inputs = {"score": score, "kv_len": self.layers[i].kv_len, "budget": budget}
-        inputs |= {"window": self.window if window is None else window, "sink": self.sink}
-        keep, lengths = self.graph.operator(f"layers.{i}/evict/KvSelect", emitters.kv_select, inputs, num_outputs=2)
+        window = self.window if window is None else window
+        return self._select(f"layers.{i}/evict", {"score": score, "kv_len": self.layers[i].kv_len}, budget, window)
+
+    def keep_best_together(self, members: Sequence[int]) -> dict[int, Kept]:
+        """Pool and choose for several layers at once, each kv head by its own scores: the same in fewer kernels.
+
+        The layers' caches must have equally many slots.
+        """
+        if len(members) == 1:
+            return {i: self.keep_best(i, self.pooled_score(i), self.budget) for i in members}
+        graph, path = self.graph, f"layers.{members[0]}-{members[-1]}/evict"
+        along_heads = {"axis": 1}
+        score = graph.node(f"{path}/Concat", "Concat", [self.score(i) for i in members], along_heads)
+        kv_len = graph.node(f"{path}/kv_len/Concat", "Concat", [self.layers[i].kv_len for i in members], along_heads)
+        inputs = {"score": self.pooled(path, score), "kv_len": kv_len}
+        kept = self._select(path, inputs, self.budget, self.window)
+        heads = [self.manifest.layers[i].num_kv_heads for i in members]
+        sizes = graph.constant("sizes/" + "x".join(map(str, heads)), heads, np.int64)
+        parts = [
+            graph.nodes(f"{path}/{name}/Split", "Split", [joint, sizes], len(members), along_heads)
+            for name, joint in (("keep", kept.keep), ("kept_len", kept.lengths))
+        ]
+        return {i: Kept(keep=keep, lengths=lengths) for i, keep, lengths in zip(members, *parts, strict=True)}
+
+    def _select(self, path: str, inputs: dict[str, Tensor], budget: Tensor, window: Tensor) -> Kept:
+        inputs = {**inputs, "budget": budget, "window": window, "sink": self.sink}
+        keep, lengths = self.graph.operator(f"{path}/KvSelect", emitters.kv_select, inputs, num_outputs=2)
         return Kept(keep=keep, lengths=lengths)
 
     def counted(self, i: int, keep: Tensor) -> Kept:

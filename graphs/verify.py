@@ -14,6 +14,9 @@ from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify_fused import check_fused_operators
 from ortolan.graphs.verify_paged import check_pages
 
+# What ONNX Runtime has in the standard domain and ONNX has not; converted graphs keep it.
+_RUNTIME_OPERATORS = frozenset(("SimplifiedLayerNormalization",))
+_RUNTIME_DOMAIN = "com.microsoft"
 APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 
 
@@ -46,15 +49,24 @@ def verify_model(model: onnx.ModelProto) -> None:
     check_pages(model.graph)
 
 
-def _check_onnx(model: onnx.ModelProto) -> None:
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy for onnx.checker: external weights are inputs, ONNX Runtime's operators have its domain."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     for tensor in bare.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             bare.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for node in bare.graph.node:
+        if node.op_type in _RUNTIME_OPERATORS and not node.domain:
+            node.domain = _RUNTIME_DOMAIN
     kept = [t for t in bare.graph.initializer if t.data_location != onnx.TensorProto.EXTERNAL]
     del bare.graph.initializer[:]
     bare.graph.initializer.extend(kept)
+    return bare
+
+
+def _check_onnx(model: onnx.ModelProto) -> None:
+    bare = without_weights(model)
     try:
         onnx.checker.check_model(bare)
         onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)

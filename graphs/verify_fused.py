@@ -75,10 +75,12 @@ class _Checker:
 
     def qkv(self, node: onnx.NodeProto) -> None:
         """Check a QkvRopeAppend: heads, norms, angles and caches."""
-        qkv, key_cache, value_cache, *_ = _ports(node.input, 10)
-        query_norm, key_norm, cosine, sine = _ports(node.input, 10)[6:]
+        qkv, key_cache, value_cache, *_ = _ports(node.input, 12)
+        query_norm, key_norm, cosine, sine, capture, capture_past_len = _ports(node.input, 12)[6:]
         if bool(cosine) != bool(sine):
             raise _mismatch(node, "cosine and sine belong together; one is missing")
+        if len({bool(capture), bool(capture_past_len), bool(_ports(node.output, 4)[3])}) != 1:
+            raise _mismatch(node, "capture, capture_past_len and capture_out belong together; one is missing")
         shapes = [self._caches.get(name, []) for name in (key_cache, value_cache)]
         if shapes[0] != shapes[1] or len(shapes[0]) != 4:
             raise _mismatch(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ortolan import custom_ops
-    from ortolan.export import export
+    from ortolan.export import convert, export
     from ortolan.manifest import Manifest
     from ortolan.runtime import Engine, Model, Sampling, Session, SnapKv
 
-__all__ = ["Engine", "Model", "Sampling", "Session", "SnapKv", "custom_ops", "export", "load"]
+__all__ = ["Engine", "Model", "Sampling", "Session", "SnapKv", "convert", "custom_ops", "export", "load"]
 
 _SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
 _RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "SnapKv")
@@ -53,6 +53,8 @@ def __getattr__(name: str) -> Any:
         return metadata.version("ortolan")
     if name in _SUBPACKAGES:
         return importlib.import_module(f"ortolan.{name}")
+    if name == "convert":
+        return importlib.import_module("ortolan.export.conversion").convert
     if name in _RUNTIME_NAMES:
         return getattr(importlib.import_module("ortolan.runtime"), name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")

@@ -65,8 +65,7 @@ class BatchLayout:
     """Places the inputs of a step of `sequences` sequences and `tokens` tokens.
 
     A step on CUDA may have fewer of both: the sequences left over have no tokens, and the rows past the last token
-    belong to nobody. `token_ids` come first and block tables last, so that what changes between them can be written
-    alone.
+    belong to nobody. Physical lengths are followed by block tables, which come last, so that each kind is one range.
     """
 
     def __init__(self, manifest: Manifest, tokens: int, sequences: int, columns: Mapping[str, int]) -> None:
@@ -81,6 +80,7 @@ class BatchLayout:
         self.rope_variant = self._place((tokens,), "int64")
         self.query_start = self._place((sequences + 1,), "int32")
         self.past_len = self._place((sequences,), "int32")
+        self.kv_begin = self._bytes
         self.kv_len = {i: self._place((sequences, count), "int32") for i, count in heads.items()}
         self.tables_begin = self._bytes  # all before it are small
         self.tables = {
@@ -111,12 +111,8 @@ class BatchLayout:
                 table[b, : len(row.pages[name])] = row.pages[name]
         self._entries = {name: [len(row.pages[name]) for row in rows] for name in self.tables}
 
-    def advance(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> bool:
-        """Write the next step of the sequences that `fill` was told of last; returns whether a table changed.
-
-        Each feeds one token, which is left as it is; pages may have been added to the end of its list.
-        """
-        self._fill_lengths(block, rows, [1] * len(rows))
+    def extend(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> bool:
+        """Write pages that were added to the sequences that `fill` was told of last; returns whether there are any."""
         changed = False
         for name, entries in self._entries.items():
             for b, row in enumerate(rows):

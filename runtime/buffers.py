@@ -41,14 +41,23 @@ class Buffers(Protocol):
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array, which must outlive the binding's runs, as an input."""
 
+    def bind_output(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an output of its shape."""
+
     def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input and as the output that aliases it."""
 
     def rare_run_options(self) -> Any:
         """Return run options for a graph that runs rarely, and should hold no memory in between; None: the usual."""
 
-    def download(self, array: Array) -> npt.NDArray[Any]:
-        """Return an array's contents on the host, once all work before is done; a view where it lives there."""
+    def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
+        """Allocate host memory that `download` is quick to fill; None where nothing needs to be brought."""
+
+    def download(self, array: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Return an array's contents on the host, once all work before is done.
+
+        A view where it lives there, else `out`, of its shape and type, where that is given.
+        """
 
     def trim(self) -> None:
         """Give memory that no array uses back to the system."""
@@ -81,6 +90,10 @@ class HostBuffers:
         """Bind an array as an input."""
         binding.bind_ortvalue_input(name, wrap(array))
 
+    def bind_output(self, binding: Any, name: str, array: Array) -> None:
+        """Bind an array as an output."""
+        binding.bind_ortvalue_output(name, wrap(array))
+
     def bind_in_place(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input and as the output that aliases it."""
         value = wrap(array)
@@ -91,7 +104,10 @@ class HostBuffers:
         """Return None: the usual run options."""
         return None
 
-    def download(self, array: Array) -> npt.NDArray[Any]:
+    def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
+        """Return None: arrays are on the host."""
+
+    def download(self, array: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Return the array itself."""
         result: npt.NDArray[Any] = array
         return result

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ortolan import contract
+from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers
 from ortolan.runtime.plan import CachePlan
@@ -18,6 +22,24 @@ class LayerCache:
 
     key: Array
     value: Array
+
+
+@dataclass(slots=True)
+class Block:
+    """One piece of memory for buffers of one shape [...], which is quicker to make, to copy and to free than many.
+
+    Attributes:
+        members: the layers whose buffers lie in it, in their order.
+        array: [n, ...]; n is the number of members, or twice that where each has keys and values.
+    """
+
+    members: tuple[int, ...]
+    array: Array
+
+    def caches(self) -> Iterator[tuple[int, LayerCache]]:
+        """Yield each member's keys and values."""
+        for place, index in enumerate(self.members):
+            yield index, LayerCache(self.array[2 * place], self.array[2 * place + 1])
 
 
 class CacheBuffers:
@@ -37,12 +59,10 @@ class CacheBuffers:
         self.eviction: Any = None  # what `evict` bound to these buffers
         # What is restored starts with the slots that it needs, not with the plan's.
         slots = capacities or [layer.capacity for layer in plan.layers]
-        self.layers = [self._allocate(index, capacity) for index, capacity in enumerate(slots)]
-        self.captures = {
-            index: self._empty((1, capture_rows, manifest.num_heads, layer.head_size))
-            for index, layer in enumerate(manifest.layers)
-            if layer.evictable
-        }
+        self._blocks = self._allocate(dict(enumerate(slots)))
+        self.layers = self._name_layers()
+        self._capture_blocks = self._allocate_captures(capture_rows)
+        self.captures = _named(self._capture_blocks)
 
     @property
     def bytes(self) -> int:
@@ -81,28 +101,23 @@ class CacheBuffers:
         Raises:
             CapacityError: there is no memory.
         """
-        for index, capacity in slots.items():
-            if capacity != self.capacity(index):
-                self.resize(index, capacity, held[index])
+        for block in list(self._blocks):
+            wanted = {i: slots.get(i, self.capacity(i)) for i in block.members}
+            if any(capacity != self.capacity(i) for i, capacity in wanted.items()):
+                self._replace(block, wanted, held)
+
+    def shrink(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Make caches smaller, as `fit` does; where there is no memory for both old and new ones, the old ones stay."""
+        with suppress(CapacityError):
+            self.fit(slots, held)
 
     def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
         """Give back what costs nothing to give back past these slots: of contiguous caches, nothing."""
 
-    def resize(self, index: int, capacity: int, held: int) -> None:
-        """Replace one layer's buffers by others of `capacity` slots, keeping the first `held`."""
-        old = self.layers[index]
-        new = self._allocate(index, capacity)
-        with self.buffers.scope():
-            new.key[:, :, :held] = old.key[:, :, :held]
-            new.value[:, :, :held] = old.value[:, :, :held]
-        self.layers[index] = new
-        self.generation += 1
-        self.eviction = None
-
     def copy_captures(self) -> dict[int, Array]:
         """Copy the captured queries of all layers."""
         with self.buffers.scope():
-            return {index: capture.copy() for index, capture in self.captures.items()}
+            return _named([Block(block.members, block.array.copy()) for block in self._capture_blocks])
 
     def restore_captures(self, copies: dict[int, Array]) -> None:
         """Put copied queries back."""
@@ -127,10 +142,67 @@ class CacheBuffers:
         if count:
             yield block
 
-    def _allocate(self, index: int, capacity: int) -> LayerCache:
+    def _shape(self, index: int, capacity: int) -> tuple[int, ...]:
+        """Return the shape of one layer's keys, or values."""
         layer = self._manifest.layers[index]
-        shape = (1, layer.num_kv_heads, capacity, layer.head_size)
-        return LayerCache(self._empty(shape), self._empty(shape))
+        return 1, layer.num_kv_heads, capacity, layer.head_size
 
-    def _empty(self, shape: tuple[int, ...]) -> Array:
-        return self.buffers.empty(shape, self._manifest.dtype)
+    def _allocate(self, capacities: Mapping[int, int]) -> list[Block]:
+        """Allocate caches in as few blocks as their shapes allow; rings, which stay, apart from the others."""
+        kinds = {i: (self._manifest.layers[i].window > 0, self._shape(i, n)) for i, n in capacities.items()}
+        return [self._block(members, 2, self._shape(i, capacities[i])) for i, members in _alike(kinds)]
+
+    def _allocate_captures(self, rows: int) -> list[Block]:
+        layers = {i: layer for i, layer in enumerate(self._manifest.layers) if layer.evictable}
+        sizes = {i: layer.head_size for i, layer in layers.items()}
+        heads = self._manifest.num_heads
+        return [self._block(members, 1, (1, rows, heads, sizes[i])) for i, members in _alike(sizes)]
+
+    def _block(self, members: tuple[int, ...], each: int, shape: tuple[int, ...]) -> Block:
+        return Block(members, self.buffers.empty((each * len(members), *shape), self._manifest.dtype))
+
+    def _name_layers(self) -> list[LayerCache]:
+        """Return the buffers that the blocks hold, by the index of the layer."""
+        with self.buffers.scope():
+            found = dict(cache for block in self._blocks for cache in block.caches())
+        return [found[index] for index in range(len(found))]
+
+    def _replace(self, old: Block, capacities: Mapping[int, int], held: Mapping[int, int]) -> None:
+        """Put blocks of other capacities in one's place, keeping the first `held` rows of each member."""
+        new = self._allocate(capacities)
+        with self.buffers.scope():
+            if len(new) == 1:
+                rows = max(held[index] for index in old.members)
+                _words(new[0].array)[..., :rows, :] = _words(old.array)[..., :rows, :]
+            else:
+                for index, layer in (cache for block in new for cache in block.caches()):
+                    for target, source in zip(_parts(layer), _parts(self.layers[index]), strict=True):
+                        _words(target)[:, :, : held[index]] = _words(source)[:, :, : held[index]]
+        self._blocks.remove(old)
+        self._blocks += new
+        self.layers = self._name_layers()
+        self.generation += 1
+        self.eviction = None
+
+
+def _alike(kinds: Mapping[int, Hashable]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the layers of each kind, and the first of them."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, kind in kinds.items():
+        groups.setdefault(kind, []).append(index)
+    for members in groups.values():
+        yield members[0], tuple(members)
+
+
+def _parts(layer: LayerCache) -> tuple[Array, Array]:
+    return layer.key, layer.value
+
+
+def _words(array: Array) -> Array:
+    """View rows [..., D], D a multiple of 8, as words of 8 bytes, which a device copies faster than narrow elements."""
+    return array.view(np.uint64)
+
+
+def _named(blocks: Sequence[Block]) -> dict[int, Array]:
+    """Map layers to their buffers, one each, in the order of layers."""
+    return dict(sorted((index, block.array[place]) for block in blocks for place, index in enumerate(block.members)))

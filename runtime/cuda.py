@@ -90,10 +90,14 @@ class CudaBuffers:
         with self.scope():
             target.set(np.ascontiguousarray(source))
 
-    def download(self, array: Array) -> npt.NDArray[Any]:
-        """Wait for all work before, and copy an array to the host."""
+    def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Allocate host memory that `download` is quick to fill."""
+        return self.pinned(shape, dtype)
+
+    def download(self, array: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Wait for all work before, and copy an array to the host: to `out`, where that is given."""
         with self.scope(), self._failures():
-            result: npt.NDArray[Any] = array.get()
+            result: npt.NDArray[Any] = array.get(out=out)
             return result
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

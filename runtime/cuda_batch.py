@@ -2,7 +2,8 @@
 
 Steps that feed one token of each sequence replay a CUDA graph, captured once per batch size; a step of fewer sequences
 takes the next larger one, whose last sequences then have no tokens. All other steps run kernel by kernel. Tokens are
-chosen on the device and stay there, so that the next step is enqueued before the host has seen them.
+chosen on the device and stay there, so that the next step is enqueued before the host has seen them. Choosing them
+advances the lengths, too: while the same sequences decode, the host writes nothing but new pages.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ GREEDY = Sampling()
 
 @dataclass(slots=True)
 class ChainState:
-    """The inputs of a decode step that choosing tokens writes; lengths are the host's to advance."""
+    """The inputs of a decode step that choosing tokens writes."""
 
     token_ids: Array  # [B] int64
     positions: Array  # [B] int64
     past_len: Array  # [B] int32
-    kv_len: Array  # [0]: none
+    kv_len: Array  # [all layers' B * Hkv] int32, with what lies between them
 
 
 class Bucket:
@@ -59,7 +60,7 @@ class Bucket:
                 token_ids=self.layout.token_ids.view(self.block),
                 positions=self.layout.positions.view(self.block),
                 past_len=self.layout.past_len.view(self.block),
-                kv_len=self.block[:0].view(np.int32),
+                kv_len=self.block[self.layout.kv_begin : self.layout.tables_begin].view(np.int32),
             )
         self.chooser = TokenChooser(device, logits, self.state)
         self.captures: dict[int, Array] = {}  # of no rows
@@ -139,14 +140,16 @@ class CudaBatchStepper:
         bucket = self._bucket(len(rows))
         goes_on = self._goes_on(rows, bucket)
         chosen = None if goes_on else self._pick_chosen(rows)
-        staging = None
+        self._last = (None, 0)  # until the step is enqueued
         if any(len(row.tokens) != 1 or row.captures for row in rows):
             staging = self._run_eagerly(rows, bucket, chosen)
+            result = self._choose(rows, bucket, staging, goes_on=goes_on, advance_tokens=0)
             self._last = (bucket, 0)
         else:
             self._run_decode(rows, bucket, chosen, goes_on=goes_on)
+            result = self._choose(rows, bucket, None, goes_on=goes_on, advance_tokens=1)
             self._last = (bucket, len(rows))
-        return self._choose(rows, bucket, staging, goes_on=goes_on)
+        return result
 
     def make_captures(self, rows: int) -> dict[int, Array]:
         """Allocate what takes a sequence's last `rows` queries. Raises CapacityError."""
@@ -221,13 +224,11 @@ class CudaBatchStepper:
     ) -> None:
         """Replay the graph of a batch size, or capture it."""
         layout = bucket.layout
-        if goes_on:
-            changed = layout.advance(bucket.host, rows)
-            begin, end = layout.positions.offset, layout.bytes if changed else layout.tables_begin
-        else:
+        if not goes_on:
             layout.fill(bucket.host, rows, EMPTY_ENTRY)
-            begin, end = 0, layout.bytes
-        bucket.write(begin, end)
+            bucket.write(0, layout.bytes)
+        elif layout.extend(bucket.host, rows):
+            bucket.write(layout.tables_begin, layout.bytes)
         self._put_chosen(bucket.state.token_ids, chosen)
         if bucket.binding is None:
             bucket.binding = self._session.io_binding()
@@ -240,7 +241,9 @@ class CudaBatchStepper:
             bucket.options = run_options(bucket.graph_id)
         self._run(bucket.binding, bucket.options)
 
-    def _choose(self, rows: Sequence[Row], bucket: Bucket, staging: Any, *, goes_on: bool) -> DeviceResult:
+    def _choose(
+        self, rows: Sequence[Row], bucket: Bucket, staging: Any, *, goes_on: bool, advance_tokens: int
+    ) -> DeviceResult:
         """Enqueue the choice of each row's next token; the next step may feed it from where it is on the device."""
         choices = [row.choice for row in rows] + [None] * (bucket.layout.sequences - len(rows))
         if not goes_on:
@@ -252,7 +255,7 @@ class CudaBatchStepper:
             bucket.chooser.reseed(draw_rules(choices))
         # Pinned memory is handed out again once a result is dropped: the stream writes there in order.
         produced, event = self._device.pinned((len(choices),), np.int32), self._device.event()
-        bucket.chooser.choose(produced, draw=0, advance_tokens=0)
+        bucket.chooser.choose(produced, draw=0, advance_tokens=advance_tokens)
         self._device.record(event)
         return DeviceResult(self._device, produced, len(rows), event, staging)
 

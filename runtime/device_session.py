@@ -182,8 +182,8 @@ class DeviceSession(Session):
                 except OrtolanError as error:
                     chunk.failure = error
                     break
-            if len(tokens) > 1 and self._is_due(sum(len(chunk.tokens) for chunk in reading)):
-                bind_eviction(self._evict_session, self._caches)  # while the device is at work
+            if self._snapkv and len(tokens) > 1 and self._is_due(sum(len(chunk.tokens) for chunk in reading)):
+                bind_eviction(self._evict_session, self._caches, self._snapkv)  # while the device is at work
             while reading:
                 self._confirm(reading, note)
         except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written

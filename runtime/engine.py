@@ -13,18 +13,27 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, EngineClosedError, OrtolanError, RequestCancelledError
+from ortolan.errors import (
+    CapacityError,
+    ConfigError,
+    ContractMismatchError,
+    EngineClosedError,
+    OrtolanError,
+    RequestCancelledError,
+)
 from ortolan.manifest import Manifest
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling, SnapKv
-from ortolan.runtime.request import Request, StopFilter, Stops, make_choice
+from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import TokenSequence
 from ortolan.runtime.step_inputs import check_token_ids
+from ortolan.runtime.stops import StopFilter, Stops
 from ortolan.runtime.stream import Outbox, Stream
+from ortolan.runtime.tokenizer import DetokenizerStream, Tokenizer
 
 Answer = TypeVar("Answer")
 
@@ -84,18 +93,34 @@ class Engine:
         if not overcommit >= 1.0:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be at least 1")
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
-        self._start(model.manifest, plan, model.batch_stepper(plan), overcommit)
+        self._start(model.manifest, plan, model.batch_stepper(plan), overcommit, lambda: model.tokenizer)
 
     @classmethod
-    def _of(cls, manifest: Manifest, plan: EnginePlan, stepper: BatchStepper, overcommit: float = 1.0) -> Engine:
+    def _of(
+        cls,
+        manifest: Manifest,
+        plan: EnginePlan,
+        stepper: BatchStepper,
+        overcommit: float = 1.0,
+        *,
+        tokenizer: Tokenizer | None = None,
+    ) -> Engine:
         """Make an engine whose steps run elsewhere than in a model."""
         engine = cls.__new__(cls)
-        engine._start(manifest, plan, stepper, overcommit)
+        engine._start(manifest, plan, stepper, overcommit, lambda: tokenizer)
         return engine
 
-    def _start(self, manifest: Manifest, plan: EnginePlan, stepper: BatchStepper, overcommit: float) -> None:
+    def _start(
+        self,
+        manifest: Manifest,
+        plan: EnginePlan,
+        stepper: BatchStepper,
+        overcommit: float,
+        tokenizer: Callable[[], Tokenizer | None],
+    ) -> None:
         self.plan = plan
         self._manifest = manifest
+        self._tokenizer = tokenizer
         self._numbers = itertools.count()
         self._worker = Worker(EngineCore(Scheduler(plan, overcommit), stepper))
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -116,12 +141,14 @@ class Engine:
             token_ids: [T], at least one.
             max_new_tokens: the most to generate.
             sampling: how tokens are chosen; None takes the most likely.
-            stop: token ids, and sequences of them, that end the request; they are not yielded.
+            stop: texts, token ids and sequences of these, that end the request. They are not yielded, nor is a token
+                in which a text begins; `Stream.text` has what comes before it.
             ignore_eos: generate past end-of-sequence tokens.
             snapkv: eviction after the prompt; None never evicts. Its pages beyond the budget become free then.
 
         Raises:
-            ConfigError: no tokens, ids outside the vocabulary, or an option that is not allowed.
+            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed, or a text in `stop` where
+                the model has no tokenizer.
             CapacityError: the prompt is longer than `max_context`, or could not finish in the whole pool.
             EngineClosedError: the engine is closed.
         """
@@ -132,7 +159,7 @@ class Engine:
             raise ConfigError("snapkv: no layer of this model can evict")
         if snapkv is not None and snapkv.during_prefill:
             raise ConfigError("snapkv: an engine evicts after the prompt; during_prefill is for sessions")
-        stops = StopFilter(stop, self._manifest.vocab_size)
+        stops = StopFilter(stop, self._manifest.vocab_size, self._detokenize)
         options, outbox, context = sampling or Sampling(), Outbox(), self.plan.max_context
         sequence = TokenSequence(
             number=next(self._numbers),
@@ -171,6 +198,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _detokenize(self) -> DetokenizerStream:
+        try:
+            tokenizer = self._tokenizer()
+        except ContractMismatchError as error:
+            raise ConfigError(f"stop holds a text, but {error}") from error
+        if tokenizer is None:
+            raise ConfigError("stop holds a text, but there is no tokenizer; use token ids")
+        return tokenizer.stream()
 
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
         given, context = check_token_ids(token_ids, self._manifest.vocab_size), self.plan.max_context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy.typing as npt
 from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.runtime.buffers import Array, Buffers, wrap
-from ortolan.runtime.options import SnapKv
+from ortolan.runtime.options import UNEVEN_POLICIES, SnapKv
+
+MANY_SLOTS = 65536  # of a cache; scores of more take a hundred megabytes and more while layers are chosen together
 
 
 class EvictableCaches(Protocol):
@@ -46,42 +49,31 @@ def evict(
 
     Returns:
         For each layer, the physical positions kept, [Hkv or 1, K], ascending, -1 behind those of a head that
-        keeps fewer than K.
+        keeps fewer than K. The next eviction overwrites them.
 
     Raises:
         OrtolanError: ONNX Runtime failed; the caches must then be taken as lost.
     """
-    binding = bind_eviction(ort_session, caches)
+    binding = bind_eviction(ort_session, caches, options)
     buffers = caches.buffers
-    small = {
-        contract.EVICT_BUDGET: options.budget,
-        contract.EVICT_WINDOW: options.window,
-        contract.EVICT_SINK: options.sink,
-        contract.ROPE_VARIANT: variant,
-    }
-    arrays = {name: np.array([value], np.int64) for name, value in small.items() if name in binding.wanted}
-    for name, array in arrays.items():
-        binding.io.bind_ortvalue_input(name, wrap(array))
+    binding.bind_variant(variant)
     for name, table in caches.tables_in_use().items():
         if name in binding.wanted:
             buffers.bind_input(binding.io, name, table)
-    buffers.write(binding.lengths, np.concatenate([physical[index] for index in caches.captures], dtype=np.int32))
-    turned = _turn_captures(caches, physical, logical)
+    lengths = np.concatenate([physical[index] for index in caches.captures], dtype=np.int32)
+    buffers.write(binding.lengths, lengths)
+    turned = {} if (lengths == logical).all() else _turn_captures(caches, physical, logical)
     binding.bind_captures(turned)
-    for index in caches.captures:
-        binding.io.bind_output(contract.keep(index))  # anew: a bound output keeps the shape of its last run
     try:
-        ort_session.run_with_iobinding(binding.io, buffers.rare_run_options())
+        return binding.run(ort_session, buffers.rare_run_options() if binding.is_large else None)
     except Exception as error:  # the binding raises its own exception types, one per status code
         raise OrtolanError(f"the eviction graph failed: {error}") from error
-    lists = binding.io.get_outputs()[-len(physical) :]  # bound last
-    return {index: keep.numpy()[0].copy() for index, keep in zip(caches.captures, lists, strict=True)}
 
 
-def bind_eviction(ort_session: Any, caches: EvictableCaches) -> EvictBinding:
+def bind_eviction(ort_session: Any, caches: EvictableCaches, options: SnapKv) -> EvictBinding:
     """Bind an eviction graph to caches, where that was not done; a device may be at work meanwhile."""
     if caches.eviction is None:
-        caches.eviction = EvictBinding(ort_session, caches)
+        caches.eviction = EvictBinding(ort_session, caches, options)
     result: EvictBinding = caches.eviction
     return result
 
@@ -93,15 +85,20 @@ class EvictBinding:
         io: the binding of caches, captures and lengths.
         wanted: the graph's inputs.
         lengths: of each kv head of each evictable layer, one after another, int32.
+        is_large: whether a run takes so much memory besides the caches that it is worth the time to give it back.
     """
 
-    def __init__(self, ort_session: Any, caches: EvictableCaches) -> None:
+    def __init__(self, ort_session: Any, caches: EvictableCaches, options: SnapKv) -> None:
         self.io: Any = ort_session.io_binding()
         self.wanted = {i.name for i in ort_session.get_inputs()}
         self._buffers, self._captures = caches.buffers, caches.captures
         self._turned: set[int] = set()  # layers with other captures bound in place of the caches' own
         heads = {index: int(caches.layers[index].key.shape[1]) for index in caches.captures}
         self.lengths: Array = self._buffers.allocate((sum(heads.values()),), np.int32)
+        self._numbers: dict[str, npt.NDArray[np.int64]] = {}
+        self._bind_number(contract.EVICT_BUDGET, options.budget)
+        self._bind_number(contract.EVICT_WINDOW, options.window)
+        self._bind_number(contract.EVICT_SINK, options.sink)
         begin = 0
         for index, count in heads.items():
             with self._buffers.scope():
@@ -111,12 +108,67 @@ class EvictBinding:
             self._buffers.bind_input(self.io, contract.capture(index), caches.captures[index])
             self._buffers.bind_in_place(self.io, contract.key_cache(index), caches.layers[index].key)
             self._buffers.bind_in_place(self.io, contract.value_cache(index), caches.layers[index].value)
+        slots = self._slots(caches)
+        self.is_large = options.policy == "expected" or max(slots.values()) > MANY_SLOTS
+        self._lists: dict[int, Array] = {}  # views of `_all_lists`; none where their lengths are not known ahead
+        if options.policy not in UNEVEN_POLICIES:
+            shared = options.granularity != "kv_head"
+            counts = {index: min(options.budget, count) for index, count in slots.items()}
+            self._bind_lists({i: (1, 1 if shared else heads[i], count) for i, count in counts.items()})
+
+    def bind_variant(self, variant: int) -> None:
+        """Bind the variant of RoPE in use, where the graph asks for it."""
+        self._bind_number(contract.ROPE_VARIANT, variant)
+
+    def run(self, ort_session: Any, run_options: Any) -> dict[int, npt.NDArray[np.int32]]:
+        """Run the graph; returns what it keeps of each layer, [Hkv or 1, K], in memory that the next run overwrites.
+
+        Raises what ONNX Runtime's binding raises.
+        """
+        if not self._lists:
+            for index in self._captures:
+                self.io.bind_output(contract.keep(index))  # anew: a bound output keeps the shape of its last run
+        ort_session.run_with_iobinding(self.io, run_options)
+        if not self._lists:
+            lists = self.io.get_outputs()[-len(self._captures) :]  # bound last
+            return {index: keep.numpy()[0] for index, keep in zip(self._captures, lists, strict=True)}
+        flat = self._buffers.download(self._all_lists, self._staging)
+        kept, begin = {}, 0
+        for index, array in self._lists.items():
+            end = begin + array.size
+            kept[index] = flat[begin:end].reshape(array.shape[1:])
+            begin = end
+        return kept
 
     def bind_captures(self, turned: dict[int, Array]) -> None:
         """Bind turned captures, which must outlive the run, and the caches' own where others were bound."""
         for index in self._turned | turned.keys():
             self._buffers.bind_input(self.io, contract.capture(index), turned.get(index, self._captures[index]))
         self._turned = set(turned)
+
+    def _bind_number(self, name: str, value: int) -> None:
+        if name not in self.wanted or (name in self._numbers and self._numbers[name][0] == value):
+            return
+        self._numbers[name] = np.array([value], np.int64)  # the binding reads it where it is
+        self.io.bind_ortvalue_input(name, wrap(self._numbers[name]))
+
+    def _slots(self, caches: EvictableCaches) -> dict[int, int]:
+        """Return the slots that each layer's cache has for the sequence."""
+        tables = [table for name, table in caches.tables_in_use().items() if name in self.wanted]
+        pages = tables[0].shape[1] if tables else 1  # evictable layers are of one kind
+        return {index: pages * int(caches.layers[index].key.shape[2]) for index in caches.captures}
+
+    def _bind_lists(self, shapes: dict[int, tuple[int, int, int]]) -> None:
+        """Let all lists be written to one array, which comes to the host in one copy."""
+        sizes = {index: math.prod(shape) for index, shape in shapes.items()}
+        self._all_lists: Array = self._buffers.allocate((sum(sizes.values()),), np.int32)
+        self._staging = self._buffers.staging(self._all_lists.shape, np.int32)
+        begin = 0
+        for index, shape in shapes.items():
+            with self._buffers.scope():
+                self._lists[index] = self._all_lists[begin : begin + sizes[index]].reshape(shape)
+            begin += sizes[index]
+            self._buffers.bind_output(self.io, contract.keep(index), self._lists[index])
 
 
 def _turn_captures(

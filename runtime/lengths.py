@@ -97,17 +97,26 @@ class Lengths:
     def record_eviction(self, keep: dict[int, npt.NDArray[Any]]) -> None:
         """Record which physical positions each layer kept, [Hkv or 1, K], -1 behind those of a shorter list."""
         for index, positions in keep.items():
-            chosen = np.broadcast_to(positions, (self._kv_heads[index], positions.shape[1]))
-            kept = np.full(chosen.shape, -1, np.int32)
-            for head, logical in enumerate(self._logical_of(index)):
-                held = chosen[head] >= 0
-                kept[head, held] = logical[chosen[head, held]]
-            self.physical[index] = (kept >= 0).sum(axis=1, dtype=np.int32)
-            self.kept[index] = kept[:, : int(self.physical[index].max())]
+            kept = self._logical_of(index, np.broadcast_to(positions, (self._kv_heads[index], positions.shape[1])))
+            self.physical[index] = counts = _count_held(kept)
+            self.kept[index] = kept[:, : counts.max()]
         self.evicted_at = self.logical
 
-    def _logical_of(self, index: int) -> list[Positions]:
-        """Return the logical position of each physical one, ascending, for each kv head."""
-        newer = np.arange(self.evicted_at, self.logical, dtype=np.int32)
-        kept = self.kept.get(index, np.zeros((self._kv_heads[index], 0), np.int32))
-        return [np.concatenate([row[row >= 0], newer]) for row in kept]
+    def _logical_of(self, index: int, physical: Positions) -> Positions:
+        """Return the logical positions of physical ones [Hkv, K], -1 where these are."""
+        earlier = self.kept.get(index)
+        if earlier is None or not earlier.size:
+            return np.array(physical, np.int32)
+        counts = _count_held(earlier)[:, None]
+        old = np.take_along_axis(earlier, physical.clip(0, earlier.shape[1] - 1), axis=1)
+        newer = physical - counts + np.int32(self.evicted_at)
+        return np.where(physical < 0, np.int32(-1), np.where(physical < counts, old, newer))
+
+
+def _count_held(positions: Positions) -> npt.NDArray[np.int32]:
+    """Count the positions of each list [Hkv, K], which -1 may follow."""
+    heads, width = positions.shape
+    counts = np.full(heads, width, np.int32)
+    if width and positions[:, -1].min() < 0:  # rarely, and counting takes longer
+        counts[:] = np.count_nonzero(positions >= 0, axis=1)
+    return counts

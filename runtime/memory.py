@@ -15,7 +15,7 @@ from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 # Intermediate results of a chunk that live at once, in rows of Hq * D elements per token: residual, norm, query, key
 # and value, the MLP's wide rows (up to seven such rows each), and what fragmentation leaves.
 ROWS_PER_TOKEN = 32
-SCORE_ARRAYS = 16  # of a layer's scores, ranks and positions, in float32 each
+SCORE_ARRAYS = 32  # of a layer's scores, ranks and positions, in float32 each; some graphs take 8 layers at once
 LIBRARY_BYTES = 128 * 2**20  # kernels and workspaces that CUDA's libraries load with the first step
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ortolan.errors import CapacityError
 from ortolan.manifest import CacheKind, Manifest
 from ortolan.runtime.buffers import Array, Buffers
-from ortolan.runtime.caches import CacheBuffers, LayerCache
+from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.plan import CachePlan
 
 NO_PAGE = -1  # in a table's entries past the pages in use, which are never followed
@@ -153,10 +153,9 @@ class PagedCaches(CacheBuffers):
     def _page_bytes(self, index: int) -> int:
         return self._page_size * self._slot_bytes[index]
 
-    def _allocate(self, index: int, capacity: int) -> LayerCache:
+    def _shape(self, index: int, capacity: int) -> tuple[int, ...]:
         layer = self._manifest.layers[index]
-        shape = (capacity // self._page_size, layer.num_kv_heads, self._page_size, layer.head_size)
-        return LayerCache(self._empty(shape), self._empty(shape))
+        return capacity // self._page_size, layer.num_kv_heads, self._page_size, layer.head_size
 
 
 def make_caches(

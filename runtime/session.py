@@ -365,7 +365,7 @@ class Session(GeneratingSession):
         held = self._lengths.held()
         capacities = {i: self.cache_capacity(i) for i in held}
         slots = {i: self.plan.evicted_capacity(capacities[i], held[i], is_first=is_first) for i in held}
-        caches.fit({i: min(capacities[i], max(n, self._manifest.sink + 1)) for i, n in slots.items()}, held)
+        caches.shrink({i: min(capacities[i], max(n, self._manifest.sink + 1)) for i, n in slots.items()}, held)
         if caches.generation != generation:
             caches.buffers.trim()
         self.stats.evictions += 1

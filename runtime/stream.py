@@ -16,6 +16,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []  # all that were put
+        self.text: str | None = None  # theirs, where it is known
         self.reason: str | None = None
         self.error: Exception | None = None
         self._ready: deque[int] = deque()
@@ -27,11 +28,12 @@ class Outbox:
         """Whether no token will follow."""
         return self.reason is not None or self.error is not None
 
-    def put(self, tokens: Sequence[int]) -> None:
-        """Hand tokens over."""
+    def put(self, tokens: Sequence[int], text: str | None = None) -> None:
+        """Hand tokens over, and the text of all so far."""
         with self._condition:
             if not self.is_ended:
                 self.tokens.extend(tokens)
+                self.text = text
                 self._ready.extend(tokens)
                 self._wake()
 
@@ -109,6 +111,11 @@ class Stream:
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far, whether they were yielded or not."""
         return tuple(self._outbox.tokens)
+
+    @property
+    def text(self) -> str | None:
+        """The text of `tokens`, and of what comes before a stop string in its first token; None: no stop is a text."""
+        return self._outbox.text
 
     @property
     def finish_reason(self) -> str | None:

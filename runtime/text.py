@@ -25,29 +25,29 @@ def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: Sequence[s
     held = ""
     for token in token_ids:
         held += stream.push(token)
-        end = _first_stop(held, stop)
+        end = first_stop(held, stop)
         if end is not None:
             if end:
                 yield held[:end]
             return
-        safe = len(held) - _possible_stop(held, stop)
+        safe = len(held) - possible_stop(held, stop)
         if safe:
             yield held[:safe]
             held = held[safe:]
     held += stream.finish()
-    end = _first_stop(held, stop)
+    end = first_stop(held, stop)
     rest = held if end is None else held[:end]
     if rest:
         yield rest
 
 
-def _first_stop(text: str, stop: Sequence[str]) -> int | None:
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
     """Return where the first stop string begins."""
     found = [position for position in (text.find(s) for s in stop) if position >= 0]
     return min(found, default=None)
 
 
-def _possible_stop(text: str, stop: Sequence[str]) -> int:
+def possible_stop(text: str, stop: Sequence[str]) -> int:
     """Return the length of the longest end of `text` with which a stop string begins."""
     longest = 0
     for s in stop:

@@ -77,9 +77,14 @@ class Tokenizer:
 
 
 class DetokenizerStream:
-    """Decodes ids one by one, and holds back bytes that are not a whole character yet."""
+    """Decodes ids one by one, and holds back bytes that are not a whole character yet.
+
+    Attributes:
+        is_whole: whether nothing is held back.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_whole = True
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._prefix = 0  # ids before it are out and only give context
@@ -97,7 +102,8 @@ class DetokenizerStream:
     def _take(self, *, final: bool) -> str:
         before = self._tokenizer.decode(self._ids[self._prefix : self._read])
         now = self._tokenizer.decode(self._ids[self._prefix :])
-        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
+        self.is_whole = len(now) <= len(before) or final or not now.endswith(_REPLACEMENT)
+        if len(now) <= len(before) or not self.is_whole:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return now[len(before) :]

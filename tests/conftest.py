@@ -1,4 +1,4 @@
-"""Skips what needs a GPU where there is none."""
+"""Skips what needs a GPU where there is none, and sums up the matrix of attention where it was run."""
 
 import devices
 import pytest
@@ -9,3 +9,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if problem and item.get_closest_marker("cuda"):  # a keyword may be a parameter's name, too
             item.add_marker(pytest.mark.skip(reason=f"no CUDA here: {problem}"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Count the cases of the matrix, in whatever process they ran."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    found = [value for report in reports for name, value in report.user_properties if name == "matrix"]
+    if found:
+        cases, worst = sum(count for count, _ in found), max(share for _, share in found)
+        terminalreporter.write_line(f"attention matrix: {cases} cases, largest error {worst:.2f} of that allowed")

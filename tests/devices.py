@@ -138,6 +138,47 @@ def upload(array: np.ndarray) -> Any:
     return cupy.asarray(_storage(array) if array.size else np.zeros(1, np.uint8))
 
 
+def array_module() -> Any:
+    """Return NumPy, or cupy on a GPU."""
+    if current() == "cpu":
+        return np
+    import cupy
+
+    return cupy
+
+
+def widen(array: Any, kind: type) -> Any:
+    """Bring an array to the device as `kind`, float32 or float64; bfloat16 may come as its bits."""
+    xp = array_module()
+    if array.dtype == BFLOAT16 and current() == "cuda":
+        array = array.view(np.uint16)
+    array = xp.asarray(array)
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(kind)
+
+
+def rounded(values: Any, element: np.dtype) -> Any:
+    """Round float32 values to an element type, to the nearest and then to even; returns float32."""
+    if element != BFLOAT16:
+        return values.astype(element).astype(np.float32)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@functools.cache
+def stream() -> Any:
+    """Return a stream of the GPU that work can be ordered on."""
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def on_stream() -> contextlib.AbstractContextManager[object]:
+    """Order all array work in the block on `stream`; on the host there is nothing to order."""
+    return contextlib.nullcontext() if current() == "cpu" else stream()
+
+
 def synchronize() -> None:
     """Wait for the device, whatever stream its work is on."""
     if current() == "cuda":

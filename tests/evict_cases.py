@@ -31,9 +31,9 @@ def manifest(evictable: bool = True, rope: str | None = "rope", variants=(INV_FR
     )
 
 
-def draw_feeds(rng, lengths):
+def draw_feeds(rng, lengths, layers=(0, 2)):
     feeds = {"budget": np.array([30]), "window": np.array([WINDOW]), "sink": np.array([3])}
-    for layer in (0, 2):
+    for layer in layers:
         shape = (len(lengths), KV_HEADS, SLOTS, SIZE)
         feeds[f"layer.{layer}.capture"] = rng.standard_normal((len(lengths), WINDOW, HEADS, SIZE)).astype(np.float32)
         feeds[f"layer.{layer}.key_cache"] = rng.standard_normal(shape).astype(np.float32)

@@ -112,11 +112,14 @@ class _Expander:
         yield emitters.ring_kv_append(
             *outputs[1:],
             *caches,
-            outputs=tuple(node.output[1:]),
+            outputs=tuple(node.output[1:3]),
             name=f"{path}/append",
             sink=attributes["sink"],
             capacity=attributes["capacity"],
         )
+        if inputs[10]:
+            rows = (outputs[0], inputs[10], inputs[3], inputs[11])
+            yield emitters.snap_kv_capture(*rows, outputs=tuple(node.output[3:]), name=f"{path}/capture")
 
     def _heads(self, part, count, size, norm, rotation, epsilon, output) -> Iterator[onnx.NodeProto]:
         shape, last = self._constant(f"{part}/shape", [-1, count, size]), f"{part}/heads"

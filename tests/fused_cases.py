@@ -163,6 +163,7 @@ class QkvCase:
     slots: int = 64  # C
     sink: int = 0
     page_slots: int = 0  # 0: contiguous
+    capture_rows: int | None = None  # Wq; None: no capture
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -191,6 +192,9 @@ def qkv_feeds(case: QkvCase, seed: int = 0) -> Feeds:
     if case.pairs:
         angles = rng.uniform(-1e3, 1e3, (1, total, case.pairs))
         feeds |= {"cosine": np.cos(angles).astype(np.float32), "sine": np.sin(angles).astype(np.float32)}
+    if case.capture_rows is not None:
+        feeds["capture"] = np.full((sequences, case.capture_rows, case.heads, case.size), np.nan, element)
+        feeds["capture_past_len"] = (1000 + np.arange(sequences)).astype(np.int32)
     return feeds
 
 
@@ -198,6 +202,8 @@ def qkv_outputs(case: QkvCase, feeds: Feeds) -> Outputs:
     """All outputs of the operator."""
     element = feeds["qkv"].dtype
     caches = {f"{name}_out": (feeds[name].shape, element) for name in ("key_cache", "value_cache")}
+    if case.capture_rows is not None:
+        caches["capture_out"] = (feeds["capture"].shape, element)
     return {"query": ((len(feeds["qkv"]), case.heads, case.size), element), **caches}
 
 

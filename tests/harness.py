@@ -58,14 +58,22 @@ def build_model(
 
 
 def open_session(
-    name: str, feeds: Mapping[str, np.ndarray], attributes: Mapping[str, object], omitted: Collection[str] = ()
+    name: str,
+    feeds: Mapping[str, np.ndarray],
+    attributes: Mapping[str, object],
+    omitted: Collection[str] = (),
+    *,
+    provider_options: Mapping[str, str] | None = None,
 ) -> ort.InferenceSession:
+    """Open a session of `build_model`'s model on the current device."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 2
     ortolan.custom_ops.register(options)
     model = build_model(name, feeds, attributes, omitted).SerializeToString()
-    return ort.InferenceSession(model, options, providers=[devices.PROVIDERS[devices.current()]])
+    return ort.InferenceSession(
+        model, options, providers=[(devices.PROVIDERS[devices.current()], dict(provider_options or {}))]
+    )
 
 
 def run_op(name: str, feeds: Mapping[str, np.ndarray], **attributes: object) -> list[np.ndarray]:

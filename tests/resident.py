@@ -34,6 +34,24 @@ class Resident:
 
         return cls(shape, dtype, cupy.zeros(shape, devices.storage_type(np.dtype(dtype))))
 
+    @classmethod
+    def poisoned(cls, shape: tuple[int, ...], dtype: np.dtype) -> Resident:
+        """Make an array whose bits are all set: NaN in every floating type."""
+        count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        bits = devices.array_module().full(count, 0xFF, np.uint8)
+        if devices.current() == "cpu":
+            return cls(shape, dtype, bits.view(dtype).reshape(shape))
+        return cls(shape, dtype, bits.view(devices.storage_type(np.dtype(dtype))))
+
+    def part(self, begin: int, shape: tuple[int, ...]) -> Resident:
+        """Return a view of `shape` that starts at element `begin`."""
+        flat = self.storage.reshape(-1)[begin : begin + int(np.prod(shape, dtype=np.int64))]
+        return Resident(shape, self.dtype, flat.reshape(shape) if devices.current() == "cpu" else flat)
+
+    def flat_bits(self) -> Any:
+        """Return all elements as unsigned integers, where they are."""
+        return self.storage.reshape(-1).view(f"u{self.dtype.itemsize}")
+
     def bind_input(self, binding: Any, name: str) -> None:
         """Bind as an input."""
         if devices.current() == "cpu":
@@ -68,6 +86,63 @@ class Resident:
     @functools.cached_property
     def _value(self) -> Any:
         return ort.OrtValue.ortvalue_from_numpy(self.storage)
+
+
+class BoundOperator:
+    """One operator that runs many times on the same buffers, but for some inputs and outputs.
+
+    On a GPU its runs follow one another on `devices.stream`, and nothing waits for them.
+    """
+
+    def __init__(
+        self, name: str, fixed: Mapping[str, Resident], changing: Mapping[str, Resident], outputs: tuple[str, ...],
+        **attributes: object,
+    ) -> None:  # fmt: skip
+        """Bind what stays.
+
+        Args:
+            name: of the operator.
+            fixed: inputs by port; outputs that alias one are bound to its buffer.
+            changing: inputs that `run` is given, by port; here types and ranks count.
+            outputs: ports that `run` is given.
+            **attributes: of the node.
+        """
+        operator = find_operator(name)
+        aliased = {p.name: operator.inputs[p.alias].name for p in operator.outputs if p.alias >= 0}
+        omitted = tuple(p.name for p in operator.outputs if p.name not in aliased and p.name not in outputs)
+        layout = tuple((port, array.dtype, len(array.shape)) for port, array in {**changing, **fixed}.items())
+        options = {}
+        if devices.current() == "cuda":
+            options = {"user_compute_stream": str(devices.stream().ptr)}
+        self._session = _ordered_session(
+            devices.current(), name, layout, tuple(sorted(attributes.items())), omitted, tuple(options.items())
+        )
+        self._binding, self._options = self._session.io_binding(), ort.RunOptions()
+        if devices.current() == "cuda":
+            self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._held = dict(fixed)
+        for port, array in fixed.items():
+            array.bind_input(self._binding, port)
+        for port, source in aliased.items():
+            fixed[source].bind_output(self._binding, port)
+
+    def run(self, inputs: Mapping[str, Resident], outputs: Mapping[str, Resident]) -> None:
+        """Enqueue a run; on the host it is done on return."""
+        for port, array in inputs.items():
+            array.bind_input(self._binding, port)
+        for port, array in outputs.items():
+            array.bind_output(self._binding, port)
+        self._session.run_with_iobinding(self._binding, self._options)
+
+
+@functools.lru_cache(maxsize=128)
+def _ordered_session(
+    device: str, name: str, layout: tuple[tuple[str, np.dtype, int], ...], attributes: tuple, omitted: tuple[str, ...],
+    options: tuple[tuple[str, str], ...],
+) -> ort.InferenceSession:  # fmt: skip
+    assert device == devices.current()
+    feeds = {port: np.empty((1,) * rank, kind) for port, kind, rank in layout}
+    return open_session(name, feeds, dict(attributes), omitted, provider_options=dict(options))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import devices
 import numpy as np
 from attention_cases import Shape, attention_feeds, run_attention
+from fused_cases import QkvCase, qkv_feeds, qkv_outputs, run_fused
 from harness import empty_caches, random_batch, run_in_place, run_op
 
 
@@ -43,6 +44,15 @@ def copies() -> None:
     full = {name: rng.standard_normal((2, 2, 300, 64)).astype(devices.element()) for name in caches}
     keep = np.sort(rng.permuted(np.tile(np.arange(300, dtype=np.int32), (2, 2, 1)), axis=2)[..., :150], axis=2)
     run_in_place("KvCompact", {**full, "keep": keep})
+
+
+def heads() -> None:
+    """Norms, RoPE, appends and captures from a joint projection, in chunks and past a wrap."""
+    for size in (16, 64, 128, 256):
+        options = {"size": size, "pairs": size // 2, "norms": ("query", "key"), "slots": 32, "capture_rows": 8}
+        case = QkvCase(tokens=(40, 0, 3), past=(0, 5, 30), sink=2, **options)
+        feeds = qkv_feeds(case)
+        run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
 
 
 def scores() -> None:
@@ -78,6 +88,7 @@ def main() -> None:
             with devices.using(target):
                 attention()
                 copies()
+                heads()
                 scores()
                 selections()
             print(name, flush=True)

@@ -7,8 +7,12 @@ import numpy as np
 
 # End to end, float32: largest difference of logits relative to their standard deviation.
 LOGITS_RELATIVE = 2e-4
+# The same for int4 products that round their activations to 8 bits: steps of 1/127 that last bits decide, per layer.
+ROUNDED_ACTIVATIONS_RELATIVE = 0.1
 # A run with evicted caches against one whose caches were built of the kept rows: only GEMM rounding differs.
 SAME_LOGITS = 1e-5
+# An operator's result for one token, alone and among others, relative: another order of float32 sums.
+SAME_TOKENS = 1e-5
 # Scores of positions that two float32 implementations may rank either way, relative.
 SCORE_TIES = 1e-4
 # Frequencies of RoPE, relative: float32 powers of two libraries.

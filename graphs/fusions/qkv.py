@@ -2,7 +2,8 @@
 
 1. The three Gemms read one tensor and their weights are neighbours: one FusedLinear, with the norm before it.
 2. What follows is, for query and key, Reshape / RMSNormalization per head / RotaryEmbedding and, for the value,
-   Reshape, into one RingKvAppend: one QkvRopeAppend, whose query feeds SwaAttention and SnapKvCapture.
+   Reshape, into one RingKvAppend: one QkvRopeAppend, whose query feeds SwaAttention; a SnapKvCapture of the query
+   goes into it too.
 3. Where 2 does not hold (OLMo 2 normalises the whole projection), a Split gives the old three tensors.
 """
 
@@ -128,6 +129,11 @@ def _replace_chain(
         "cosine": None if query.cosine is None else _in_float32(rewriter, query.cosine),
         "sine": None if query.sine is None else _in_float32(rewriter, query.sine),
     }
+    captures = [n for n in old_query.outputs if n.op == "SnapKvCapture" and n.inputs[0] is old_query]
+    captured = []
+    if len(captures) == 1 and captures[0].inputs[2] is append.inputs[4]:  # the same rows
+        inputs |= {"capture": captures[0].inputs[1], "capture_past_len": captures[0].inputs[3]}
+        captured = list(captures[0].outputs)
     path = str(append.name).rsplit("/", 1)[0]
     new_query = rewriter.value(f"{path}/QkvRopeAppend/query")
     for reader in list(old_query.outputs):
@@ -136,7 +142,7 @@ def _replace_chain(
         f"{path}/QkvRopeAppend",
         emitters.qkv_rope_append,
         inputs,
-        [new_query, *append.outputs],
+        [new_query, *append.outputs, *captured],
         num_heads=num_heads,
         epsilon=next((c.epsilon for c in (query, key) if c.epsilon is not None), DEFAULT_EPSILON),
         sink=int(append.attrs.get("sink", 0)),

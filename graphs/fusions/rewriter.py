@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from ortolan.graphs.external_data import ExternalTensor, read_external_data
 
@@ -44,7 +45,8 @@ class GraphRewriter:
         kept = [t for t in model.graph.initializer if t.name not in self.weights]
         del self._model.graph.initializer[:]
         self._model.graph.initializer.extend(kept)
-        self.graph = gs.import_onnx(self._model)
+        with G_LOGGER.suppress(G_LOGGER.ERROR):  # it prints what types NumPy lacks to standard output
+            self.graph = gs.import_onnx(self._model)
         self.shapes = self._infer_shapes()
         self._constants: dict[str, Tensor] = {}
         self._doc_strings = {node.name: node.doc_string for node in model.graph.node if node.doc_string}
@@ -80,14 +82,23 @@ class GraphRewriter:
         """Make a new value that a node will give."""
         return gs.Variable(name)
 
-    def node(self, name: str, op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **attributes: Any) -> None:
-        """Add a node of the standard domain; `outputs` leave the nodes that gave them before."""
-        self._add(gs.Node(op=op, name=name, attrs=attributes, inputs=list(inputs)), outputs)
+    def node(
+        self,
+        name: str,
+        op: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        *,
+        domain: str | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Add a node, of the standard domain by default; `outputs` leave the nodes that gave them before."""
+        self._add(gs.Node(op=op, name=name, attrs=attributes, inputs=list(inputs), domain=domain), outputs)
 
-    def constant(self, name: str, values: Sequence[int]) -> Tensor:
-        """Refer to a constant of 64-bit integers; equal names are one tensor."""
+    def constant(self, name: str, values: Sequence[float], dtype: type[np.generic] = np.int64) -> Tensor:
+        """Refer to a small constant; equal names are one tensor."""
         if name not in self._constants:
-            self._constants[name] = gs.Constant(name, np.array(values, np.int64))
+            self._constants[name] = gs.Constant(name, np.array(values, dtype))
         return self._constants[name]
 
     def operator(
@@ -135,7 +146,8 @@ class GraphRewriter:
     def finish(self) -> onnx.ModelProto:
         """Return the model."""
         self.sweep()
-        model: onnx.ModelProto = gs.export_onnx(self.graph, do_type_check=False)
+        with G_LOGGER.suppress(G_LOGGER.ERROR):
+            model: onnx.ModelProto = gs.export_onnx(self.graph, do_type_check=False)
         model.ir_version = self._model.ir_version
         model.producer_name = self._model.producer_name
         model.graph.doc_string = self._model.graph.doc_string

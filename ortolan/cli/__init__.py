@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ortolan.cli import bench, demo, export, generate, inspect
+from ortolan.cli import bench, convert, demo, export, generate, inspect
 from ortolan.errors import OrtolanError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ortolan", description="Long-context LLM inference on ONNX Runtime.")
     parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (export, generate, inspect, bench, demo):
+    for command in (export, convert, generate, inspect, bench, demo):
         command.add_parser(commands)
     return parser
 

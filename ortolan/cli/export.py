@@ -49,20 +49,11 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Export, with a progress bar on a terminal."""
-    from tqdm import tqdm
-
     import ortolan
+    from ortolan.cli.progress import byte_progress
 
-    with (
-        tqdm(unit="B", unit_scale=True, desc="weights", disable=not sys.stderr.isatty()) as bar,
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with byte_progress("weights") as progress, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
         ortolan.export(
             options.hf_dir,
             options.out_dir,

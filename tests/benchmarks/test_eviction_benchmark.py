@@ -31,6 +31,16 @@ def test_it_reports_cost_and_decoding(tmp_path, policy):
     assert "of prefill (limit 2%)" in result.stdout
 
 
+def test_it_takes_only_so_many_layers(tmp_path):
+    held = {}
+    for layers in ("1", "3"):
+        result = run("--json", str(tmp_path / layers), "--layers", layers)
+        assert result.returncode == 0, result.stderr
+        (row,) = json.loads((tmp_path / layers).read_text())["shapes"].values()
+        held[layers] = row["decode"]["evicted_cache_bytes"]
+    assert held["3"] == 3 * held["1"]
+
+
 def test_it_refuses_a_prompt_within_the_budget():
     result = run("--prompt", "70")
     assert result.returncode == 1

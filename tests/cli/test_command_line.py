@@ -12,7 +12,7 @@ import pytest
 from ortolan.cli import generate as generate_command
 from ortolan.cli import main
 
-COMMANDS = ("export", "generate", "inspect", "bench", "demo")
+COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo")
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:

@@ -1,5 +1,7 @@
 """The eviction graph keeps what SnapKV, restated in NumPy, keeps."""
 
+import dataclasses
+
 import numpy as np
 import onnx
 import pytest
@@ -44,6 +46,27 @@ def test_keep_lists_and_caches(granularity, kernel, pool, reduce):
         caches = reference.kv_compact(feeds[f"layer.{i}.key_cache"], feeds[f"layer.{i}.value_cache"], keep)
         np.testing.assert_array_equal(results[f"layer.{i}.key_cache_out"], caches[0])
         np.testing.assert_array_equal(results[f"layer.{i}.value_cache_out"], caches[1])
+
+
+@pytest.mark.parametrize(("layers", "selects"), [(1, 1), (2, 1), (8, 1), (9, 2), (18, 3)])
+def test_layers_that_are_chosen_together_keep_what_each_keeps_alone(layers, selects):
+    described = manifest()
+    described = dataclasses.replace(described, layers=(described.layers[0],) * layers)
+    model = build_evict_model(described)
+    onnx.checker.check_model(model)
+    assert [node.op_type for node in model.graph.node].count("KvSelect") == selects
+    feeds = draw_feeds(np.random.default_rng(layers), [90, 20], range(layers))
+    for layer in range(layers):
+        feeds[f"layer.{layer}.kv_len"][0] -= layer
+    together = run(model, feeds)
+    single = build_evict_model(manifest())
+    for layer in range(layers):
+        alone = {"budget", "window", "sink"}
+        parts = ("capture", "key_cache", "value_cache", "kv_len")
+        own = {f"layer.{i}.{part}": feeds[f"layer.{layer}.{part}"] for i in (0, 2) for part in parts}
+        expected = run(single, {**own, **{name: feeds[name] for name in alone}})
+        for name in ("keep", "kv_len_out", "key_cache_out", "value_cache_out"):
+            np.testing.assert_array_equal(together[f"layer.{layer}.{name}"], expected[f"layer.0.{name}"])
 
 
 def test_a_budget_beyond_the_cache_keeps_everything():

@@ -87,7 +87,7 @@ def describe(node):
 
 
 def expected_layer(family):
-    """List what `describe` says of each layer of a family, SnapKvCapture aside."""
+    """List what `describe` says of each layer of a family, a SnapKvCapture aside."""
     before = "" if family in PROJECTION_NORM else " norm"
     after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
     bias = " bias" if family == "llama_biased" else ""
@@ -107,6 +107,8 @@ def test_layers_are_these_operators(exported):
         found = [describe(node) for node in ours if node.name.startswith(f"layers.{layer}/")]
         assert found == expected_layer(family), f"layer {layer}"
     assert describe(ours[-1]) == "head norm"
+    captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
+    assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
     left = [n.op_type for n in fused.graph.node if n.name.startswith("layers.") and not n.domain]
     assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
 

@@ -52,8 +52,8 @@ def swap_angles(model):
     inputs[1], inputs[2] = inputs[2], inputs[1]
 
 
-LAYER = {"FusedLinear": 4, "QkvRopeAppend": 1, "SwaAttention": 1, "SnapKvCapture": 1, "Reshape": 1}
-HEADS = {"Reshape": 6, "RotaryEmbedding": 2, "RingKvAppend": 1, "QkvRopeAppend": 0}
+LAYER = {"FusedLinear": 4, "QkvRopeAppend": 1, "SwaAttention": 1, "Reshape": 1}
+HEADS = {"Reshape": 6, "RotaryEmbedding": 2, "RingKvAppend": 1, "SnapKvCapture": 1, "QkvRopeAppend": 0}
 CASES = {
     "key lies elsewhere": (
         lambda model: move_weight(model, "layers.0.attention.key.weight"),

@@ -24,12 +24,10 @@ from ortolan.custom_ops import reference
 CUDA_TARGETS = {name: target for name, target in devices.TARGETS.items() if target.device == "cuda"}
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("target")]
 
-TOKENS = (1, 2, 5, 8, 16, 17, 64, 300)
-# (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, long rows; and more
-# outputs than there are warps: a wide head, and a gated layer.
-SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131), (8200, 24)]
+TOKENS = (1, 2, 5, 8, 16, 17, 32, 64, 128, 129, 300)
+# (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
+SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
 HEAD = (64, 20011)
-WIDE_GATE = (264, 5003)
 LINEARS = [
     LinearCase(),
     LinearCase(norm=True),
@@ -56,7 +54,7 @@ def target(request):
 LINEARS_OF_SIZES = [
     pytest.param(case, *sizes, id="-".join(map(str, (case, *sizes))))
     for case in LINEARS
-    for sizes in [*SIZES, HEAD if case.activation == "none" else WIDE_GATE]
+    for sizes in ([*SIZES, HEAD] if case.activation == "none" else SIZES)
 ]
 
 
@@ -129,6 +127,10 @@ QKVS = {
     "per-head-lengths": QkvCase(tokens=(5, 1), past=((9, 2), (0, 33))),
     "head-512": QkvCase(tokens=(2,), past=(0,), heads=2, kv_heads=1, size=512, pairs=256, norms=BOTH),
     "many-groups": QkvCase(tokens=(6,), past=(0,), heads=16, kv_heads=1, size=64, pairs=32),
+    "capture": QkvCase(tokens=(1,), past=(5,), heads=32, kv_heads=8, size=64, pairs=32, capture_rows=64),
+    "capture-of-chunks": QkvCase(tokens=(40, 0, 3), past=(0, 5, 9), norms=BOTH, slots=64, capture_rows=8),
+    "capture-without-rows": QkvCase(tokens=(9,), past=(3,), capture_rows=0),
+    "capture-of-odd-heads": QkvCase(tokens=(20, 1), past=(3, 0), size=72, pairs=7, capture_rows=6),
 }
 
 
@@ -138,7 +140,7 @@ def test_queries_and_keys_are_as_good_as_plain_operators(name):
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
     wide = {cache: feeds[cache].astype(np.float64) for cache in ("key_cache", "value_cache")}
-    query, keys, _ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    query, keys, *_ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
     plain_query, plain_key = plain_heads(case, feeds)
     assert_as_good_as_plain(results["query"], plain_query, query)
     assert_as_good_as_plain(keys_of(case, results), plain_key, keys[0, :, : sum(case.tokens)].transpose(1, 0, 2))
@@ -149,11 +151,13 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
     case = QKVS[name]
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
-    aliases = {f"{cache}_out": cache for cache in ("key_cache", "value_cache")}
+    aliases = {f"{name}_out": name for name in ("key_cache", "value_cache", "capture") if name in feeds}
     in_place = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), aliases, **case.attributes)
-    straight = dataclasses.replace(case, tokens=(sum(case.tokens),), past=(0,), slots=200, sink=0, page_slots=0)
+    whole = {"tokens": (sum(case.tokens),), "past": (0,), "slots": 200, "sink": 0, "page_slots": 0}
+    straight = dataclasses.replace(case, **whole, capture_rows=None)
     rows = {**feeds, **{k: v for k, v in qkv_feeds(straight).items() if k in POSITIONED}}
-    rows.pop("block_table", None)
+    for name in ("block_table", "capture", "capture_past_len"):
+        rows.pop(name, None)
     once = run_fused("QkvRopeAppend", rows, qkv_outputs(straight, rows), **straight.attributes)
     value = feeds["qkv"].reshape(sum(case.tokens), -1, case.size)[:, -case.kv_heads :]
     step = {k: feeds[k] for k in (*POSITIONED, "block_table") if k in feeds}
@@ -161,6 +165,9 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
     expected = reference.ring_kv_append(keys_of(straight, once), value, **step, **append)
     for got in (results, in_place):
         np.testing.assert_array_equal(bits(got["query"]), bits(once["query"]))
+        if "capture" in feeds:
+            rows = (got["query"], feeds["capture"], feeds["query_start"], feeds["capture_past_len"])
+            np.testing.assert_array_equal(bits(got["capture_out"]), bits(reference.snapkv_capture(*rows)))
         for cache, want in zip(("key_cache_out", "value_cache_out"), expected, strict=True):
             np.testing.assert_array_equal(bits(got[cache]), bits(want))
 
@@ -179,7 +186,7 @@ def bits(array):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
-@pytest.mark.parametrize("size", [48, 104, 1152, 2048, 5376])
+@pytest.mark.parametrize("size", [48, 104, 1151, 1152, 2048, 4096, 5376, 9000])
 def test_norm_add_is_as_good_as_plain_operators(tokens, size):
     rng = np.random.default_rng(size)
     shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
@@ -222,6 +229,8 @@ QKV_REFUSALS = {
     "qkv' has shape": (QkvCase(), {"num_heads": 2}, ()),
     "'sine' is missing": (QkvCase(), {}, ("sine",)),
     "'cosine' is missing": (QkvCase(), {}, ("cosine",)),
+    "'capture' is missing": (QkvCase(capture_rows=4), {}, ("capture",)),
+    "'capture_past_len' is missing": (QkvCase(capture_rows=4), {}, ("capture_past_len",)),
     "2 \\* R at most D = 16": (QkvCase(pairs=9), {}, ()),
     "multiple of 8 up to 512": (QkvCase(size=12, pairs=6), {}, ()),
 }

@@ -58,11 +58,17 @@ def test_norm_add():
 
 @pytest.mark.parametrize("norms", [(), ("query", "key"), ("key",)])
 @pytest.mark.parametrize("pairs", [0, 5, 8])
-def test_qkv(norms, pairs):
-    case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), pairs=pairs, norms=norms, sink=2, slots=32)
+@pytest.mark.parametrize("rows", [None, 0, 4])
+def test_qkv(norms, pairs, rows):
+    options = {"pairs": pairs, "norms": norms, "capture_rows": rows}
+    case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), sink=2, slots=32, **options)
     feeds = qkv_feeds(case)
     results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
-    query, keys, values = reference.qkv_rope_append(**feeds, **case.attributes)
+    query, keys, values, *captured = reference.qkv_rope_append(**feeds, **case.attributes)
+    if rows:
+        filled = ~np.isnan(captured[0])
+        np.testing.assert_array_equal(np.isnan(results["capture_out"]), ~filled)
+        assert_as_good_as_plain(results["capture_out"][filled], captured[0][filled], captured[0][filled])
     assert_as_good_as_plain(results["query"], plain_heads(case, feeds)[0], query)
     written = ~np.isnan(keys)
     np.testing.assert_array_equal(np.isnan(results["key_cache_out"]), ~written)

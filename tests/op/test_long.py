@@ -5,7 +5,8 @@ import resource
 import devices
 import numpy as np
 import pytest
-from attention_matrix import MatrixCase, check_against_oracle, run_case
+from attention_matrix import MatrixCase
+from matrix_runs import check_against_oracle, run_case
 from resident import Resident, run_resident
 
 POSITIONS = 131_072
@@ -36,7 +37,7 @@ def test_128_k_positions_in_a_small_ring(element, sink, page_slots):
         page_slots=page_slots,
     )
     assert case.capacity <= 800
-    check_against_oracle(case, run_case(case, element))
+    check_against_oracle(run_case(case, element))
 
 
 class Pools:

@@ -1,8 +1,11 @@
 """The reference itself, against answers that need no reference."""
 
+import devices
 import numpy as np
 import pytest
 import torch
+from attention_matrix import MatrixCase, sequence_rows
+from matrix_oracle import oracle
 
 from ortolan.custom_ops import reference
 
@@ -83,3 +86,43 @@ def test_compaction_moves_kept_rows_to_the_front():
     keys = np.arange(6.0).reshape(1, 1, 6, 1)
     moved, _ = reference.kv_compact(keys, keys, np.array([[[1, 3, 5, -1]]]))
     assert moved[0, 0, :, 0].tolist() == [1, 3, 5, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("window", "sink"), [(-1, 0), (8, 0), (8, 3), (1, 20)])
+def test_the_matrixs_oracle_is_the_reference(window, sink):
+    case = MatrixCase(window=window, sink=sink, group=4, head_size=64, length=40, chunks="whole", batch="one")
+    rows = sequence_rows(case, np.dtype(np.float32), 0)
+    keys, values = (np.swapaxes(x, 0, 1)[None] for x in (rows.key, rows.value))
+    start = np.array([0, 40], np.int32)
+    wanted = reference.swa_attention(rows.query, keys, values, start, NONE, window=window, sink=sink)
+    for positions in (np.arange(40), np.array([0, 7, 8, 9, 39])):
+        output, lse = oracle(case, rows, positions, np.float64)
+        np.testing.assert_allclose(output, wanted[0][positions], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(lse, wanted[1][:, positions], rtol=0, atol=1e-13)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["cuda-float16", "cuda-bfloat16"])
+@pytest.mark.parametrize("window", [-1, 32])
+def test_the_matrixs_oracle_on_a_gpu_is_that_on_the_host(name, window):
+    case = MatrixCase(window=window, sink=8, group=8, head_size=128, length=600, chunks="whole", batch="one")
+    rows = sequence_rows(case, devices.TARGETS[name].element, 0)
+    on_host = oracle(case, rows, np.arange(600), np.float64)
+    with devices.using(devices.TARGETS[name]):
+        on_gpu = oracle(case, rows, np.arange(600), np.float64)
+    for got, wanted in zip(on_gpu, on_host, strict=True):
+        np.testing.assert_allclose(got.get(), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cpu-float32", pytest.param("cuda-float16", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("element", [np.dtype(np.float16), devices.BFLOAT16], ids=str)
+def test_rounding_is_that_of_the_types(name, element):
+    values = (draw(4096) * 2.0 ** np.arange(-8, 8).repeat(256)).astype(np.float32)
+    wanted = values.astype(element).astype(np.float32)
+    with devices.using(devices.TARGETS[name]):
+        arrays = (
+            devices.rounded(devices.widen(values, np.float32), element),
+            devices.widen(values.astype(element), np.float32),
+        )
+        for array in arrays:
+            np.testing.assert_array_equal(array if name.startswith("cpu") else array.get(), wanted)

@@ -44,6 +44,14 @@ def test_full_attention(tokens, past):
     check(Shape(tokens=[tokens], past=[past]))
 
 
+@pytest.mark.parametrize(
+    "tokens", [(17, 15), (33, 0, 0), (16, 16, 17), (0, 17, 17, 0), (16,) * 4 + (17,) * 3, (1,) * 40]
+)
+def test_steps_of_few_tokens_reach_every_sequence(tokens):
+    check(Shape(tokens=tokens, past=[9 * b for b in range(len(tokens))], head_size=64))
+    check(Shape(tokens=tokens, past=[9 * b for b in range(len(tokens))], head_size=128, window=WINDOW, sink=3))
+
+
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_head_sizes(head_size, isa):
     check(Shape(tokens=[5, 1], past=[66, 3], head_size=head_size))

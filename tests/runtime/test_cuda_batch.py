@@ -33,11 +33,13 @@ class FakeBatchChooser:
         self._rules = rules
 
     def choose(self, produced, draw, advance_tokens):
-        assert draw == advance_tokens == 0
+        assert draw == 0
         for b, options in enumerate(self._sampling):
             produced[b] = self._choose(b, options) if np.isfinite(self._logits[b]).all() else -1
             self._seen[b].add(int(produced[b]))
             self._state.token_ids[b] = max(0, produced[b])
+        for lengths in (self._state.positions, self._state.past_len, self._state.kv_len):
+            lengths += advance_tokens
 
     def _choose(self, b, options):
         logits = self._logits[b]
@@ -169,6 +171,23 @@ def test_steps_do_not_wait_for_those_before(model, make_engine, draw_tokens, mon
     assert any(row and row != list(range(len(row))) and None not in row for row in sources)
     with Engine(model, 4, chunk_tokens=24) as host:
         assert results == serve(host, prompts, 40)
+
+
+def test_the_host_writes_nothing_but_pages_while_the_same_sequences_decode(
+    model, make_engine, draw_tokens, monkeypatch
+):
+    engine, written = make_engine(model), []
+    write = cuda_batch.Bucket.write
+
+    def note(bucket, begin, end):
+        written.append(begin == 0)
+        write(bucket, begin, end)
+
+    monkeypatch.setattr(cuda_batch.Bucket, "write", note)
+    serve(engine, [draw_tokens(20 + i, seed=i) for i in range(3)], 60)
+    steps = engine.stats().steps
+    assert written.count(True) <= 4
+    assert 0 < written.count(False) < steps / 2
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])

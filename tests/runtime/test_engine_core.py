@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ortolan import Sampling, SnapKv
-from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError, RequestCancelledError
+from ortolan.errors import CapacityError, NumericError, OrtolanError, RequestCancelledError
 from ortolan.runtime.engine_core import EngineCore
-from ortolan.runtime.request import Request, StopFilter, make_choice
+from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler
 from ortolan.runtime.sequence import TokenSequence
+from ortolan.runtime.stops import StopFilter
 from ortolan.runtime.stream import Outbox
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
@@ -247,28 +248,3 @@ def test_seeds_fix_tokens_whatever_else_runs():
         assert others == 0 or core.stats().preemptions > 0
     assert results[0] == results[1]
     assert len(set(results[0])) > 5
-
-
-@pytest.mark.parametrize(
-    ("stops", "pushed", "seen", "stopped"),
-    [
-        ([5], [1, 2, 5], [1, 2], True),
-        ([[1, 1, 2]], [1, 1, 1, 2], [1], True),
-        ([[1, 2, 3], [2, 4]], [1, 2, 4], [1], True),
-        ([[1, 2, 3]], [1, 2, 1, 2], [1, 2], False),
-        ([], [1, 2], [1, 2], False),
-    ],
-)
-def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stopped):
-    stop_filter, out, last = StopFilter(stops, 10), [], False
-    for token in pushed:
-        tokens, last = stop_filter.push(token)
-        out += tokens
-    assert (out, last) == (seen, stopped)
-    assert stopped or out + stop_filter.flush() == pushed
-
-
-@pytest.mark.parametrize("stop", [[[]], [10], [[3, -1]], [True], ["a"], [[1.5]], [None], 5, "ab"])
-def test_stops_that_are_no_tokens_are_refused(stop):
-    with pytest.raises(ConfigError, match="stop"):
-        StopFilter(stop, 10)

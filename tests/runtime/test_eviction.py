@@ -177,8 +177,7 @@ def test_growth_changes_no_logits(full_model, draw_tokens):
     grown, roomy = full_model.session(snapkv=SNAPKV), full_model.session(snapkv=SNAPKV)
     for session in (grown, roomy):
         session.prefill(draw_tokens(100))
-    for layer in range(4):
-        roomy._caches.resize(layer, 512, 40)
+    roomy._caches.fit(dict.fromkeys(range(4), 512), dict.fromkeys(range(4), 40))
     for token in draw_tokens(60, seed=1):
         np.testing.assert_array_equal(grown.step(token), roomy.step(token))
     assert grown.cache_bytes < roomy.cache_bytes

@@ -8,11 +8,12 @@ from fake_cuda import make_session
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
+import ortolan.runtime.evictor as evictor_module
 import ortolan.runtime.session as session_module
 from ortolan import SnapKv
 from ortolan.errors import ConfigError
 from ortolan.runtime.device_session import CHUNKS_AHEAD
-from ortolan.runtime.options import POLICIES
+from ortolan.runtime.options import POLICIES, UNEVEN_POLICIES
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 CHUNK = 16
@@ -147,6 +148,35 @@ def test_a_budget_of_window_and_sinks_keeps_just_these(full_model, draw_tokens, 
             np.testing.assert_array_equal(row, [0, 1, *range(92, 100)])
     with pytest.raises(ConfigError, match="budget 9 does not hold window 8 and sink 2"):
         dataclasses.replace(SNAPKV, budget=9, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_lists_come_to_the_host_at_once_where_their_lengths_are_known(full_model, monkeypatch, draw_tokens, policy):
+    """An eviction waits for the device once; only policies whose lists differ in length bring them one by one."""
+    session = make_session(full_model, monkeypatch, snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    downloads, download = [], session._device.download
+    monkeypatch.setattr(
+        session._device, "download", lambda array, *out: downloads.append(array.size) or download(array, *out)
+    )
+    session.prefill(draw_tokens(100))
+    kv_heads, layers = full_model.manifest.layers[0].num_kv_heads, len(full_model.manifest.layers)
+    lists = [] if policy in UNEVEN_POLICIES else [layers * kv_heads * SNAPKV.budget]
+    assert sorted(downloads) == sorted([*lists, full_model.manifest.vocab_size])
+
+
+@pytest.mark.parametrize(
+    ("policy", "many", "gives_back"), [("snapkv", 10**6, 0), ("snapkv", 100, 1), ("expected", 10**6, 1)]
+)
+def test_only_evictions_that_take_much_memory_give_it_back(
+    full_model, monkeypatch, draw_tokens, policy, many, gives_back
+):
+    """Giving scratch memory back takes longer than choosing positions does."""
+    session = make_session(full_model, monkeypatch, snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    asked = []
+    monkeypatch.setattr(evictor_module, "MANY_SLOTS", many)
+    monkeypatch.setattr(session._device, "rare_run_options", lambda: asked.append(1))
+    session.prefill(draw_tokens(100))
+    assert (session.stats.evictions, len(asked)) == (1, gives_back)
 
 
 def test_decode_keeps_its_graph_where_an_eviction_needs_no_other_cache(full_model, monkeypatch, draw_tokens):

@@ -135,7 +135,7 @@ def test_an_eviction_is_counted_by_the_largest_cache_that_it_reads():
     assert estimate_evict_bytes(manifest, long, None) == 0
     usual, expected = SnapKv(), SnapKv(policy="expected")
     scores = estimate_evict_bytes(manifest, long, usual)
-    assert scores == 16 * 512 * 2 * 4  # [Hkv, C]
+    assert scores == 32 * 512 * 2 * 4  # [Hkv, C]
     assert estimate_evict_bytes(manifest, long, expected) - scores == 2 * 4 * 512 * 8 * 4  # two [Hq, C, D] float32
     for options in (usual, expected):
         assert 512 * estimate_evict_bytes(manifest, bounded, options) == 164 * estimate_evict_bytes(

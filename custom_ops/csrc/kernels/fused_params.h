@@ -25,7 +25,7 @@ struct FusedLinearParams {
   int64_t num_inputs = 0;             // K
   const void* input = nullptr;        // [T, K]
   const void* weight = nullptr;       // [N, K], or [2N, K] with an activation; no earlier kernel writes it
-  const void* norm_weight = nullptr;  // [K] or null
+  const void* norm_weight = nullptr;  // [K] or null; no earlier kernel writes it
   float epsilon = 0.0f;
   const void* bias = nullptr;      // [N], or [2N] with an activation, or null
   const void* residual = nullptr;  // [T, N] or null; may be the output itself
@@ -41,7 +41,7 @@ struct RmsNormAddParams {
   int64_t num_tokens = 0;          // T
   int64_t row_size = 0;            // K
   const void* input = nullptr;     // [T, K]
-  const void* weight = nullptr;    // [K]
+  const void* weight = nullptr;    // [K]; no earlier kernel writes it
   const void* residual = nullptr;  // [T, K] or null; may be the output itself
   float epsilon = 0.0f;
   void* output = nullptr;  // [T, K]; may be the input itself

@@ -9,7 +9,8 @@ namespace ortolan {
 
 // A token's row of `qkv` holds Hq query heads, Hkv key heads and Hkv value heads. Query and key heads are
 // normalised (where they have a weight: x * rsqrt(mean(x^2) + epsilon) * weight) and rotated, in float32, and
-// rounded once; queries go to `query`, keys and values to the slots of their positions.
+// rounded once; queries go to `query`, keys and values to the slots of their positions. The last Wq queries of a
+// sequence also go to `capture`, the one at position p to row p mod Wq.
 // Rotation, where R > 0: elements i < R and i + R of a head become x_i * cos - x_(i+R) * sin and
 // x_(i+R) * cos + x_i * sin; those from 2R on stay.
 struct QkvRopeAppendParams {
@@ -28,6 +29,9 @@ struct QkvRopeAppendParams {
   void* query = nullptr;                    // [T, Hq, D]
   void* key_cache = nullptr;                // [N, Hkv, P, D]
   void* value_cache = nullptr;              // [N, Hkv, P, D]
+  int64_t capture_rows = 0;                 // Wq; 0: no query is captured
+  Lengths capture_past_len;                 // [B]: tokens of each sequence, whatever the caches hold
+  void* capture = nullptr;                  // [B, Wq, Hq, D] or null
 };
 
 }  // namespace ortolan

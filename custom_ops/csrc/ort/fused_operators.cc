@@ -47,6 +47,20 @@ void read_angles(const Context& context, int64_t num_tokens, QkvRopeAppendParams
   params.sine = sine.as<float>();
 }
 
+// Sets where queries are captured; the buffer and the lengths are given, or neither.
+void read_capture(const Context& context, int64_t head_size, QkvRopeAppendParams& params) {
+  const int64_t num_sequences = params.packing.num_sequences;
+  const Tensor capture = context.input(10, {num_sequences, -1, params.num_heads, head_size});
+  const Tensor past_len = context.input(11, {num_sequences});
+  if (capture.present != past_len.present)
+    context.node().fail(std::string("inputs 'capture' and 'capture_past_len' belong together; ") +
+                        (capture.present ? "'capture_past_len'" : "'capture'") + " is missing");
+  if (!capture.present) return;
+  params.capture_rows = capture.dim(1);
+  params.capture_past_len.values = past_len.as<int32_t>();
+  params.capture = context.aliased_output(3, capture).data;
+}
+
 }  // namespace
 
 FusedLinearParams read_fused_linear(const Context& context) {
@@ -108,6 +122,7 @@ QkvRopeAppendParams read_qkv_rope_append(const Context& context) {
   params.query = context.output(0, {num_tokens, params.num_heads, head_size}).data;
   params.key_cache = context.aliased_output(1, key_cache).data;
   params.value_cache = context.aliased_output(2, value_cache).data;
+  read_capture(context, head_size, params);
   return params;
 }
 

@@ -123,11 +123,14 @@ inline constexpr Port kQkvRopeAppendInputs[] = {
     {"key_norm_weight", "[D]", PortType::kElement, true, -1},
     {"cosine", "[1, T, R]", PortType::kFloat32, true, -1},
     {"sine", "[1, T, R]", PortType::kFloat32, true, -1},
+    {"capture", "[B, Wq, Hq, D]", PortType::kElement, true, -1},
+    {"capture_past_len", "[B]", PortType::kInt32, true, -1},
 };
 inline constexpr Port kQkvRopeAppendOutputs[] = {
     {"query", "[T, Hq, D]", PortType::kElement, false, -1},
     {"key_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 1},
     {"value_cache_out", "[N, Hkv, P, D]", PortType::kElement, false, 2},
+    {"capture_out", "[B, Wq, Hq, D]", PortType::kElement, true, 10},
 };
 inline constexpr std::array<std::string_view, 4> kQkvRopeAppendAttributes = {"num_heads", "epsilon", "sink", "capacity"};
 inline constexpr Schema kQkvRopeAppendSchema = {"QkvRopeAppend", kQkvRopeAppendInputs,

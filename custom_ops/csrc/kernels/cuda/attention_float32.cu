@@ -165,7 +165,7 @@ cudaError_t attention_float32(const SwaAttentionParams& params, const Launch& la
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = max_query_tiles(params.packing, kRows);
+  const int64_t tiles = max_query_tiles(params.packing, kRows, 0);
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(tiles * params.num_heads)), dim3(kThreads),
                            shared_bytes, launch, params, static_cast<int>(tiles),
                            static_cast<int>(heads_per_section(params)));

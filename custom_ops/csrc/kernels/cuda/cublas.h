@@ -4,15 +4,18 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 
 #include "../params.h"
 
 namespace ortolan::cuda {
 
-// output[rows, columns] = input[rows, inner] * weight[columns, inner]^T + accumulate * output, float32 sums.
+// output[rows, columns] = input[rows, inner] * weight[columns, inner]^T + addend[rows, columns], float32
+// sums.
 struct CublasProduct {
   ElementType element;
   bool output_float32;
@@ -21,9 +24,11 @@ struct CublasProduct {
   int64_t inner;
   const void* input;
   const void* weight;
+  const void* addend;  // null, or of the output's type; may be the output
   void* output;
-  bool accumulate;
 };
+
+class SumPlan;
 
 // One handle, for the device that was current when it was made. Not for two threads at once.
 class Cublas {
@@ -40,8 +45,12 @@ class Cublas {
   cudaError_t multiply(const CublasProduct& product, cudaStream_t stream, void* workspace);
 
  private:
-  explicit Cublas(void* handle) : handle_(handle) {}
+  explicit Cublas(void* handle);
+  // Writes a sum of few rows without a copy of the addend; false where it is not done.
+  bool multiply_and_add(const CublasProduct& product, cudaStream_t stream, void* workspace);
+
   void* handle_;
+  std::map<std::array<int64_t, 5>, std::unique_ptr<SumPlan>> plans_;  // by type and sizes
 };
 
 }  // namespace ortolan::cuda

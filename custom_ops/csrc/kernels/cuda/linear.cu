@@ -27,27 +27,36 @@ auto with_element(ElementType element, Function&& f) {
                                           : f.template operator()<__nv_bfloat16>();
 }
 
+// Adds a value over the block; for the whole block, once.
+__device__ __forceinline__ float block_sum(float value) {
+  __shared__ float sums[kThreads / 32];
+  value = warp_sum(value);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0;
+#pragma unroll
+  for (int w = 0; w < kThreads / 32; ++w) total += sums[w];
+  return total;
+}
+
+__device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
+  return rsqrtf(block_sum(squares) / static_cast<float>(p.row_size) + p.epsilon);
+}
+
 // A row per block: output = residual + input * rsqrt(mean(input^2) + epsilon) * weight. Each thread reads an
 // element before it writes it, so the output may be the input or the residual.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ RmsNormAddParams p) {
-  __shared__ float squares[kThreads / 32];
   launch_dependents();
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * p.row_size;
   const auto* input = static_cast<const Element*>(p.input) + row;
-  float sum = 0;
+  float squares = 0;
   for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
     const float x = to_float(input[i]);
-    sum = fmaf(x, x, sum);
+    squares = fmaf(x, x, squares);
   }
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
-  __syncthreads();
-  float total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) total += squares[w];
-  const float factor = rsqrtf(total / static_cast<float>(p.row_size) + p.epsilon);
+  const float factor = norm_factor(p, squares);
   const auto* weight = static_cast<const Element*>(p.weight);
   const auto* residual = static_cast<const Element*>(p.residual);
   auto* output = static_cast<Element*>(p.output);
@@ -56,6 +65,60 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
     if (residual) y += to_float(residual[row + i]);
     output[row + i] = Element(y);
   }
+}
+
+// The same for rows of at most kPieces * kThreads pieces of 16 bytes, which wait in registers for their
+// factor. Weights are read before the kernel in front has ended.
+template <typename Element, int kPieces>
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_pieces_kernel(const __grid_constant__ RmsNormAddParams p) {
+  constexpr int kSize = kPieceSize<Element>;
+  const int pieces = static_cast<int>(p.row_size) / kSize;
+  const int64_t row = int64_t{blockIdx.x} * pieces;
+  const auto* weight = static_cast<const uint4*>(p.weight);
+  const auto* residual = static_cast<const uint4*>(p.residual);
+  uint4 w[kPieces], x[kPieces], added[kPieces];
+  const auto each_piece = [&](auto visit) {
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n)
+      if (const int i = static_cast<int>(threadIdx.x) + n * kThreads; i < pieces) visit(n, i);
+  };
+  each_piece([&](int n, int i) { w[n] = weight[i]; });
+  launch_dependents();
+  wait_for_previous_kernel();
+  float squares = 0;
+  each_piece([&](int n, int i) { x[n] = static_cast<const uint4*>(p.input)[row + i]; });
+  if (residual) each_piece([&](int n, int i) { added[n] = residual[row + i]; });
+  each_piece([&](int n, int) { squares = add_products(x[n], x[n], squares, Element{}); });
+  const float factor = norm_factor(p, squares);
+  each_piece([&](int n, int i) {
+    Element values[kSize], weights[kSize], residuals[kSize];
+    __builtin_memcpy(values, &x[n], 16);
+    __builtin_memcpy(weights, &w[n], 16);
+    if (residual) __builtin_memcpy(residuals, &added[n], 16);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      float y = to_float(values[e]) * factor * to_float(weights[e]);
+      if (residual) y += to_float(residuals[e]);
+      values[e] = Element(y);
+    }
+    uint4 rounded;
+    __builtin_memcpy(&rounded, values, 16);
+    static_cast<uint4*>(p.output)[row + i] = rounded;
+  });
+}
+
+template <typename Element>
+cudaError_t launch_rms_norm(const RmsNormAddParams& p, const Launch& launch) {
+  uint64_t bits = static_cast<uint64_t>(p.row_size) * sizeof(Element);
+  for (const void* data : {p.input, p.weight, p.residual, static_cast<const void*>(p.output)})
+    bits |= reinterpret_cast<uint64_t>(data);
+  const int64_t pieces = p.row_size / kPieceSize<Element>;
+  const auto kernel = bits % 16 != 0 || pieces > 4 * kThreads ? rms_norm_kernel<Element>
+                      : pieces <= kThreads                    ? rms_norm_pieces_kernel<Element, 1>
+                      : pieces <= 2 * kThreads                ? rms_norm_pieces_kernel<Element, 2>
+                                                              : rms_norm_pieces_kernel<Element, 4>;
+  return launch_overlapped(kernel, dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), 0, launch, p);
 }
 
 // What an output becomes after its product; `factor` is the gated layer's second product.
@@ -201,15 +264,9 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   const int64_t offset = first_row * p.num_outputs;
   product.output_float32 = p.output_float32;
   if (is_direct(p)) {
-    product.accumulate = p.residual != nullptr;
     product.output = static_cast<unsigned char*>(p.output) +
                      offset * (p.output_float32 ? int64_t{4} : element_bytes(p.element));
-    if (p.residual && p.residual != p.output) {
-      const cudaError_t error =
-          cudaMemcpyAsync(product.output, static_cast<const Element*>(p.residual) + offset,
-                          rows * p.num_outputs * sizeof(Element), cudaMemcpyDeviceToDevice, launch.stream);
-      if (error != cudaSuccess) return error;
-    }
+    if (p.residual) product.addend = static_cast<const Element*>(p.residual) + offset;
     return p.cublas->multiply(product, launch.stream, workspace);
   }
   if (const cudaError_t error = p.cublas->multiply(product, launch.stream, workspace); error != cudaSuccess)
@@ -223,10 +280,8 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
 
 cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
   if (params.num_tokens == 0) return cudaSuccess;
-  return with_element(params.element, [&]<typename Element>() {
-    return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(params.num_tokens)),
-                             dim3(kThreads), 0, launch, params);
-  });
+  return with_element(params.element,
+                      [&]<typename Element>() { return launch_rms_norm<Element>(params, launch); });
 }
 
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device&) {

@@ -55,8 +55,8 @@ __device__ __forceinline__ void fetch_norm(const FusedLinearParams& p, Element* 
 // Brings inputs to shared memory, normalised and rounded where the layer says so: equal shares of the block
 // take a token each. For the whole block.
 template <typename Element, int kTokens>
-__device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const GemvPass& pass,
-                                            Element* inputs, const Element* norm_weight) {
+__device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const GemvPass& pass, Element* inputs,
+                                            const Element* norm_weight) {
   constexpr int kShare = kGemvThreads / kTokens;
   constexpr int kAtOnce = 4;
   const int pieces = static_cast<int>(p.num_inputs) / kPieceSize<Element>;
@@ -108,8 +108,8 @@ struct GemvRows {
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) fetch(n, 0);
   }
-  // Consumes all pieces of the rows; each that is used makes room for a later one, at last for one of the rows
-  // to which `advance` moves, if it says that there are any.
+  // Consumes all pieces of the rows; each that is used makes room for a later one, at last for one of the
+  // rows to which `advance` moves, if it says that there are any.
   template <typename Advance>
   __device__ __forceinline__ void multiply(const Element* inputs, Advance advance) {
 #pragma unroll
@@ -295,7 +295,8 @@ cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch) {
   const bool regular = is_regular<Element>(p);
   const int64_t token_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
   const int64_t norm_bytes = p.norm_weight ? token_bytes : 0;
-  const int most = regular && 2 * token_bytes + norm_bytes <= launch.device.shared_bytes_per_block / 2 ? 2 : 1;
+  const int most =
+      regular && 2 * token_bytes + norm_bytes <= launch.device.shared_bytes_per_block / 2 ? 2 : 1;
   for (int first = 0; first < p.num_tokens; first += most) {
     const GemvPass pass{first, p.num_tokens - first < most ? 1 : most};
     const cudaError_t error =

@@ -284,7 +284,7 @@ cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& l
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows);
+  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
   const dim3 blocks(static_cast<unsigned>(tiles * params.num_heads));
   return launch_overlapped(kernel, blocks, dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
                            static_cast<int>(tiles), static_cast<int>(heads_per_section(params)));

@@ -29,7 +29,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
   if (error != cudaSuccess) return error;
   WorkQueue queue;
-  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows));
+  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows, kDecodeTokens));
   queue.section_heads = static_cast<int>(heads_per_section(params));
   queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
   queue.taken = launch.counters;

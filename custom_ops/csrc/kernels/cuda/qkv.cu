@@ -1,5 +1,5 @@
-// QkvRopeAppend on CUDA: head norms, RoPE and the append of keys and values on the way from the joint
-// projection.
+// QkvRopeAppend on CUDA: head norms, RoPE, the append of keys and values and the capture of queries on the way
+// from the joint projection.
 //
 // Layout: kLanes neighbouring threads own one head of one token. A lane owns two vectors of it (a Pair),
 // those which RoPE mixes, so that no element travels between lanes; elements that are not rotated are paired
@@ -182,6 +182,20 @@ __device__ __forceinline__ Element* destination(const QkvRopeAppendParams& p, in
   return offset < 0 ? nullptr : static_cast<Element*>(is_key ? p.key_cache : p.value_cache) + offset;
 }
 
+// Where a query head is captured; null where it is not. Of the queries of a chunk that share a row only the
+// last is captured, so no two writers meet.
+template <typename Element>
+__device__ __forceinline__ Element* captured(const QkvRopeAppendParams& p, int64_t token, int head) {
+  const int64_t sequence = sequence_of(p.packing, token);
+  if (sequence < 0) return nullptr;
+  const int row = static_cast<int>(token - p.packing.first(sequence));
+  const int position = p.capture_past_len.at(sequence, 0) + row;
+  if (position < 0 || row + p.capture_rows < p.packing.count(sequence)) return nullptr;
+  const int64_t place = static_cast<unsigned>(position) % static_cast<unsigned>(p.capture_rows);
+  const int64_t rows = (sequence * p.capture_rows + place) * p.num_heads + head;
+  return static_cast<Element*>(p.capture) + rows * p.cache.head_size;
+}
+
 template <typename Element, int kWidth, int kLanes, int kPairs>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
     move_heads(const QkvRopeAppendParams p) {
@@ -211,7 +225,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i) part.vectors[i / 2][i % 2].pack(values[i / 2][i % 2]);
   }
-  if (target) part.store(target, p, lane);
+  const bool captures = p.capture_rows > 0 && head < p.num_heads;
+#pragma unroll 1  // two copies of the stores take more registers
+  for (bool is_copy = false; target; is_copy = true) {
+    part.store(target, p, lane);
+    target = captures && !is_copy ? captured<Element>(p, token, head) : nullptr;
+  }
 }
 
 template <typename Element, int kWidth, int kLanes, int kPairs>
@@ -246,7 +265,7 @@ cudaError_t qkv_rope_append(const QkvRopeAppendParams& p, const Launch& launch) 
   if (!is_supported(p)) return cudaErrorInvalidValue;
   if (p.packing.num_tokens == 0 || p.packing.num_sequences == 0) return cudaSuccess;
   const int bytes = vector_bytes(16, {p.qkv, p.query_norm_weight, p.key_norm_weight, p.cosine, p.sine,
-                                      p.query, p.key_cache, p.value_cache});
+                                      p.query, p.key_cache, p.value_cache, p.capture});
   if (bytes < 16) return cudaErrorMisalignedAddress;
   switch (p.element) {
     case ElementType::kFloat32:

@@ -12,10 +12,10 @@ struct QueryTile {
   int32_t offset = 0;     // rows of the sequence before it
 };
 
-// No more tiles than this, whatever the sequences' lengths.
-inline int64_t max_query_tiles(const Packing& packing, int tile_rows) {
-  return packing.num_tokens / tile_rows +
-         (packing.num_sequences < packing.num_tokens ? packing.num_sequences : packing.num_tokens);
+// No more tiles than this, whatever the lengths of those sequences that have more than `min_tokens`.
+inline int64_t max_query_tiles(const Packing& packing, int tile_rows, int min_tokens) {
+  const int64_t most = packing.num_tokens / (min_tokens + 1);  // such sequences
+  return packing.num_tokens / tile_rows + (packing.num_sequences < most ? packing.num_sequences : most);
 }
 
 // Tile `index` from the end (the longest rows first) among sequences of more than `min_tokens` tokens. For

@@ -1,0 +1,209 @@
+"""Converts a model that another exporter made: checks everything, writes a model folder and renames it into place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import onnx
+
+from ortolan.errors import ConfigError
+from ortolan.export.folder import (
+    MANIFEST_METADATA,
+    check_numbers,
+    check_page_size,
+    check_target,
+    copy_tokenizer,
+    put_in_place,
+    temporary_sibling,
+    write_manifest,
+)
+from ortolan.export.foreign_source import ForeignSource, open_source
+from ortolan.export.foreign_weights import place_foreign_weights, write_foreign_weights
+from ortolan.export.weights import WEIGHTS_FILE
+from ortolan.graphs import (
+    Conversion,
+    ConversionOptions,
+    ExternalTensor,
+    attach_external_data,
+    build_evict_model,
+    convert_model,
+    verify_model,
+)
+from ortolan.manifest import EVICT_FILE, MODEL_FILE, LayerInfo, Manifest, cache_kinds
+
+DEFAULT_CONTEXT = 32768
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertArguments:
+    """Options of `convert`, checked."""
+
+    max_context: int | None
+    chunk_size: int
+    sink: int
+    snapkv_window: int
+    paged: bool
+    page_size: int
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        check_numbers(self, chunk_size=1, sink=0, snapkv_window=0, sliding_window=0)
+        if self.max_context is not None:
+            check_numbers(self, max_context=1)
+        check_page_size(self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a model folder is written of."""
+
+    source: ForeignSource
+    conversion: Conversion
+    manifest: Manifest
+    placed: Mapping[str, ExternalTensor]
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    max_context: int | None = None,
+    chunk_size: int = 2048,
+    sink: int = 0,
+    snapkv_window: int = 64,
+    paged: bool = False,
+    page_size: int = 64,
+    sliding_window: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Path:
+    """Convert a decoder with GroupQueryAttention, as onnxruntime-genai's model builder makes it, to a model folder.
+
+    The graph keeps its weights, their types and its arithmetic. Attention and caches become Ortolan's operators,
+    sequences are packed instead of padded, and logits are those of the last tokens, float32.
+
+    Args:
+        source: folder with the graph (genai_config.json names it, or model.onnx), or the .onnx file itself.
+        target: folder to make; written under a temporary name beside it, and renamed when it is whole.
+        max_context: longest sequence, tokens; None takes what the graph's RoPE tables hold, at most 32768.
+        chunk_size: prompt tokens per step that the ring caches are planned for by default.
+        sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
+        snapkv_window: queries captured for SnapKV; 0 makes a model that cannot evict.
+        paged: make caches pools of pages with block tables, which many sequences share.
+        page_size: slots of a page, 16, 32, 64, 128 or 256.
+        sliding_window: window, tokens, of the layers whose attention has none in the graph; 0 leaves them as they
+            are. For checkpoints whose windows the exporter left out: the converted model then differs from its source.
+        overwrite: replace `target` where it is a model folder.
+        progress: called with (bytes written, bytes in all).
+
+    Returns:
+        The model folder.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or `target` is in the way.
+        UnsupportedModelError: a node of the graph cannot be converted; the message names it.
+        CheckpointError: weights are missing or truncated.
+        ContractMismatchError: the file is no ONNX model.
+    """
+    arguments = ConvertArguments(
+        max_context=max_context,
+        chunk_size=chunk_size,
+        sink=sink,
+        snapkv_window=snapkv_window,
+        paged=paged,
+        page_size=page_size,
+        sliding_window=sliding_window,
+    )
+    folder = Path(target)
+    check_target(folder, overwrite)
+    opened = open_source(Path(source))
+    conversion = convert_model(opened.model, opened.names, _graph_options(opened, arguments))
+    if sink >= conversion.max_context:
+        raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")
+    _warn(opened, conversion)
+    placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder)
+    parts = _Parts(opened, conversion, _manifest(opened, conversion, arguments), placed)
+    _finish_graph(parts)
+    with temporary_sibling(folder) as temporary:
+        _write_folder(temporary, parts, progress or (lambda done, total: None))
+        put_in_place(temporary, folder)
+    return folder
+
+
+def _graph_options(source: ForeignSource, arguments: ConvertArguments) -> ConversionOptions:
+    return ConversionOptions(
+        max_context=arguments.max_context,
+        default_context=min(source.context_length or DEFAULT_CONTEXT, DEFAULT_CONTEXT),
+        sink=arguments.sink,
+        snapkv_window=arguments.snapkv_window,
+        page_size=arguments.page_size if arguments.paged else 0,
+        sliding_window=arguments.sliding_window,
+    )
+
+
+def _warn(source: ForeignSource, conversion: Conversion) -> None:
+    if source.sliding_window > 0 and all(layer.window < 0 for layer in conversion.layers):
+        warnings.warn(
+            f"the source's configuration names a sliding window of {source.sliding_window}, which its attention does "
+            "not have; it is converted as it is, to full attention (sliding_window asks for rings)",
+            stacklevel=3,
+        )
+    if source.context_length is not None and conversion.max_context > source.context_length:
+        warnings.warn(
+            f"max_context {conversion.max_context} is beyond the source's context_length {source.context_length}",
+            stacklevel=3,
+        )
+
+
+def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertArguments) -> Manifest:
+    layers = tuple(
+        LayerInfo(
+            window=layer.window,
+            num_kv_heads=layer.attention.num_kv_heads,
+            head_size=layer.attention.head_size,
+            evictable=layer.evictable,
+        )
+        for layer in conversion.layers
+    )
+    scores = next((layer.attention for layer in conversion.layers if layer.evictable), conversion.layers[0].attention)
+    return Manifest(
+        architecture=source.architecture,
+        dtype=conversion.dtype,
+        vocab_size=conversion.vocab_size,
+        num_heads=scores.num_heads,
+        max_context=conversion.max_context,
+        chunk_size=arguments.chunk_size,
+        sink=arguments.sink,
+        snapkv_window=arguments.snapkv_window,
+        paged=arguments.paged,
+        page_size=arguments.page_size if arguments.paged else 0,
+        cache_kinds=cache_kinds(layers) if arguments.paged else (),
+        layers=layers,
+        rope_limits=conversion.rope_limits,
+        bos_token_id=source.bos_token_id,
+        eos_token_ids=source.eos_token_ids,
+        attention_scale=scores.scale,
+        attention_softcap=scores.softcap,
+        ortolan_version=metadata.version("ortolan"),
+    )
+
+
+def _finish_graph(parts: _Parts) -> None:
+    """Attach weights and manifest, and verify the graph."""
+    model = parts.conversion.model
+    onnx.helper.set_model_props(model, {MANIFEST_METADATA: parts.manifest.to_json()})
+    attach_external_data(model, parts.placed)
+    verify_model(model)
+
+
+def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
+    source, conversion, manifest = parts.source, parts.conversion, parts.manifest
+    (folder / MODEL_FILE).write_bytes(conversion.model.SerializeToString(deterministic=True))
+    write_foreign_weights(conversion.weights, parts.placed, source.folder, folder / WEIGHTS_FILE, progress)
+    if any(layer.evictable for layer in manifest.layers):
+        (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
+    copy_tokenizer(source.tokenizer_folder, folder)
+    write_manifest(folder, manifest)

@@ -1,0 +1,95 @@
+"""Makes model folders, whole or not at all, and checks the arguments that all ways to make them share."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ortolan.contract import PAGE_SIZES
+from ortolan.errors import ConfigError, OrtolanError
+from ortolan.manifest import MANIFEST_FILE, Manifest
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+MANIFEST_METADATA = "ortolan.manifest"
+
+
+def check_numbers(options: object, **least: int) -> None:
+    """Check that attributes are whole numbers, each at least as large as given.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {smallest}")
+
+
+def check_page_size(page_size: int) -> None:
+    """Check the slots of a page. Raises ConfigError."""
+    if page_size not in PAGE_SIZES or isinstance(page_size, bool):
+        raise ConfigError(f"page_size is {page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    """Check that a folder can be made, or replaced where that was asked for.
+
+    Raises:
+        ConfigError: something is in the way.
+    """
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConfigError(f"{target} exists and is no folder; choose another output folder")
+    if any(target.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
+        if not (target / MANIFEST_FILE).is_file():
+            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
+
+
+@contextlib.contextmanager
+def temporary_sibling(target: Path) -> Iterator[Path]:
+    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise OrtolanError(f"cannot write beside {target}: {error}") from error
+    try:
+        yield folder
+    except OSError as error:
+        raise OrtolanError(f"writing {target} failed, nothing was kept: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Rename a finished folder to its target, in the place of what was there."""
+    folder.chmod(0o755)
+    if target.exists():
+        shutil.rmtree(target)
+    folder.rename(target)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what a tokenizer needs, as far as the source has it."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ortolan.json, with the sizes of the files that are there."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")

@@ -1,0 +1,78 @@
+"""`ortolan convert`: a model that another exporter made becomes a model folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+EPILOG = """examples:
+  ortolan convert ./phi-3-int4 ./phi                    # what onnxruntime-genai's model builder wrote
+  ortolan convert ./export/decoder.onnx ./model --max-context 16384
+  ortolan convert ./mistral ./mistral-rings --sliding-window 4096
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert a model that another exporter made",
+        description="Convert a decoder with GroupQueryAttention nodes (a folder with genai_config.json, or an .onnx "
+        "file) to a model folder. Weights and arithmetic stay; attention and caches become Ortolan's.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="folder of the model, or its .onnx file")
+    parser.add_argument("target", type=Path, help="model folder to make")
+    parser.add_argument(
+        "--max-context", type=int, help="longest sequence, tokens (default: what its RoPE tables hold, up to 32768)"
+    )
+    parser.add_argument("--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)")
+    parser.add_argument("--sink", type=int, default=0, help="first positions always kept (default: %(default)s)")
+    parser.add_argument(
+        "--snapkv-window",
+        type=int,
+        default=64,
+        help="queries captured for SnapKV; 0: none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sliding-window",
+        type=int,
+        default=0,
+        help="window of layers that have none in the graph, where the exporter left it out (default: none)",
+    )
+    parser.add_argument("--paged", action="store_true", help="caches are pools of pages, which many sequences share")
+    parser.add_argument(
+        "--page-size", type=int, default=64, help="slots of a page: 16, 32, 64, 128 or 256 (default: %(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an exported model in TARGET")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, with a progress bar on a terminal."""
+    import ortolan
+    from ortolan.cli.progress import byte_progress
+
+    with byte_progress("weights") as progress, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ortolan.convert(
+            options.source,
+            options.target,
+            max_context=options.max_context,
+            chunk_size=options.chunk_size,
+            sink=options.sink,
+            snapkv_window=options.snapkv_window,
+            sliding_window=options.sliding_window,
+            paged=options.paged,
+            page_size=options.page_size,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    for warning in caught:
+        print(f"ortolan: warning: {warning.message}", file=sys.stderr)
+    print(options.target)
+    return 0
