@@ -9,10 +9,10 @@ namespace ortolan {
 
 // A token's row of `qkv` holds Hq query heads, Hkv key heads and Hkv value heads. Query and key heads are
 // normalised (where they have a weight: x * rsqrt(mean(x^2) + epsilon) * weight) and rotated, in float32, and
-// rounded once; queries go to `query`, keys and values to the slots of their positions. The last Wq queries of a
-// sequence also go to `capture`, the one at position p to row p mod Wq.
-// Rotation, where R > 0: elements i < R and i + R of a head become x_i * cos - x_(i+R) * sin and
-// x_(i+R) * cos + x_i * sin; those from 2R on stay.
+// rounded once; queries go to `query`, keys and values to the slots of their positions. The last Wq queries
+// of a sequence also go to `capture`, the one at position p to row p mod Wq. Rotation, where R > 0: elements
+// i < R and i + R of a head become x_i * cos - x_(i+R) * sin and x_(i+R) * cos + x_i * sin; those from 2R on
+// stay.
 struct QkvRopeAppendParams {
   ElementType element = ElementType::kFloat32;
   CacheLayout cache;

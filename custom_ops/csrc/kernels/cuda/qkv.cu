@@ -1,5 +1,5 @@
-// QkvRopeAppend on CUDA: head norms, RoPE, the append of keys and values and the capture of queries on the way
-// from the joint projection.
+// QkvRopeAppend on CUDA: head norms, RoPE, the append of keys and values and the capture of queries on the
+// way from the joint projection.
 //
 // Layout: kLanes neighbouring threads own one head of one token. A lane owns two vectors of it (a Pair),
 // those which RoPE mixes, so that no element travels between lanes; elements that are not rotated are paired
