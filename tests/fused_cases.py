@@ -203,7 +203,7 @@ def qkv_outputs(case: QkvCase, feeds: Feeds) -> Outputs:
     element = feeds["qkv"].dtype
     caches = {f"{name}_out": (feeds[name].shape, element) for name in ("key_cache", "value_cache")}
     if case.capture_rows is not None:
-        caches["capture_out"] = (feeds["capture"].shape, element)
+        caches["capture_out"] = ((len(case.tokens), case.capture_rows, case.heads, case.size), element)
     return {"query": ((len(feeds["qkv"]), case.heads, case.size), element), **caches}
 
 
