@@ -206,3 +206,28 @@ def test_threads_do_not_change_bits():
     expected = alone.step([tail])[0]
     for result in batch.step([tail] * 40):
         assert_same_bits(list(result), list(expected))
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(64, 4096), (128, 2048)])
+def test_a_long_batch_equals_its_sequences_alone(size, capacity):
+    """Decode cuts a batch's keys into one piece a multiprocessor, elsewhere than the keys of one sequence."""
+    if devices.current() == "cpu" or devices.element() == np.float32:
+        pytest.skip("only the 16-bit CUDA kernels cut by what the batch holds")
+    rng = np.random.default_rng(0)
+    sequences, kv_heads = 24, 8
+    history = rng.standard_normal((2, kv_heads, capacity, size), np.float32).astype(devices.element())
+    keys, values = (np.stack([np.roll(h, b, axis=1) for b in range(sequences)]) for h in history)
+    past = capacity - 1 - rng.integers(0, capacity // 4, sequences).astype(np.int32)
+    query = rng.standard_normal((sequences, 2 * kv_heads, size)).astype(devices.element())
+
+    def attend(first: int, end: int) -> list[np.ndarray]:
+        start = np.arange(end - first + 1, dtype=np.int32)
+        caches = {"key_cache": keys[first:end], "value_cache": values[first:end]}
+        feeds = {"query": query[first:end], **caches, "query_start": start, "past_len": past[first:end]}
+        return run_cached("SwaAttention", feeds, window=-1, sink=0)
+
+    output, lse = attend(0, sequences)
+    for _ in range(3):
+        assert_same_bits(attend(0, sequences), [output, lse])
+    for b in (0, 11, sequences - 1):
+        assert_same_bits(attend(b, b + 1), [output[b : b + 1], lse[:, b : b + 1]])
