@@ -92,11 +92,20 @@ struct VisitedSpans {
 };
 
 // The spans of one round, and the sums of its parts.
-template <int kColumns>
 struct SpanRound {
-  RowState states[kRoundSpans];
-  float4 sums[kRoundSpans][kColumns / 4];
-  float parts[kSpanParts][kColumns];
+  RowState* states;  // [spans]
+  float* sums;       // [spans, columns]
+  float* parts;      // [kSpanParts, columns]
+
+  static __host__ __device__ constexpr int bytes(int spans, int columns) {
+    return (spans + kSpanParts) * columns * static_cast<int>(sizeof(float)) +
+           spans * static_cast<int>(sizeof(RowState));
+  }
+  static __device__ __forceinline__ SpanRound of(unsigned char* memory, int spans, int columns) {
+    auto* sums = reinterpret_cast<float*>(memory);
+    float* parts = sums + spans * columns;
+    return {reinterpret_cast<RowState*>(parts + kSpanParts * columns), sums, parts};
+  }
 
   // Maximum and denominator of all, and each lane's two weights; the same in every warp.
   __device__ __forceinline__ RowState weigh(float (&weights)[2], int count, int lane) const {
@@ -116,7 +125,8 @@ struct SpanRound {
   }
 
   // Adds every kSpanParts-th span, for the columns of a warp.
-  __device__ __forceinline__ void add_part(const float (&weights)[2], int part, int count, int lane) {
+  template <int kColumns>
+  __device__ __forceinline__ void add_part(const float (&weights)[2], int part, int count, int lane) const {
     float added[(kColumns + 31) / 32] = {};
 #pragma unroll
     for (int i = 0; i < kRoundSpans / kSpanParts; ++i) {
@@ -125,27 +135,54 @@ struct SpanRound {
       const float weight = __shfl_sync(~0u, weights[i / (32 / kSpanParts)], span % 32);
 #pragma unroll
       for (int c = 0; c < kColumns / 32; ++c)
-        added[c] = fmaf(reinterpret_cast<const float*>(sums[span])[c * 32 + lane], weight, added[c]);
+        added[c] = fmaf(sums[span * kColumns + c * 32 + lane], weight, added[c]);
     }
 #pragma unroll
-    for (int c = 0; c < kColumns / 32; ++c) parts[part][c * 32 + lane] = added[c];
+    for (int c = 0; c < kColumns / 32; ++c) parts[part * kColumns + c * 32 + lane] = added[c];
   }
 };
 
+// The sequence of a token; for whole warps.
+__device__ __forceinline__ int find_sequence(const Packing& packing, int64_t token) {
+  const int lane = threadIdx.x % 32;
+  for (int first = 0; first < packing.num_sequences; first += 32) {
+    const int sequence = first + lane;
+    const bool holds = sequence < packing.num_sequences && packing.first(sequence) <= token &&
+                       token < packing.first(sequence) + packing.count(sequence);
+    if (const unsigned found = __ballot_sync(~0u, holds)) return first + __ffs(found) - 1;
+  }
+  return -1;
+}
+
+// Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
+// of a round, at most.
 template <typename Element, int kHeadSize, int kColumns, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
                           const __grid_constant__ DecodeShape shape,
-                          const __grid_constant__ DecodeWorkspace workspace) {
+                          const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
+                          bool by_token) {
   constexpr int kSpanThreads = kColumns / 4;
-  __shared__ SpanRound<kColumns> spans;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
   __shared__ int counted[kCountedEntries + 1];
-  const int index = blockIdx.x, row = blockIdx.y, first_column = blockIdx.z * kColumns;
+  const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
+  const int first_column = blockIdx.z * kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
+  // One block waits even if none has work: who comes next relies on the kernel before this one.
+  const auto leave = [] {
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
+  };
   // Until the wait only what the kernel before had waited for is read.
+  int index = blockIdx.x, row = blockIdx.y;
+  if (by_token) {
+    const int sequence = find_sequence(params.packing, blockIdx.x);
+    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return leave();
+    const int token = static_cast<int>(blockIdx.x - params.packing.first(sequence));
+    index = DecodeEntry::index_of(shape, sequence, token, blockIdx.y, row);
+  }
   const DecodeEntry entry = DecodeEntry::of(params, shape, index);
-  if (row >= entry.rows) return;
+  if (row >= entry.rows) return leave();
   const bool counts = counts_again(shape.entries);
   if (counts) count_tiles(params, shape, counted);
   const VisitedSpans visited = VisitedSpans::of(entry.tiles);
@@ -165,22 +202,23 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   float total = 0;
   for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
        round = visited.next_round(round)) {
-    const int count = min(kRoundSpans, visited.end - round * kRoundSpans);
+    const int count = min(spans_at_once, visited.end - round * kRoundSpans);
     for (int n = threadIdx.x / kSpanThreads; n < count; n += kThreads / kSpanThreads) {
       const int span = round * kRoundSpans + n;
       const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
-      spans.sums[n][threadIdx.x % kSpanThreads] = sum.sums;
+      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + threadIdx.x % kSpanThreads] = sum.sums;
       if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
     }
     __syncthreads();
     float weights[2];
     const RowState added = spans.weigh(weights, count, lane);
     for (int part = warp; part < kSpanParts; part += kThreads / 32)
-      spans.add_part(weights, part, count, lane);
+      spans.add_part<kColumns>(weights, part, count, lane);
     __syncthreads();
     float added_sum = 0;
 #pragma unroll
-    for (int part = 0; part < kSpanParts; ++part) added_sum += spans.parts[part][threadIdx.x % kColumns];
+    for (int part = 0; part < kSpanParts; ++part)
+      added_sum += spans.parts[part * kColumns + threadIdx.x % kColumns];
     const Merge merge = Merge::of(state, added);
     state = merge.state;
     total = merge.apply(total, added_sum);

@@ -15,17 +15,32 @@ __device__ __forceinline__ int sum_before(int value, int lane) {
   return value;
 }
 
+// Entries that may hold rows: those of row tiles that some sequence reaches. For a whole block.
+__device__ __forceinline__ int count_entries(const SwaAttentionParams& params, const DecodeShape& shape) {
+  if (shape.row_tiles == 1) return shape.entries;
+  __shared__ int most_rows;
+  if (threadIdx.x == 0) most_rows = 0;
+  __syncthreads();
+  for (int n = threadIdx.x; n < params.packing.num_sequences; n += blockDim.x) {
+    const int tokens = static_cast<int>(params.packing.count(n));
+    if (tokens <= kDecodeTokens) atomicMax(&most_rows, tokens * shape.group);
+  }
+  __syncthreads();
+  return (most_rows + shape.entry_rows - 1) / shape.entry_rows * shape.pairs;
+}
+
 // Tiles before each entry, in shared memory; for a whole block.
 __device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
                                             int* starts) {
   __shared__ int warp_totals[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int entries = count_entries(params, shape);
   int before = 0;
-  for (int first = 0; first < shape.entries; first += blockDim.x) {
-    const bool one_warp = shape.entries - first <= 32;
+  for (int first = 0; first < entries; first += blockDim.x) {
+    const bool one_warp = entries - first <= 32;
     if (one_warp && warp > 0) break;
     const int index = first + static_cast<int>(threadIdx.x);
-    const int tiles = index < shape.entries ? DecodeEntry::of(params, shape, index).tiles.count() : 0;
+    const int tiles = index < entries ? DecodeEntry::of(params, shape, index).tiles.count() : 0;
     int sum = before + sum_before(tiles, lane);
     if (!one_warp) {
       if (lane == 31) warp_totals[warp] = sum;
@@ -35,9 +50,13 @@ __device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, co
       before += __shfl_sync(~0u, total, 31);
       __syncthreads();
     }
-    if (index < shape.entries) starts[index + 1] = sum;
+    if (index < entries) starts[index + 1] = sum;
   }
   if (threadIdx.x == 0) starts[0] = 0;
+  __syncthreads();
+  const int total = starts[entries];
+  for (int index = entries + threadIdx.x; index < shape.entries; index += blockDim.x)
+    starts[index + 1] = total;
   __syncthreads();
 }
 

@@ -25,7 +25,8 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
   shape.entry_rows = std::min(8 * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
-  shape.entries = static_cast<int>(params.packing.num_sequences) * kv_heads * shape.row_tiles;
+  shape.pairs = static_cast<int>(params.packing.num_sequences) * kv_heads;
+  shape.entries = shape.pairs * shape.row_tiles;
   for (shape.warps = kMaxDecodeWarps<kHeadSize>; shape.warps > 0; shape.warps /= 2) {
     shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
     const auto fits = [&] {
@@ -40,7 +41,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
-  shape.by_row_tiles = Divisor::of(shape.row_tiles);
+  shape.by_pairs = Divisor::of(shape.pairs);
   shape.by_blocks = Divisor::of(shape.blocks);
   return shape;
 }
@@ -49,15 +50,21 @@ template <typename Element, int kHeadSize>
 cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
                            const DecodeWorkspace& workspace, const Launch& launch) {
   constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
-  const auto grid = [&](int columns) {
-    return dim3(static_cast<unsigned>(shape.entries), static_cast<unsigned>(shape.entry_rows),
-                kHeadSize / columns);
+  // A window's spans may lie anywhere in their rounds.
+  const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
+  const int64_t rows = params.packing.num_tokens * params.num_heads;
+  const bool by_token = rows < int64_t{shape.entries} * shape.entry_rows;
+  const auto enqueue = [&](auto kernel, int columns, int threads) {
+    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : shape.entries),
+                    static_cast<unsigned>(by_token ? params.num_heads : shape.entry_rows),
+                    kHeadSize / columns);
+    return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
+                             shape, workspace, spans, by_token);
   };
-  if (shape.entries * shape.entry_rows * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
-    return launch_overlapped(decode_combine_kernel<Element, kHeadSize, kWide, 128>, grid(kWide), dim3(128), 0,
-                             launch, params, shape, workspace);
-  return launch_overlapped(decode_combine_kernel<Element, kHeadSize, 32, 256>, grid(32), dim3(256), 0, launch,
-                           params, shape, workspace);
+  if (std::min<int64_t>(rows, shape.entries * shape.entry_rows) * (kHeadSize / 32) >
+      2 * launch.device.num_multiprocessors)
+    return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+  return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }
 
 template <typename Element, int kHeadSize, int kRowTiles>

@@ -50,10 +50,11 @@ struct DecodeShape {
   int tile_shift;
   int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
   int row_tiles;   // entries per sequence and kv head
-  int entries;
+  int pairs;       // sequences * kv heads
+  int entries;     // pairs * row_tiles, row tiles outermost: most steps have one
   int blocks;
   int max_spans;  // per entry
-  Divisor by_group, by_kv_heads, by_row_tiles, by_blocks;
+  Divisor by_group, by_kv_heads, by_pairs, by_blocks;
 
   __host__ __device__ int64_t partials() const {
     return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
@@ -81,10 +82,10 @@ struct DecodeEntry {
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
                                                    int index) {
     DecodeEntry entry;
-    const int pair = shape.by_row_tiles.divide(index);
+    const int row_tile = shape.by_pairs.divide(index), pair = index - row_tile * shape.pairs;
     entry.sequence = shape.by_kv_heads.divide(pair);
     entry.kv_head = pair - entry.sequence * shape.kv_heads;
-    entry.first_row = (index - pair * shape.row_tiles) * shape.entry_rows;
+    entry.first_row = row_tile * shape.entry_rows;
     const int tokens = static_cast<int>(params.packing.count(entry.sequence));
     entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
     const int rows = tokens <= kDecodeTokens ? tokens * shape.group - entry.first_row : 0;
@@ -98,6 +99,15 @@ struct DecodeEntry {
     return entry;
   }
 
+  // The entry that holds the row of a token and a query head, and the row's number in it.
+  static __device__ __forceinline__ int index_of(const DecodeShape& shape, int sequence, int token, int head,
+                                                 int& row) {
+    const int kv_head = shape.by_group.divide(head);
+    const int sequence_row = token * shape.group + head - kv_head * shape.group;
+    const int row_tile = sequence_row / shape.entry_rows;
+    row = sequence_row - row_tile * shape.entry_rows;
+    return row_tile * shape.pairs + sequence * shape.kv_heads + kv_head;
+  }
   // Of a row: its token in the sequence, and its query head.
   __device__ __forceinline__ int token(const DecodeShape& shape, int row) const {
     return shape.by_group.divide(first_row + row);
@@ -149,7 +159,7 @@ struct DecodeLine {
                                              : remainder + (tile - in_longer) / quotient);
   }
   __device__ __forceinline__ int entry_of(int tile) const {
-    int low = 0, high = entries;  // starts[low] <= tile < starts[high]
+    int low = 0, high = entries;  // starts[low] <= tile < starts[high]; the last entries may be empty
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (starts[middle] <= tile)
