@@ -179,6 +179,15 @@ def on_stream() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if current() == "cpu" else stream()
 
 
+def free_memory() -> None:
+    """Return what cupy keeps of the GPU's memory, where it keeps more than a little."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    if pool.total_bytes() > 1 << 28:
+        pool.free_all_blocks()
+
+
 def synchronize() -> None:
     """Wait for the device, whatever stream its work is on."""
     if current() == "cuda":

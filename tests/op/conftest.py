@@ -17,6 +17,14 @@ def target(request):
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def memory_is_given_back(request):
+    """Leave a GPU's memory to the other processes that test on it."""
+    yield
+    if request.node.get_closest_marker("cuda"):
+        devices.free_memory()
+
+
 @pytest.fixture(params=ISA_NAMES)
 def isa(request, target):
     """Run a test with each instruction set of the CPU kernels; on a GPU once."""

@@ -68,17 +68,19 @@ Cublas::~Cublas() {
   functions().destroy(handle_);
 }
 
-bool Cublas::multiply_and_add(const CublasProduct& p, cudaStream_t stream, void* workspace) {
-  if (p.rows > kMostPlannedRows || !SumPlan::is_aligned(p)) return false;
+const SumPlan* Cublas::plan_sum(const CublasProduct& p) {
+  if (p.rows > kMostPlannedRows || !SumPlan::is_aligned(p)) return nullptr;
   std::unique_ptr<SumPlan>& plan =
       plans_[{static_cast<int64_t>(p.element), p.output_float32, p.rows, p.columns, p.inner}];
   if (!plan) plan = std::make_unique<SumPlan>(handle_, p, kWorkspaceBytes);
-  return plan->run(handle_, p, stream, workspace, kWorkspaceBytes);
+  return plan->is_usable() ? plan.get() : nullptr;
 }
 
 cudaError_t Cublas::multiply(const CublasProduct& p, cudaStream_t stream, void* workspace) {
   const Functions& f = functions();
-  if (p.addend && multiply_and_add(p, stream, workspace)) return cudaSuccess;
+  // A plan that fails is an error: the other way would give other bits.
+  if (const SumPlan* plan = p.addend ? plan_sum(p) : nullptr)
+    return plan->run(handle_, p, stream, workspace, kWorkspaceBytes) ? cudaSuccess : cudaErrorUnknown;
   if (p.addend && p.addend != p.output) {
     const size_t bytes = p.rows * p.columns * (p.output_float32 ? 4 : element_bytes(p.element));
     const cudaError_t error = cudaMemcpyAsync(p.output, p.addend, bytes, cudaMemcpyDeviceToDevice, stream);

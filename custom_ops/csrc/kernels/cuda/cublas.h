@@ -46,8 +46,8 @@ class Cublas {
 
  private:
   explicit Cublas(void* handle);
-  // Writes a sum of few rows without a copy of the addend; false where it is not done.
-  bool multiply_and_add(const CublasProduct& product, cudaStream_t stream, void* workspace);
+  // How a product of few rows is added to something that lies elsewhere; null where it must be copied first.
+  const SumPlan* plan_sum(const CublasProduct& product);
 
   void* handle_;
   std::map<std::array<int64_t, 5>, std::unique_ptr<SumPlan>> plans_;  // by type and sizes

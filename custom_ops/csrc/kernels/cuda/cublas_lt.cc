@@ -123,9 +123,9 @@ bool SumPlan::choose(void* handle, size_t workspace_bytes) {
 bool SumPlan::run(void* handle, const CublasProduct& p, cudaStream_t stream, void* workspace,
                   size_t workspace_bytes) const {
   const float one = 1.0f;
-  return is_usable_ && functions().multiply(handle, operation_, &one, p.weight, weight_, p.input, input_,
-                                            &one, p.addend, output_, p.output, output_, algorithm_, workspace,
-                                            workspace_bytes, stream) == 0;
+  return functions().multiply(handle, operation_, &one, p.weight, weight_, p.input, input_, &one, p.addend,
+                              output_, p.output, output_, algorithm_, workspace, workspace_bytes,
+                              stream) == 0;
 }
 
 }  // namespace ortolan::cuda

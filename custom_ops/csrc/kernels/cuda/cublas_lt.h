@@ -28,7 +28,9 @@ class SumPlan {
   SumPlan(const SumPlan&) = delete;
   SumPlan& operator=(const SumPlan&) = delete;
 
-  // False where there is no plan, or cuBLASLt refuses it; then nothing was enqueued.
+  // Whether cuBLASLt is there and has an algorithm.
+  bool is_usable() const { return is_usable_; }
+  // For usable plans; false where cuBLASLt fails.
   bool run(void* handle, const CublasProduct& product, cudaStream_t stream, void* workspace,
            size_t workspace_bytes) const;
 
