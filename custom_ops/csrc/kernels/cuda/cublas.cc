@@ -2,13 +2,12 @@
 
 #include <dlfcn.h>
 
-#include "cublas_lt.h"
-
 namespace ortolan::cuda {
 namespace {
 
 // The part of cuBLAS's C interface that is used here; the values are those of its documentation.
 constexpr int kTransposed = 1, kPlain = 0;
+constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;
 constexpr int kComputeFloat32 = 68;
 constexpr int kDefaultAlgorithm = -1;
 constexpr int kNoReducedPrecisionSums = 16;
@@ -51,6 +50,12 @@ const Functions& functions() {
   return loaded;
 }
 
+int data_type(ElementType element) {
+  return element == ElementType::kFloat32   ? kFloat32
+         : element == ElementType::kFloat16 ? kFloat16
+                                            : kBFloat16;
+}
+
 }  // namespace
 
 std::unique_ptr<Cublas> Cublas::create() {
@@ -61,41 +66,19 @@ std::unique_ptr<Cublas> Cublas::create() {
   return cublas;
 }
 
-Cublas::Cublas(void* handle) : handle_(handle) {}
-
-Cublas::~Cublas() {
-  plans_.clear();
-  functions().destroy(handle_);
-}
-
-const SumPlan* Cublas::plan_sum(const CublasProduct& p) {
-  if (p.rows > kMostPlannedRows || !SumPlan::is_aligned(p)) return nullptr;
-  std::unique_ptr<SumPlan>& plan =
-      plans_[{static_cast<int64_t>(p.element), p.output_float32, p.rows, p.columns, p.inner}];
-  if (!plan) plan = std::make_unique<SumPlan>(handle_, p, kWorkspaceBytes);
-  return plan->is_usable() ? plan.get() : nullptr;
-}
+Cublas::~Cublas() { functions().destroy(handle_); }
 
 cudaError_t Cublas::multiply(const CublasProduct& p, cudaStream_t stream, void* workspace) {
   const Functions& f = functions();
-  // A plan that fails is an error: the other way would give other bits.
-  if (const SumPlan* plan = p.addend ? plan_sum(p) : nullptr)
-    return plan->run(handle_, p, stream, workspace, kWorkspaceBytes) ? cudaSuccess : cudaErrorUnknown;
-  if (p.addend && p.addend != p.output) {
-    const size_t bytes = p.rows * p.columns * (p.output_float32 ? 4 : element_bytes(p.element));
-    const cudaError_t error = cudaMemcpyAsync(p.output, p.addend, bytes, cudaMemcpyDeviceToDevice, stream);
-    if (error != cudaSuccess) return error;
-  }
-  const float one = 1.0f, kept = p.addend ? 1.0f : 0.0f;
+  const float one = 1.0f, kept = p.accumulate ? 1.0f : 0.0f;
   // cuBLAS counts columns first: its result [columns, rows] is ours [rows, columns].
   int status = f.set_stream(handle_, stream);
   if (status == 0) status = f.set_workspace(handle_, workspace, kWorkspaceBytes);
   if (status == 0)
-    status =
-        f.multiply(handle_, kTransposed, kPlain, p.columns, p.rows, p.inner, &one, p.weight,
-                   cublas_type(p.element), p.inner, p.input, cublas_type(p.element), p.inner, &kept, p.output,
-                   p.output_float32 ? cublas_type(ElementType::kFloat32) : cublas_type(p.element), p.columns,
-                   kComputeFloat32, kDefaultAlgorithm);
+    status = f.multiply(handle_, kTransposed, kPlain, p.columns, p.rows, p.inner, &one, p.weight,
+                        data_type(p.element), p.inner, p.input, data_type(p.element), p.inner, &kept,
+                        p.output, p.output_float32 ? kFloat32 : data_type(p.element), p.columns,
+                        kComputeFloat32, kDefaultAlgorithm);
   return status == 0 ? cudaSuccess : cudaErrorUnknown;
 }
 

@@ -4,18 +4,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 
 #include "../params.h"
 
 namespace ortolan::cuda {
 
-// output[rows, columns] = input[rows, inner] * weight[columns, inner]^T + addend[rows, columns], float32
-// sums.
+// output[rows, columns] = input[rows, inner] * weight[columns, inner]^T + accumulate * output, float32 sums.
 struct CublasProduct {
   ElementType element;
   bool output_float32;
@@ -24,11 +21,9 @@ struct CublasProduct {
   int64_t inner;
   const void* input;
   const void* weight;
-  const void* addend;  // null, or of the output's type; may be the output
   void* output;
+  bool accumulate;
 };
-
-class SumPlan;
 
 // One handle, for the device that was current when it was made. Not for two threads at once.
 class Cublas {
@@ -45,12 +40,8 @@ class Cublas {
   cudaError_t multiply(const CublasProduct& product, cudaStream_t stream, void* workspace);
 
  private:
-  explicit Cublas(void* handle);
-  // How a product of few rows is added to something that lies elsewhere; null where it must be copied first.
-  const SumPlan* plan_sum(const CublasProduct& product);
-
+  explicit Cublas(void* handle) : handle_(handle) {}
   void* handle_;
-  std::map<std::array<int64_t, 5>, std::unique_ptr<SumPlan>> plans_;  // by type and sizes
 };
 
 }  // namespace ortolan::cuda

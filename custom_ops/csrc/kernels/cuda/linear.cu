@@ -264,9 +264,15 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   const int64_t offset = first_row * p.num_outputs;
   product.output_float32 = p.output_float32;
   if (is_direct(p)) {
+    product.accumulate = p.residual != nullptr;
     product.output = static_cast<unsigned char*>(p.output) +
                      offset * (p.output_float32 ? int64_t{4} : element_bytes(p.element));
-    if (p.residual) product.addend = static_cast<const Element*>(p.residual) + offset;
+    if (p.residual && p.residual != p.output) {
+      const cudaError_t error =
+          cudaMemcpyAsync(product.output, static_cast<const Element*>(p.residual) + offset,
+                          rows * p.num_outputs * sizeof(Element), cudaMemcpyDeviceToDevice, launch.stream);
+      if (error != cudaSuccess) return error;
+    }
     return p.cublas->multiply(product, launch.stream, workspace);
   }
   if (const cudaError_t error = p.cublas->multiply(product, launch.stream, workspace); error != cudaSuccess)
