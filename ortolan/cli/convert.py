@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
+
+from ortolan.cli.making import add_cache_options, shown_progress
 
 EPILOG = """examples:
   ortolan convert ./phi-3-int4 ./phi                    # what onnxruntime-genai's model builder wrote
@@ -30,24 +30,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--max-context", type=int, help="longest sequence, tokens (default: what its RoPE tables hold, up to 32768)"
     )
-    parser.add_argument("--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)")
-    parser.add_argument("--sink", type=int, default=0, help="first positions always kept (default: %(default)s)")
-    parser.add_argument(
-        "--snapkv-window",
-        type=int,
-        default=64,
-        help="queries captured for SnapKV; 0: none (default: %(default)s)",
-    )
     parser.add_argument(
         "--sliding-window",
         type=int,
         default=0,
         help="window of layers that have none in the graph, where the exporter left it out (default: none)",
     )
-    parser.add_argument("--paged", action="store_true", help="caches are pools of pages, which many sequences share")
-    parser.add_argument(
-        "--page-size", type=int, default=64, help="slots of a page: 16, 32, 64, 128 or 256 (default: %(default)s)"
-    )
+    add_cache_options(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in TARGET")
     parser.set_defaults(run=run)
 
@@ -55,10 +44,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, with a progress bar on a terminal."""
     import ortolan
-    from ortolan.cli.progress import byte_progress
 
-    with byte_progress("weights") as progress, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with shown_progress() as progress:
         ortolan.convert(
             options.source,
             options.target,
@@ -72,7 +59,5 @@ def run(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=progress,
         )
-    for warning in caught:
-        print(f"ortolan: warning: {warning.message}", file=sys.stderr)
     print(options.target)
     return 0

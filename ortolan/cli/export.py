@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
+
+from ortolan.cli.making import add_cache_options, shown_progress
 
 EPILOG = """examples:
   ortolan export ./Llama-3.2-1B ./llama --dtype float32 --max-context 32768
@@ -29,18 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--max-context", type=int, default=32768, help="longest sequence, tokens (default: %(default)s)"
     )
-    parser.add_argument("--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)")
-    parser.add_argument("--sink", type=int, default=0, help="first positions always kept (default: %(default)s)")
-    parser.add_argument(
-        "--snapkv-window",
-        type=int,
-        default=64,
-        help="queries captured for SnapKV; 0: none (default: %(default)s)",
-    )
-    parser.add_argument("--paged", action="store_true", help="caches are pools of pages, which many sequences share")
-    parser.add_argument(
-        "--page-size", type=int, default=64, help="slots of a page: 16, 32, 64, 128 or 256 (default: %(default)s)"
-    )
+    add_cache_options(parser)
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
@@ -50,10 +39,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Export, with a progress bar on a terminal."""
     import ortolan
-    from ortolan.cli.progress import byte_progress
 
-    with byte_progress("weights") as progress, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with shown_progress() as progress:
         ortolan.export(
             options.hf_dir,
             options.out_dir,
@@ -69,7 +56,5 @@ def run(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=progress,
         )
-    for warning in caught:
-        print(f"ortolan: warning: {warning.message}", file=sys.stderr)
     print(options.out_dir)
     return 0
