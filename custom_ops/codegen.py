@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from ortolan.custom_ops.schema import ELEMENT, INT32, INT64, OPERATORS, Attribute, Operator, Port
+from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.schema_parts import ELEMENT, INT32, INT64, Attribute, Operator, Port
 
 _NOTICE = "generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`"
 _CPP_TYPES = {

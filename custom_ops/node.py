@@ -8,7 +8,8 @@ from numbers import Integral, Real
 import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN
-from ortolan.custom_ops.schema import OPERATORS, Attribute
+from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.schema_parts import Attribute
 from ortolan.errors import ConfigError
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
-from ortolan.custom_ops.schema import ELEMENT, ELEMENT_TYPES, INT32, OPERATORS, Attribute, Operator, Port
+from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.schema_parts import ELEMENT, ELEMENT_TYPES, INT32, Attribute, Operator, Port
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 

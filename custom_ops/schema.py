@@ -2,120 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-ELEMENT = "T1"
-INT32 = "tensor(int32)"
-INT64 = "tensor(int64)"
-FLOAT = "tensor(float)"
-ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
-    """One input or output of an operator.
-
-    Attributes:
-        shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
-        type: `T1`, or an ONNX type string.
-        alias: for an output, the index of the input whose buffer it continues; -1 for none.
-        on_host: an input that is read on the host, on every device.
-    """
-
-    name: str
-    shape: str
-    type: str
-    doc: str
-    optional: bool = False
-    alias: int = -1
-    on_host: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attribute:
-    """One attribute of an operator, with its default.
-
-    Attributes:
-        allowed: the values that the library accepts, in words; it refuses others when a session is made.
-    """
-
-    name: str
-    default: int | float | str
-    allowed: str
-    doc: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """One operator of the domain.
-
-    Attributes:
-        cuda_only: no CPU kernel exists; only the fused graph uses such an operator.
-    """
-
-    name: str
-    doc: str
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    attributes: tuple[Attribute, ...] = ()
-    cuda_only: bool = False
-
-
-def _caches(alias_from: int) -> tuple[Port, Port]:
-    """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
-    return (
-        Port(
-            name="key_cache_out",
-            shape="[N, Hkv, P, D]",
-            type=ELEMENT,
-            doc="The updated key cache.",
-            alias=alias_from,
-        ),
-        Port(
-            name="value_cache_out",
-            shape="[N, Hkv, P, D]",
-            type=ELEMENT,
-            doc="The updated value cache.",
-            alias=alias_from + 1,
-        ),
-    )
-
-
-_KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
-_VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
-_QUERY_START = Port(
-    name="query_start",
-    shape="[B+1]",
-    type=INT32,
-    doc="Sequence b owns the packed rows query_start[b] .. query_start[b+1].",
+from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
+from ortolan.custom_ops.schema_parts import (
+    BLOCK_TABLE,
+    CAPACITY,
+    ELEMENT,
+    FLOAT,
+    INT32,
+    INT64,
+    KEY_CACHE,
+    PAST_LEN,
+    QUERY_START,
+    SCALE,
+    SINK,
+    SOFTCAP,
+    VALUE_CACHE,
+    Attribute,
+    Operator,
+    Port,
+    cache_outputs,
 )
-_PAST_LEN = Port(
-    name="past_len",
-    shape="[B] or [B, Hkv]",
-    type=INT32,
-    doc="Tokens already in this cache before the step, per sequence or per kv head.",
-)
-_BLOCK_TABLE = Port(
-    name="block_table",
-    shape="[B, M]",
-    type=INT32,
-    doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b.",
-    optional=True,
-)
-_SINK = Attribute(
-    name="sink", default=0, allowed="0 and more", doc="S: first positions of a sequence, never overwritten."
-)
-_CAPACITY = Attribute(
-    name="capacity",
-    default=0,
-    allowed="0, or at least S + W (S + 1 where there is no window)",
-    doc="C: slots a sequence has; 0 means M * P.",
-)
-_SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor of the logits; 0 means 1 / sqrt(D).")
-_SOFTCAP = Attribute(
-    name="softcap", default=0.0, allowed="0 and more", doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
-)
-_EPSILON = Attribute(name="epsilon", default=1e-6, allowed="0 and more", doc="Added to the mean square of an RMSNorm.")
 
 _CONTRACT: tuple[Operator, ...] = (
     Operator(
@@ -124,14 +30,14 @@ _CONTRACT: tuple[Operator, ...] = (
         inputs=(
             Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
             Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),
-            _KEY_CACHE,
-            _VALUE_CACHE,
-            _QUERY_START,
-            _PAST_LEN,
-            _BLOCK_TABLE,
+            KEY_CACHE,
+            VALUE_CACHE,
+            QUERY_START,
+            PAST_LEN,
+            BLOCK_TABLE,
         ),
-        outputs=_caches(2),
-        attributes=(_SINK, _CAPACITY),
+        outputs=cache_outputs(2),
+        attributes=(SINK, CAPACITY),
     ),
     Operator(
         name="SwaAttention",
@@ -144,11 +50,11 @@ _CONTRACT: tuple[Operator, ...] = (
                 type=ELEMENT,
                 doc="Queries of this step, after norm and RoPE.",
             ),
-            _KEY_CACHE,
-            _VALUE_CACHE,
-            _QUERY_START,
-            _PAST_LEN,
-            _BLOCK_TABLE,
+            KEY_CACHE,
+            VALUE_CACHE,
+            QUERY_START,
+            PAST_LEN,
+            BLOCK_TABLE,
             Port(
                 name="sink_logits",
                 shape="[Hq]",
@@ -179,10 +85,10 @@ _CONTRACT: tuple[Operator, ...] = (
                 allowed="-1, or 1 and more",
                 doc="W: keys a query sees, itself included; -1 for no window.",
             ),
-            _SINK,
-            _CAPACITY,
-            _SCALE,
-            _SOFTCAP,
+            SINK,
+            CAPACITY,
+            SCALE,
+            SOFTCAP,
         ),
     ),
     Operator(
@@ -196,7 +102,7 @@ _CONTRACT: tuple[Operator, ...] = (
                 doc="Queries of this step, after norm and RoPE.",
             ),
             Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Queries captured so far."),
-            _QUERY_START,
+            QUERY_START,
             Port(name="past_len", shape="[B]", type=INT32, doc="Tokens of each sequence before the step."),
         ),
         outputs=(
@@ -215,19 +121,19 @@ _CONTRACT: tuple[Operator, ...] = (
         "softmax probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.",
         inputs=(
             Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Captured queries."),
-            _KEY_CACHE,
+            KEY_CACHE,
             Port(
                 name="kv_len",
                 shape="[B] or [B, Hkv]",
                 type=INT32,
                 doc="Tokens in the cache, the captured window included.",
             ),
-            _BLOCK_TABLE,
+            BLOCK_TABLE,
         ),
         outputs=(Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),),
         attributes=(
-            _SCALE,
-            _SOFTCAP,
+            SCALE,
+            SOFTCAP,
             Attribute(
                 name="group_reduce",
                 default="mean",
@@ -268,153 +174,18 @@ _CONTRACT: tuple[Operator, ...] = (
         name="KvCompact",
         doc="Moves the kept positions to the front of a full-attention cache, in place.",
         inputs=(
-            _KEY_CACHE,
-            _VALUE_CACHE,
+            KEY_CACHE,
+            VALUE_CACHE,
             Port(
                 name="keep",
                 shape="[B, Hkv or 1, K]",
                 type=INT32,
                 doc="Physical positions to keep, strictly ascending; -1 pads the tail.",
             ),
-            _BLOCK_TABLE,
+            BLOCK_TABLE,
         ),
-        outputs=_caches(0),
+        outputs=cache_outputs(0),
     ),
 )
 
-_FUSED: tuple[Operator, ...] = (
-    Operator(
-        name="FusedLinear",
-        doc="A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32; "
-        "the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight and "
-        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for. In a step "
-        "of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate.",
-        inputs=(
-            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
-            Port(name="weight", shape="[O, I] or [2 * O, I]", type=ELEMENT, doc="Weight; 2 * O rows if gated."),
-            Port(
-                name="norm_weight",
-                shape="[I]",
-                type=ELEMENT,
-                doc="Weight of an RMSNorm of x; absent: x is used as it is.",
-                optional=True,
-            ),
-            Port(name="bias", shape="[O] or [2 * O]", type=ELEMENT, doc="Added to the product.", optional=True),
-            Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
-        ),
-        outputs=(
-            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True),
-            Port(
-                name="y_float32",
-                shape="[T, O]",
-                type=FLOAT,
-                doc="The result, not rounded to T1.",
-                optional=True,
-            ),
-        ),
-        attributes=(
-            _EPSILON,
-            Attribute(
-                name="activation",
-                default="none",
-                allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
-                doc="Gated activation.",
-            ),
-        ),
-        cuda_only=True,
-    ),
-    Operator(
-        name="QkvRopeAppend",
-        doc="From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's "
-        "RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in "
-        "float32 and rounded once.",
-        inputs=(
-            Port(
-                name="qkv",
-                shape="[T, (Hq + 2 * Hkv) * D]",
-                type=ELEMENT,
-                doc="Query heads, then key heads, then value heads of each token.",
-            ),
-            _KEY_CACHE,
-            _VALUE_CACHE,
-            _QUERY_START,
-            _PAST_LEN,
-            _BLOCK_TABLE,
-            Port(
-                name="query_norm_weight",
-                shape="[D]",
-                type=ELEMENT,
-                doc="Weight of the query heads' RMSNorm; absent: no norm.",
-                optional=True,
-            ),
-            Port(
-                name="key_norm_weight",
-                shape="[D]",
-                type=ELEMENT,
-                doc="Weight of the key heads' RMSNorm; absent: no norm.",
-                optional=True,
-            ),
-            Port(
-                name="cosine",
-                shape="[1, T, R]",
-                type=FLOAT,
-                doc="Cosines of the tokens' angles; the first 2 * R elements of a head are rotated. Absent: no RoPE.",
-                optional=True,
-            ),
-            Port(
-                name="sine",
-                shape="[1, T, R]",
-                type=FLOAT,
-                doc="Sines, with cosine.",
-                optional=True,
-            ),
-            Port(
-                name="capture",
-                shape="[B, Wq, Hq, D]",
-                type=ELEMENT,
-                doc="Queries captured so far; absent: none are captured.",
-                optional=True,
-            ),
-            Port(
-                name="capture_past_len",
-                shape="[B]",
-                type=INT32,
-                doc="With capture: tokens of each sequence before the step.",
-                optional=True,
-            ),
-        ),
-        outputs=(
-            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
-            *_caches(1),
-            Port(
-                name="capture_out",
-                shape="[B, Wq, Hq, D]",
-                type=ELEMENT,
-                doc="The updated capture buffer.",
-                optional=True,
-                alias=10,
-            ),
-        ),
-        attributes=(
-            Attribute(name="num_heads", default=0, allowed="a multiple of Hkv", doc="Hq: query heads."),
-            _EPSILON,
-            _SINK,
-            _CAPACITY,
-        ),
-        cuda_only=True,
-    ),
-    Operator(
-        name="RmsNormAdd",
-        doc="A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.",
-        inputs=(
-            Port(name="x", shape="[T, I]", type=ELEMENT, doc="The branch."),
-            Port(name="norm_weight", shape="[I]", type=ELEMENT, doc="Weight of the RMSNorm."),
-            Port(name="residual", shape="[T, I]", type=ELEMENT, doc="Added to the norm."),
-        ),
-        outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The sum."),),
-        attributes=(_EPSILON,),
-        cuda_only=True,
-    ),
-)
-
-OPERATORS: tuple[Operator, ...] = _CONTRACT + _FUSED
+OPERATORS: tuple[Operator, ...] = _CONTRACT + FUSED_OPERATORS

@@ -14,7 +14,8 @@ import ortolan.custom_ops
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
-from ortolan.custom_ops.schema import OPERATORS, Operator
+from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.schema_parts import Operator
 
 OUTPUT_TYPES = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(int32)": onnx.TensorProto.INT32}
 

@@ -1,0 +1,156 @@
+"""The operators of the fused graph, as `ortolan.custom_ops.schema` lists them."""
+
+from __future__ import annotations
+
+from ortolan.custom_ops.schema_parts import (
+    BLOCK_TABLE,
+    CAPACITY,
+    ELEMENT,
+    EPSILON,
+    FLOAT,
+    INT32,
+    KEY_CACHE,
+    PAST_LEN,
+    QUERY_START,
+    SINK,
+    VALUE_CACHE,
+    Attribute,
+    Operator,
+    Port,
+    cache_outputs,
+)
+
+FUSED_OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        name="FusedLinear",
+        doc="A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32; "
+        "the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight and "
+        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for. In a step "
+        "of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
+            Port(name="weight", shape="[O, I] or [2 * O, I]", type=ELEMENT, doc="Weight; 2 * O rows if gated."),
+            Port(
+                name="norm_weight",
+                shape="[I]",
+                type=ELEMENT,
+                doc="Weight of an RMSNorm of x; absent: x is used as it is.",
+                optional=True,
+            ),
+            Port(name="bias", shape="[O] or [2 * O]", type=ELEMENT, doc="Added to the product.", optional=True),
+            Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
+        ),
+        outputs=(
+            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True),
+            Port(
+                name="y_float32",
+                shape="[T, O]",
+                type=FLOAT,
+                doc="The result, not rounded to T1.",
+                optional=True,
+            ),
+        ),
+        attributes=(
+            EPSILON,
+            Attribute(
+                name="activation",
+                default="none",
+                allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
+                doc="Gated activation.",
+            ),
+        ),
+        cuda_only=True,
+    ),
+    Operator(
+        name="QkvRopeAppend",
+        doc="From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's "
+        "RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in "
+        "float32 and rounded once.",
+        inputs=(
+            Port(
+                name="qkv",
+                shape="[T, (Hq + 2 * Hkv) * D]",
+                type=ELEMENT,
+                doc="Query heads, then key heads, then value heads of each token.",
+            ),
+            KEY_CACHE,
+            VALUE_CACHE,
+            QUERY_START,
+            PAST_LEN,
+            BLOCK_TABLE,
+            Port(
+                name="query_norm_weight",
+                shape="[D]",
+                type=ELEMENT,
+                doc="Weight of the query heads' RMSNorm; absent: no norm.",
+                optional=True,
+            ),
+            Port(
+                name="key_norm_weight",
+                shape="[D]",
+                type=ELEMENT,
+                doc="Weight of the key heads' RMSNorm; absent: no norm.",
+                optional=True,
+            ),
+            Port(
+                name="cosine",
+                shape="[1, T, R]",
+                type=FLOAT,
+                doc="Cosines of the tokens' angles; the first 2 * R elements of a head are rotated. Absent: no RoPE.",
+                optional=True,
+            ),
+            Port(
+                name="sine",
+                shape="[1, T, R]",
+                type=FLOAT,
+                doc="Sines, with cosine.",
+                optional=True,
+            ),
+            Port(
+                name="capture",
+                shape="[B, Wq, Hq, D]",
+                type=ELEMENT,
+                doc="Queries captured so far; absent: none are captured.",
+                optional=True,
+            ),
+            Port(
+                name="capture_past_len",
+                shape="[B]",
+                type=INT32,
+                doc="With capture: tokens of each sequence before the step.",
+                optional=True,
+            ),
+        ),
+        outputs=(
+            Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
+            *cache_outputs(1),
+            Port(
+                name="capture_out",
+                shape="[B, Wq, Hq, D]",
+                type=ELEMENT,
+                doc="The updated capture buffer.",
+                optional=True,
+                alias=10,
+            ),
+        ),
+        attributes=(
+            Attribute(name="num_heads", default=0, allowed="a multiple of Hkv", doc="Hq: query heads."),
+            EPSILON,
+            SINK,
+            CAPACITY,
+        ),
+        cuda_only=True,
+    ),
+    Operator(
+        name="RmsNormAdd",
+        doc="A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="The branch."),
+            Port(name="norm_weight", shape="[I]", type=ELEMENT, doc="Weight of the RMSNorm."),
+            Port(name="residual", shape="[T, I]", type=ELEMENT, doc="Added to the norm."),
+        ),
+        outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The sum."),),
+        attributes=(EPSILON,),
+        cuda_only=True,
+    ),
+)

@@ -1,0 +1,118 @@
+"""What operators are described by, and the ports and attributes that several of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ELEMENT = "T1"
+INT32 = "tensor(int32)"
+INT64 = "tensor(int64)"
+FLOAT = "tensor(float)"
+ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One input or output of an operator.
+
+    Attributes:
+        shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
+        type: `T1`, or an ONNX type string.
+        alias: for an output, the index of the input whose buffer it continues; -1 for none.
+        on_host: an input that is read on the host, on every device.
+    """
+
+    name: str
+    shape: str
+    type: str
+    doc: str
+    optional: bool = False
+    alias: int = -1
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribute:
+    """One attribute of an operator, with its default.
+
+    Attributes:
+        allowed: the values that the library accepts, in words; it refuses others when a session is made.
+    """
+
+    name: str
+    default: int | float | str
+    allowed: str
+    doc: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of the domain.
+
+    Attributes:
+        cuda_only: no CPU kernel exists; only the fused graph uses such an operator.
+    """
+
+    name: str
+    doc: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    attributes: tuple[Attribute, ...] = ()
+    cuda_only: bool = False
+
+
+def cache_outputs(alias_from: int) -> tuple[Port, Port]:
+    """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
+    return (
+        Port(
+            name="key_cache_out",
+            shape="[N, Hkv, P, D]",
+            type=ELEMENT,
+            doc="The updated key cache.",
+            alias=alias_from,
+        ),
+        Port(
+            name="value_cache_out",
+            shape="[N, Hkv, P, D]",
+            type=ELEMENT,
+            doc="The updated value cache.",
+            alias=alias_from + 1,
+        ),
+    )
+
+
+KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
+VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
+QUERY_START = Port(
+    name="query_start",
+    shape="[B+1]",
+    type=INT32,
+    doc="Sequence b owns the packed rows query_start[b] .. query_start[b+1].",
+)
+PAST_LEN = Port(
+    name="past_len",
+    shape="[B] or [B, Hkv]",
+    type=INT32,
+    doc="Tokens already in this cache before the step, per sequence or per kv head.",
+)
+BLOCK_TABLE = Port(
+    name="block_table",
+    shape="[B, M]",
+    type=INT32,
+    doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b.",
+    optional=True,
+)
+SINK = Attribute(
+    name="sink", default=0, allowed="0 and more", doc="S: first positions of a sequence, never overwritten."
+)
+CAPACITY = Attribute(
+    name="capacity",
+    default=0,
+    allowed="0, or at least S + W (S + 1 where there is no window)",
+    doc="C: slots a sequence has; 0 means M * P.",
+)
+SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor of the logits; 0 means 1 / sqrt(D).")
+SOFTCAP = Attribute(
+    name="softcap", default=0.0, allowed="0 and more", doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
+)
+EPSILON = Attribute(name="epsilon", default=1e-6, allowed="0 and more", doc="Added to the mean square of an RMSNorm.")
