@@ -44,6 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OrtolanError as error:
         print(f"ortolan: error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("ortolan."):
+            raise
+        print(
+            "ortolan: error: the ortolan/ of the current folder, the sources, hides the installed package; "
+            "run the command in another folder, or as `ortolan` without `python -m`",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED

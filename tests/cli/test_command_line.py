@@ -74,6 +74,14 @@ def test_closed_pipe_is_quiet(model_dir, tmp_path):
     assert process.returncode == 1
 
 
+def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
+    process = start("inspect", str(tmp_path), folder=Path(__file__).parents[2])
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (1, "")
+    assert errors.startswith("ortolan: error: the ortolan/ of the current folder")
+    assert errors.count("\n") == 1
+
+
 def test_interrupt_ends_with_130(model_dir, tmp_path):
     process = start("generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "4000", folder=tmp_path)
     assert process.stdout is not None
