@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
                           const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
                           bool by_token) {
   constexpr int kSpanThreads = kColumns / 4;
-  extern __shared__ __align__(16) unsigned char shared_memory[];
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ int counted[kCountedEntries + 1];
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
   const int first_column = blockIdx.z * kColumns;

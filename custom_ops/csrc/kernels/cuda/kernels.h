@@ -23,8 +23,8 @@ struct Device {
 // The device that is current on this thread.
 cudaError_t current_device(Device& device);
 
-// Counters that a launch may use: more than shared memory has room for entries of decode attention.
-constexpr int kCounters = 1 << 16;
+// Counters that a launch may use: what keeps the scratch memory behind them aligned.
+constexpr int kCounters = 64;
 
 // Where a launch goes, and the scratch memory it may use until the stream passes it.
 struct Launch {

@@ -17,12 +17,11 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   Sm90Maps maps;
   maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
   const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
-  const TensorShape slots{kHeadSize, cache.page_slots, cache.num_pages * cache.num_kv_heads};
   cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
   if (error == cudaSuccess)
-    error = make_tensor_map(maps.keys, element, params.key_cache, slots, {64, maps.box_rows, 1});
+    error = make_cache_map(maps.keys, element, params.key_cache, cache, maps.box_rows);
   if (error == cudaSuccess)
-    error = make_tensor_map(maps.values, element, params.value_cache, slots, {64, maps.box_rows, 1});
+    error = make_cache_map(maps.values, element, params.value_cache, cache, maps.box_rows);
   if (error != cudaSuccess) return error;
 
   const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;

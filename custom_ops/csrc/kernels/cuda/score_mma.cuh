@@ -222,11 +222,8 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
   for (int t = 0; t < Tile::kRowTiles; ++t)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      SoftmaxState state{__fmul_rn(running[t][half].maximum, logits.factor), running[t][half].sum};
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2)
-        state =
-            merged(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.sum, step)});
+      const SoftmaxState state =
+          merged_quad({__fmul_rn(running[t][half].maximum, logits.factor), running[t][half].sum});
       const int row = first_row + block.held_row(t, half);
       if (block.lane() % 4 == 0 && row < plan.rows) target[row] = state;
     }

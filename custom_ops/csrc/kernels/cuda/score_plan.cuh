@@ -17,6 +17,14 @@ __device__ __forceinline__ SoftmaxState merged(SoftmaxState a, SoftmaxState b) {
   return {maximum, fmaf(a.sum, fast_exp2(a.maximum - base), b.sum * fast_exp2(b.maximum - base))};
 }
 
+// The state over the four threads that share a row, in each of them; for whole warps.
+__device__ __forceinline__ SoftmaxState merged_quad(SoftmaxState state) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+    state = merged(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.sum, step)});
+  return state;
+}
+
 // Sizes that follow from shapes, and where states lie. A row is one query of one head of the group: row
 // `head * query_rows + query`.
 struct ScorePlan {

@@ -203,11 +203,8 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
   for (int h = 0; h < kHeads; ++h)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      SoftmaxState state{__fmul_rn(running[h].maxima[half], logits.factor), running[h].sums[half]};
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2)
-        state =
-            merged(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.sum, step)});
+      const SoftmaxState state =
+          merged_quad({__fmul_rn(running[h].maxima[half], logits.factor), running[h].sums[half]});
       const int head = h * Shape::kGroups + group;
       if (threadIdx.x % 4 == 0 && head < plan.group) target[head * Shape::kQueries + row + half * 8] = state;
     }

@@ -40,8 +40,7 @@ cudaError_t launch_score_sm90(const SnapKvScoreParams& p, const Launch& launch) 
   const ScorePlan plan = plan_score_sm90<kHeadSize>(p, launch.workspace);
   ScoreSm90Map map;
   map.box_rows = copied_rows(p.cache, false, Shape::kKeys);
-  const TensorShape slots{kHeadSize, p.cache.page_slots, p.cache.num_pages * p.cache.num_kv_heads};
-  cudaError_t error = make_tensor_map(map.keys, p.element, p.key_cache, slots, {64, map.box_rows, 1});
+  cudaError_t error = make_cache_map(map.keys, p.element, p.key_cache, p.cache, map.box_rows);
   if (error != cudaSuccess) return error;
 
   const dim3 grid(plan.spans, static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads));

@@ -23,4 +23,11 @@ struct TensorShape {
 cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
                             const TensorShape& box);
 
+// The same of a cache, [N * Hkv, P, D], in boxes of `box_rows` slots and 64 columns.
+inline cudaError_t make_cache_map(CUtensorMap& map, ElementType element, const void* data,
+                                  const CacheLayout& cache, int64_t box_rows) {
+  const TensorShape slots{cache.head_size, cache.page_slots, cache.num_pages * cache.num_kv_heads};
+  return make_tensor_map(map, element, data, slots, {64, box_rows, 1});
+}
+
 }  // namespace ortolan::cuda

@@ -49,11 +49,6 @@ __device__ __forceinline__ void arrive_expecting(Barrier& barrier, uint32_t byte
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void expect_bytes(Barrier& barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.shared.b64 [%0], %1;\n" ::"r"(shared_address(&barrier.state)), "r"(bytes)
-               : "memory");
-}
-
 // Copies a box of a three-dimensional tensor; the barrier counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
                                          int32_t z, Barrier& barrier) {
