@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ortolan.errors import ConfigError
-from ortolan.retrieval import ATTRIBUTES, KINDS, Corpus, Fact, draw_facts, hide
+from ortolan.retrieval import ATTRIBUTES, Corpus, Fact, check_kind_and_depth, draw_facts, hide
 
 DEPTHS = tuple(step / 10 for step in range(11))
 KEYS = 8  # of multi_key: one asked for, seven distractors
@@ -43,10 +43,7 @@ class TrialTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
-        if not 0.0 <= self.depth <= 1.0:
-            raise ConfigError(f"depth is {self.depth}; it must lie in 0.0 .. 1.0")
+        check_kind_and_depth(self.kind, self.depth)
         if not 2 <= self.values <= len(ATTRIBUTES):
             raise ConfigError(f"values is {self.values}; it must lie in 2 .. {len(ATTRIBUTES)}")
         if self.length < 1024:

@@ -18,10 +18,9 @@ from ortolan.export.folder import (
     check_numbers,
     check_page_size,
     check_target,
-    copy_tokenizer,
+    complete_folder,
     put_in_place,
     temporary_sibling,
-    write_manifest,
 )
 from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.registry import find_family
@@ -38,7 +37,6 @@ from ortolan.graphs import (
     ExternalTensor,
     GraphOptions,
     attach_external_data,
-    build_evict_model,
     build_model,
     fuse_model,
     verify_fused_pair,
@@ -47,7 +45,6 @@ from ortolan.graphs import (
 from ortolan.graphs.config import ModelConfig
 from ortolan.manifest import (
     DTYPES,
-    EVICT_FILE,
     FUSED_FILE,
     MODEL_FILE,
     LayerInfo,
@@ -206,10 +203,7 @@ def _write_folder(
         progress(written, total)
 
     write_weights(provider, placed, options.dtype, folder / WEIGHTS_FILE, advance)
-    if any(layer.evictable for layer in manifest.layers):
-        (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
-    copy_tokenizer(source, folder)
-    write_manifest(folder, manifest)
+    complete_folder(folder, manifest, source)
 
 
 def _graphs(

@@ -16,10 +16,9 @@ from ortolan.export.folder import (
     check_numbers,
     check_page_size,
     check_target,
-    copy_tokenizer,
+    complete_folder,
     put_in_place,
     temporary_sibling,
-    write_manifest,
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
 from ortolan.export.foreign_weights import place_foreign_weights, write_foreign_weights
@@ -29,11 +28,10 @@ from ortolan.graphs import (
     ConversionOptions,
     ExternalTensor,
     attach_external_data,
-    build_evict_model,
     convert_model,
     verify_model,
 )
-from ortolan.manifest import EVICT_FILE, MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.manifest import MODEL_FILE, LayerInfo, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 
@@ -55,6 +53,11 @@ class ConvertArguments:
         if self.max_context is not None:
             check_numbers(self, max_context=1)
         check_page_size(self.page_size)
+
+    @property
+    def graph_page_size(self) -> int:
+        """Slots of a page; 0 for contiguous caches."""
+        return self.page_size if self.paged else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ def _graph_options(source: ForeignSource, arguments: ConvertArguments) -> Conver
         default_context=min(source.context_length or DEFAULT_CONTEXT, DEFAULT_CONTEXT),
         sink=arguments.sink,
         snapkv_window=arguments.snapkv_window,
-        page_size=arguments.page_size if arguments.paged else 0,
+        page_size=arguments.graph_page_size,
         sliding_window=arguments.sliding_window,
     )
 
@@ -179,7 +182,7 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         sink=arguments.sink,
         snapkv_window=arguments.snapkv_window,
         paged=arguments.paged,
-        page_size=arguments.page_size if arguments.paged else 0,
+        page_size=arguments.graph_page_size,
         cache_kinds=cache_kinds(layers) if arguments.paged else (),
         layers=layers,
         rope_limits=conversion.rope_limits,
@@ -200,10 +203,7 @@ def _finish_graph(parts: _Parts) -> None:
 
 
 def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
-    source, conversion, manifest = parts.source, parts.conversion, parts.manifest
+    source, conversion = parts.source, parts.conversion
     (folder / MODEL_FILE).write_bytes(conversion.model.SerializeToString(deterministic=True))
     write_foreign_weights(conversion.weights, parts.placed, source.folder, folder / WEIGHTS_FILE, progress)
-    if any(layer.evictable for layer in manifest.layers):
-        (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
-    copy_tokenizer(source.tokenizer_folder, folder)
-    write_manifest(folder, manifest)
+    complete_folder(folder, parts.manifest, source.tokenizer_folder)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
 from ortolan.errors import ConfigError, OrtolanError
-from ortolan.manifest import MANIFEST_FILE, Manifest
+from ortolan.graphs import build_evict_model
+from ortolan.manifest import EVICT_FILE, MANIFEST_FILE, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -82,14 +83,18 @@ def put_in_place(folder: Path, target: Path) -> None:
     folder.rename(target)
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy what a tokenizer needs, as far as the source has it."""
+def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) -> None:
+    """Add what follows the decoder and its weights: evict.onnx, tokenizer, and ortolan.json with all files' sizes.
+
+    Args:
+        folder: with all else that belongs there.
+        manifest: of the model.
+        tokenizer_folder: has the tokenizer's files, as far as there are any.
+    """
+    if any(layer.evictable for layer in manifest.layers):
+        (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ortolan.json, with the sizes of the files that are there."""
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, folder / name)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")

@@ -7,7 +7,6 @@ from collections import Counter
 
 import onnx
 
-from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.custom_ops import register_schemas
 from ortolan.custom_ops.schema import OPERATORS
 from ortolan.graphs.fusions.gated_mlp import fuse_gated_mlp
@@ -53,9 +52,3 @@ def count_fusions(model: onnx.ModelProto) -> dict[str, int]:
     counts = Counter(node.op_type for node in model.graph.node)
     fused = [operator.name for operator in OPERATORS if operator.cuda_only]
     return {name: counts[name] for name in (*fused, *_PLAIN)}
-
-
-def is_fused(model: onnx.ModelProto) -> bool:
-    """Tell whether a graph needs operators that only CUDA has."""
-    only_cuda = {operator.name for operator in OPERATORS if operator.cuda_only}
-    return any(node.domain == OPERATOR_DOMAIN and node.op_type in only_cuda for node in model.graph.node)

@@ -50,6 +50,14 @@ class Fact:
         return f"\nQ: {self.attribute} of {self.key}? A: "
 
 
+def check_kind_and_depth(kind: str, depth: float) -> None:
+    """Check what a task asks for and where. Raises ConfigError."""
+    if kind not in KINDS:
+        raise ConfigError(f"kind is {kind!r}; choose one of {', '.join(KINDS)}")
+    if not 0.0 <= depth <= 1.0:
+        raise ConfigError(f"depth is {depth}; it must lie in 0.0 .. 1.0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What to ask for.
@@ -68,10 +76,7 @@ class Task:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"kind is {self.kind!r}; choose one of {', '.join(KINDS)}")
-        if not 0.0 <= self.depth <= 1.0:
-            raise ConfigError(f"depth is {self.depth}; it must lie in 0.0 .. 1.0")
+        check_kind_and_depth(self.kind, self.depth)
         if self.length < 512:
             raise ConfigError(f"length is {self.length} bytes; the facts and the question need at least 512")
 

@@ -184,7 +184,7 @@ def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     def full_disk(*_arguments, **_options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ortolan.export.api.build_evict_model", full_disk)
+    monkeypatch.setattr("ortolan.export.folder.build_evict_model", full_disk)
     with pytest.raises(OrtolanError, match="nothing was kept"):
         ortolan.export(checkpoint, tmp_path / "model", max_context=64)
     assert_nothing_written(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -69,3 +71,25 @@ def draw_tokens():
         return np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
 
     return draw
+
+
+@contextmanager
+def without_end_tokens(model: ortolan.Model) -> Iterator[ortolan.Model]:
+    """Take a model's end-of-sequence tokens away, which random weights may choose at any time."""
+    kept = model.manifest.eos_token_ids
+    object.__setattr__(model.manifest, "eos_token_ids", ())
+    yield model
+    object.__setattr__(model.manifest, "eos_token_ids", kept)
+
+
+@pytest.fixture
+def endless(model):
+    """A test's model without end-of-sequence tokens."""
+    with without_end_tokens(model) as changed:
+        yield changed
+
+
+@pytest.fixture
+def endless_full(full_model):
+    with without_end_tokens(full_model) as changed:
+        yield changed

@@ -25,15 +25,6 @@ def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 
 
-@pytest.fixture
-def endless(model):
-    """The model without end-of-sequence tokens, which random weights may choose at any time."""
-    kept = model.manifest.eos_token_ids
-    object.__setattr__(model.manifest, "eos_token_ids", ())
-    yield model
-    object.__setattr__(model.manifest, "eos_token_ids", kept)
-
-
 @pytest.fixture(params=["host", "device"])
 def open_session(request, monkeypatch):
     """Open sessions on the host, or on a device of NumPy arrays."""

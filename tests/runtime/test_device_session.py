@@ -23,23 +23,6 @@ def model(request):
 
 
 @pytest.fixture
-def endless(model):
-    """The model without end-of-sequence tokens, which random weights may choose at any time."""
-    kept = model.manifest.eos_token_ids
-    object.__setattr__(model.manifest, "eos_token_ids", ())
-    yield model
-    object.__setattr__(model.manifest, "eos_token_ids", kept)
-
-
-@pytest.fixture
-def endless_full(full_model):
-    kept = full_model.manifest.eos_token_ids
-    object.__setattr__(full_model.manifest, "eos_token_ids", ())
-    yield full_model
-    object.__setattr__(full_model.manifest, "eos_token_ids", kept)
-
-
-@pytest.fixture
 def open_session(monkeypatch):
     def make(model, **options):
         return make_session(model, monkeypatch, **options)

@@ -22,15 +22,6 @@ def greedy(session, token_ids, count) -> list[int]:
     return tokens
 
 
-@pytest.fixture
-def endless(model):
-    """The model without end-of-sequence tokens, which random weights may choose at any time."""
-    kept = model.manifest.eos_token_ids
-    object.__setattr__(model.manifest, "eos_token_ids", ())
-    yield model
-    object.__setattr__(model.manifest, "eos_token_ids", kept)
-
-
 @pytest.mark.parametrize("cut", [1, 15, 16, 17, 50, 99])
 def test_two_turns_equal_one(model, draw_tokens, cut):
     prompt = draw_tokens(100)
