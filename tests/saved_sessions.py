@@ -26,6 +26,13 @@ def place(model: ortolan.Model, device: str, monkeypatch: pytest.MonkeyPatch) ->
     return model
 
 
+def evicted_session(model: ortolan.Model, tokens: list[int]) -> ortolan.Session:
+    """Open a session that has read and evicted a prompt, with a generation under way."""
+    session = model.session(snapkv=ortolan.SnapKv(budget=40, window=8, sink=2))
+    next(session.generate(tokens, 8))
+    return session
+
+
 def random_turn(rng: random.Random, *, rewinds: bool):
     """Draw a turn; it can be taken by several sessions, and returns what came of it."""
     tokens = [rng.randint(3, 130) for _ in range(rng.choice([1, 2, 9, 20, 45]))]

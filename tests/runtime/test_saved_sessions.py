@@ -5,16 +5,13 @@ import itertools
 import random
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
-from families import FAMILIES, tiny_checkpoint
 from parity import relative_difference
 from saved_sessions import DEVICES, assert_same, outcome, place, random_turn
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
-import ortolan
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.runtime.options import POLICIES
@@ -359,41 +356,6 @@ def test_an_evicted_session_takes_as_much_memory_as_before(model, path, draw_tok
     assert [restored.cache_capacity(i) for i in range(4)] == [session.cache_capacity(i) for i in range(4)]
 
 
-def test_float16(tmp_path, path, draw_tokens):
-    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf", seed=5, num_key_value_heads=2)
-    folder = ortolan.export(checkpoint, tmp_path / "model", dtype="float16", max_context=512, chunk_size=16)
-    model = ortolan.load(folder, device="cpu", num_threads=1)
-    session = model.session(snapkv=SNAPKV)
-    session.prefill(draw_tokens(130))
-    session.save(path)
-    restored = model.restore(path)
-    for tokens in (draw_tokens(3, seed=1), draw_tokens(60, seed=2)):
-        np.testing.assert_array_equal(restored.prefill(tokens), session.prefill(tokens))
-    assert_same(session, restored)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_caches_of_two_bytes_are_copied_bit_for_bit(mixed_model, monkeypatch, device, path, dtype):
-    """No CPU kernel computes in bfloat16, so the caches are filled by hand; NaN keeps its bits."""
-    monkeypatch.setattr(mixed_model, "manifest", dataclasses.replace(mixed_model.manifest, dtype=dtype))
-    monkeypatch.setattr(mixed_model, "fingerprint", mixed_model.fingerprint | {"dtype": dtype})
-    model = place(mixed_model, device, monkeypatch)
-    session, rng = model.session(), np.random.default_rng(0)
-    for layer in session._caches.layers:
-        for array in (layer.key, layer.value):
-            assert array.itemsize == np.dtype(ml_dtypes.bfloat16).itemsize
-            array.view(np.uint16)[:] = rng.integers(0, 2**16, array.shape)
-    session._lengths.advance(200)
-    session._history = [3] * 200
-    session.save(path, EVERYTHING)
-    restored = model.restore(path)
-    for index, (saved, other) in enumerate(zip(session._caches.layers, restored._caches.layers, strict=True)):
-        slots = slice(0, min(200, session.cache_capacity(index)))
-        for name in ("key", "value"):
-            rows = [getattr(each, name)[0, :, slots].view(np.uint16) for each in (saved, other)]
-            np.testing.assert_array_equal(*rows)
-
-
 def test_a_session_is_not_saved_while_it_reads(model, path, draw_tokens):
     session, refused = model.session(), []
 
@@ -406,19 +368,3 @@ def test_a_session_is_not_saved_while_it_reads(model, path, draw_tokens):
     assert refused
     assert not path.exists()
     session.save(path)
-
-
-def test_a_sequence_that_its_frequencies_outgrow(tmp_path, path, draw_tokens):
-    limit = {"original_max_position_embeddings": 64}
-    rope = FAMILIES["phi3"]["rope_parameters"] | limit
-    checkpoint = tiny_checkpoint("phi3", tmp_path / "hf", sliding_window=None, rope_parameters=rope, **limit)
-    model = ortolan.load(
-        ortolan.export(checkpoint, tmp_path / "model", max_context=256, chunk_size=16), device="cpu", num_threads=1
-    )
-    assert len(model.manifest.rope_limits) == 2
-    for length, snapkv in ((60, None), (70, None), (70, SNAPKV)):  # what was evicted cannot be read again
-        session = model.session(snapkv=snapkv)
-        session.prefill(draw_tokens(length))
-        session.save(path)
-        restored = model.restore(path)
-        np.testing.assert_array_equal(restored.prefill(draw_tokens(9)), session.prefill(draw_tokens(9)))

@@ -1,12 +1,8 @@
 """Files of saved sessions: refused unless whole and of this model, and written whole or not at all."""
 
-import builtins
-import errno
 import hashlib
 import json
-import os
 import random
-import resource
 import shutil
 import struct
 
@@ -15,23 +11,18 @@ import onnx
 import pytest
 import safetensors
 from families import tiny_checkpoint
+from saved_sessions import evicted_session
 
 import ortolan
-from ortolan import SnapKv
 from ortolan.errors import ConfigError, ContractMismatchError, OrtolanError, SessionFileError, StorageError
-from ortolan.runtime import fingerprint, session_file
+from ortolan.runtime import fingerprint
 from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.session_file import CHECKSUM_BYTES, SessionFile, Tensor, write_session_file
-
-SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
 
 @pytest.fixture
 def session(mixed_model, draw_tokens):
-    """A session after an eviction, with a generation under way."""
-    session = mixed_model.session(snapkv=SNAPKV)
-    next(session.generate(draw_tokens(120), 8))
-    return session
+    return evicted_session(mixed_model, draw_tokens(120))
 
 
 @pytest.fixture
@@ -240,115 +231,6 @@ def test_caches_that_do_not_hold_the_session_are_refused(mixed_model, path):
     small = plan.with_capacities([layer.capacity if layer.kind == "ring" else 39 for layer in plan.layers])
     with SavedSession(path) as saved, pytest.raises(ConfigError, match="layer 1 holds 40 tokens"):
         saved.capacities(small, sink=2)
-
-
-class FullDisk:
-    """Wraps open files so that the disk is full after some bytes."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def open(self, *arguments, **options):
-        file = builtins.open(*arguments, **options)  # noqa: SIM115
-        write = file.write
-
-        class Wrapped:
-            def __enter__(wrapped):  # noqa: N805
-                return wrapped
-
-            def __exit__(wrapped, *_):  # noqa: N805
-                file.close()
-
-            def __getattr__(wrapped, name):  # noqa: N805
-                return getattr(file, name)
-
-            def write(wrapped, block):  # noqa: N805
-                size = memoryview(block).nbytes
-                if size > self.room:
-                    write(memoryview(block)[: self.room])
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self.room -= size
-                return write(block)
-
-        return Wrapped()
-
-
-@pytest.mark.parametrize("room", [0, 3, 1000, 20_000, 30_000])
-@pytest.mark.parametrize("existing", [True, False])
-def test_a_full_disk_leaves_all_as_it_was(mixed_model, session, tmp_path, monkeypatch, draw_tokens, room, existing):
-    path = tmp_path / "chat.session"
-    if existing:
-        path.write_bytes(b"before")
-    before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr(session_file, "open", FullDisk(room).open, raising=False)
-    with pytest.raises(StorageError, match=r"chat\.session: No space left on device") as caught:
-        session.save(path)
-    assert isinstance(caught.value, OSError)
-    monkeypatch.undo()
-    assert sorted(tmp_path.iterdir()) == before
-    assert not existing or path.read_bytes() == b"before"
-    session.save(path)
-    restored = mixed_model.restore(path)
-    assert list(restored.resume()) == list(session.resume())
-    np.testing.assert_array_equal(restored.prefill(draw_tokens(9)), session.prefill(draw_tokens(9)))
-
-
-@pytest.mark.parametrize("limit", [0, 100, 30_000])
-def test_a_limit_of_file_sizes_is_a_full_disk(session, tmp_path, limit):
-    path = tmp_path / "chat.session"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(StorageError, match="File too large"):
-            session.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
-    session.save(path)
-    assert path.stat().st_size > limit
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_fails_late_leaves_all_as_it_was(session, path, monkeypatch, call):
-    before = path.read_bytes()
-    session.rewind(0)
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(session_file.os, call, fail)
-    with pytest.raises(StorageError, match="Input/output error"):
-        session.save(path)
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_an_interrupted_save_leaves_no_file(session, tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(session_file.os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        session.save(tmp_path / "chat.session")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("name", "named"), [("", "no regular file"), ("no/such/folder", "no folder")])
-def test_names_that_no_file_can_have(session, tmp_path, name, named):
-    with pytest.raises(ConfigError, match=named):
-        session.save(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_link_keeps_pointing_to_the_file(mixed_model, session, tmp_path):
-    (tmp_path / "other").mkdir()
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "other" / "chat.session")
-    session.save(link)
-    assert link.is_symlink()
-    assert (tmp_path / "other" / "chat.session").is_file()
-    mixed_model.restore(link)
 
 
 def test_the_file_is_a_safetensors_file(mixed_model, session, path):
