@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,22 @@ def prompt_file(sample: Sample, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = tmp_path_factory.mktemp("prompt") / "prompt.txt"
     path.write_text(sample.prompt, encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must be refused with exit code 2 and one line; returns the line."""
+
+    def run(*arguments: str) -> str:
+        try:
+            code = main(list(arguments))
+        except SystemExit as stopped:  # argparse's own
+            code = stopped.code
+        output = capsys.readouterr()
+        assert code == 2
+        assert output.out == ""
+        assert output.err.startswith("ortolan: error: ")
+        assert output.err.count("\n") == 1
+        return output.err
+
+    return run

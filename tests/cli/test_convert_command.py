@@ -76,17 +76,8 @@ def test_overwrite_is_needed_and_works(source, tmp_path):
         (["--dtype", "float16"], "--dtype"),
     ],
 )
-def test_bad_option_is_one_line_and_writes_nothing(source, arguments, named, tmp_path, capsys):
-    try:
-        code = main(["convert", str(source), str(tmp_path / "model"), *arguments])
-    except SystemExit as stopped:  # argparse's own
-        code = stopped.code
-    output = capsys.readouterr()
-    assert code == 2
-    assert output.out == ""
-    assert output.err.startswith("ortolan: error: ")
-    assert output.err.count("\n") == 1
-    assert named in output.err
+def test_bad_option_is_one_line_and_writes_nothing(source, arguments, named, tmp_path, refused):
+    assert named in refused("convert", str(source), str(tmp_path / "model"), *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -44,9 +44,5 @@ def test_kept_folder_is_an_exported_model_and_is_used_again(tmp_path, capsys):
         ["--device", "tpu"],
     ],
 )
-def test_bad_option_is_one_line(arguments, capsys):
-    assert main(["demo", *arguments]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("ortolan: error: ")
-    assert output.err.count("\n") == 1
+def test_bad_option_is_one_line(arguments, refused):
+    refused("demo", *arguments)

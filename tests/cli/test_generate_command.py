@@ -97,17 +97,8 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
         (["--prompt-file", "x"], "--prompt"),
     ],
 )
-def test_bad_option_is_one_line(arguments, named, model_dir, capsys):
-    try:
-        code = main(["generate", str(model_dir), "--prompt", "def f():", *arguments])
-    except SystemExit as stopped:  # argparse's own
-        code = stopped.code
-    output = capsys.readouterr()
-    assert code == 2
-    assert output.out == ""
-    assert output.err.startswith("ortolan: error: ")
-    assert output.err.count("\n") == 1
-    assert named in output.err
+def test_bad_option_is_one_line(arguments, named, model_dir, refused):
+    assert named in refused("generate", str(model_dir), "--prompt", "def f():", *arguments)
 
 
 @pytest.mark.parametrize("prompt", ["", "\udcff"])
