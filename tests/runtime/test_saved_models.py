@@ -37,8 +37,9 @@ def test_float16(tmp_path, path, draw_tokens):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_caches_of_two_bytes_are_copied_bit_for_bit(mixed_model, monkeypatch, device, path, dtype):
     """No CPU kernel computes in bfloat16, so the caches are filled by hand; NaN keeps its bits."""
-    monkeypatch.setattr(mixed_model, "manifest", dataclasses.replace(mixed_model.manifest, dtype=dtype))
+    # First: it is kept once it was asked for, and comes back when the test is over.
     monkeypatch.setattr(mixed_model, "fingerprint", mixed_model.fingerprint | {"dtype": dtype})
+    monkeypatch.setattr(mixed_model, "manifest", dataclasses.replace(mixed_model.manifest, dtype=dtype))
     model = place(mixed_model, device, monkeypatch)
     session, rng = model.session(), np.random.default_rng(0)
     for layer in session._caches.layers:
