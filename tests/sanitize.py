@@ -44,6 +44,9 @@ def copies() -> None:
     full = {name: rng.standard_normal((2, 2, 300, 64)).astype(devices.element()) for name in caches}
     keep = np.sort(rng.permuted(np.tile(np.arange(300, dtype=np.int32), (2, 2, 1)), axis=2)[..., :150], axis=2)
     run_in_place("KvCompact", {**full, "keep": keep})
+    for kv_heads, slots in ((1, 20_000), (7, 2_000)):
+        full = {name: rng.standard_normal((1, kv_heads, slots, 64)).astype(devices.element()) for name in caches}
+        run_in_place("KvCompact", {**full, "keep": np.arange(1, slots, dtype=np.int32)[None, None]})
 
 
 def heads() -> None:

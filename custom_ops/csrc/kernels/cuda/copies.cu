@@ -1,12 +1,12 @@
 // RingKvAppend and SnapKvCapture on CUDA: packed rows go to the slots of their positions, bit for bit.
 //
 // Layout: a packed row is one token: Hkv * D elements of a key and of a value, or Hq * D of a query. A thread
-// owns one vector column of a row (up to 16 bytes) and kRows rows, so that up to 2 * kRows loads are in
-// flight. Grid: x walks rows, y the columns of wide rows. Sizes come from shapes alone; a thread finds the
-// sequence of its row in query_start on the device. Where no row can be dropped, loads start before that
-// search ends. Determinism: of the rows of a chunk that share a slot only the last is copied, so no two
-// threads write one byte. Safety: rows outside the packing, negative positions and pages outside the pool are
-// not copied.
+// owns one vector column of a row (up to 16 bytes) of every buffer: with a row per thread no block holds many
+// registers, and blocks of all sizes of work fill the device evenly. Grid: x walks rows, y the columns of
+// wide rows. Sizes come from shapes alone; a thread finds the sequence of its row in query_start on the
+// device. Where no row can be dropped, loads start before that search ends. Determinism: of the rows of a
+// chunk that share a slot only the last is copied, so no two threads write one byte. Safety: rows outside the
+// packing, negative positions and pages outside the pool are not copied.
 #include "kernels.h"
 #include "launch.cuh"
 #include "packed_rows.cuh"
@@ -17,7 +17,6 @@ namespace ortolan::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kManyRows = 4;  // rows a thread takes once there are enough to fill the device
 
 // Byte offsets of one vector's move; a negative target: it is not copied.
 struct Move {
@@ -75,40 +74,24 @@ struct CaptureRows {
   }
 };
 
-template <typename Vector, int kRows, typename Rows>
+template <typename Vector, typename Rows>
 __global__ void __launch_bounds__(kThreads) copy_rows(const Rows rows, int64_t units, int columns) {
   launch_dependents();
   const int column = blockIdx.y * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
+  const int64_t unit = blockIdx.x * static_cast<int64_t>(blockDim.y) + threadIdx.y;
+  if (column >= columns || unit >= units) return;
   wait_for_previous_kernel();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows * blockDim.y + threadIdx.y;
-  Vector data[kRows][Rows::kBuffers];
-  auto load = [&](int r, int64_t source) {
+  Vector data[Rows::kBuffers];
+  const auto load = [&](int64_t source) {
     for (int buffer = 0; buffer < Rows::kBuffers; ++buffer)
-      data[r][buffer] =
-          *reinterpret_cast<const Vector*>(static_cast<const char*>(rows.source(buffer)) + source);
+      data[buffer] = *reinterpret_cast<const Vector*>(static_cast<const char*>(rows.source(buffer)) + source);
   };
-  const auto unit = [&](int r) { return first + r * static_cast<int64_t>(blockDim.y); };
-  Move moves[kRows];
-  if (rows.source_is_unit) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (unit(r) < units) load(r, (unit(r) * columns + column) * sizeof(Vector));
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-    if (unit(r) < units) moves[r] = rows.template locate<Vector>(unit(r), column, columns);
-  if (!rows.source_is_unit) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-      if (moves[r].target >= 0) load(r, moves[r].source);
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (moves[r].target < 0) continue;
-    for (int buffer = 0; buffer < Rows::kBuffers; ++buffer)
-      *reinterpret_cast<Vector*>(static_cast<char*>(rows.target(buffer)) + moves[r].target) = data[r][buffer];
-  }
+  if (rows.source_is_unit) load((unit * columns + column) * sizeof(Vector));
+  const Move move = rows.template locate<Vector>(unit, column, columns);
+  if (move.target < 0) return;
+  if (!rows.source_is_unit) load(move.source);
+  for (int buffer = 0; buffer < Rows::kBuffers; ++buffer)
+    *reinterpret_cast<Vector*>(static_cast<char*>(rows.target(buffer)) + move.target) = data[buffer];
 }
 
 template <typename Vector, typename Rows>
@@ -116,12 +99,9 @@ cudaError_t launch_rows(const Rows& rows, int64_t units, int64_t columns, const 
   const int64_t column_blocks = divide_up(columns, kThreads);
   const auto width = static_cast<unsigned>(divide_up(columns, column_blocks));
   const dim3 block(width, kThreads / width);
-  const int64_t device_threads = int64_t{2048} * launch.device.num_multiprocessors;
-  const bool many = units * columns >= kManyRows * device_threads / 2;
-  const int64_t row_blocks = divide_up(units, static_cast<int64_t>(block.y) * (many ? kManyRows : 1));
-  const dim3 grid(static_cast<unsigned>(row_blocks), static_cast<unsigned>(column_blocks));
-  const auto kernel = many ? copy_rows<Vector, kManyRows, Rows> : copy_rows<Vector, 1, Rows>;
-  return launch_overlapped(kernel, grid, block, 0, launch, rows, units, static_cast<int>(columns));
+  const dim3 grid(static_cast<unsigned>(divide_up(units, block.y)), static_cast<unsigned>(column_blocks));
+  return launch_overlapped(copy_rows<Vector, Rows>, grid, block, 0, launch, rows, units,
+                           static_cast<int>(columns));
 }
 
 }  // namespace

@@ -116,6 +116,21 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Blocks in this block's cluster, of sm_90 and later.
+__device__ __forceinline__ int cluster_size() {
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(blocks));
+  return static_cast<int>(blocks);
+}
+// The barrier of all threads of a cluster, in two halves, for whole warps; it orders no memory accesses.
+__device__ __forceinline__ void cluster_arrive() {
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
+
 // A barrier in shared memory that counts arrivals, of threads and of asynchronous copies. Its phases
 // alternate in parity.
 struct Barrier {
@@ -155,6 +170,33 @@ struct Barrier {
     }
   }
 };
+
+// Copies a multiple of 16 bytes to shared memory by the copy engine of sm_90 and later; the barrier counts
+// them.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+          shared),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier.state))
+      : "memory");
+}
+// Copies a multiple of 16 bytes from shared memory, in this thread's open group.
+__device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until all but kPending groups have read what they store.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+// Until all groups have written.
+__device__ __forceinline__ void bulk_wait_written() {
+  asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
+}
 
 // A barrier of some warps of a block; number 0 is __syncthreads'.
 template <int kNumber, int kThreads>
