@@ -41,7 +41,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
         ),
         outputs=(
-            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True),
+            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True, spends=4),
             Port(
                 name="y_float32",
                 shape="[T, O]",

@@ -13,6 +13,7 @@ from tolerances import LOGITS_RELATIVE
 import ortolan
 from ortolan.graphs import count_fusions, fuse_model
 from ortolan.graphs.external_data import read_external_data
+from ortolan.graphs.verify import without_weights
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
@@ -111,6 +112,21 @@ def test_layers_are_these_operators(exported):
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
     left = [n.op_type for n in fused.graph.node if n.name.startswith("layers.") and not n.domain]
     assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
+
+
+def test_sums_can_be_formed_in_the_buffers_of_their_residuals(exported):
+    family, folder = exported
+    fused = load_graphs(folder)[1]
+    graph = onnx.shape_inference.infer_shapes(without_weights(fused)).graph
+    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.value_info}
+    readers = {name: index for index, node in enumerate(fused.graph.node) for name in node.input}
+    sums = [(i, n) for i, n in enumerate(fused.graph.node) if n.op_type == "FusedLinear" and len(n.input) > 4]
+    assert len(sums) == (0 if family in SANDWICH_OR_POST_NORM else 2 * LAYERS)
+    tokens = next(v for v in fused.graph.input if v.name == "token_ids").type.tensor_type.shape.dim[0].dim_param
+    for index, node in sums:
+        assert shapes[node.output[0]] == shapes[node.input[4]]
+        assert shapes[node.output[0]][0] == tokens
+        assert readers[node.input[4]] == index, "the residual is read later"
 
 
 def test_bindings_and_metadata_stay(exported):

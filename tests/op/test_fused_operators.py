@@ -8,6 +8,7 @@ import pytest
 from fused_cases import (
     LinearCase,
     QkvCase,
+    linear_chain,
     linear_feeds,
     linear_outputs,
     plain_heads,
@@ -16,6 +17,7 @@ from fused_cases import (
     qkv_feeds,
     qkv_outputs,
     run_fused,
+    run_model,
 )
 from tolerances import assert_as_good_as_plain
 
@@ -91,6 +93,39 @@ def test_linear_may_write_over_its_residual(case, tokens):
     in_place = run_fused("FusedLinear", feeds, outputs, {"y": "residual"}, **case.attributes)
     np.testing.assert_array_equal(bits(again["y"]), bits(apart["y"]))
     np.testing.assert_array_equal(bits(in_place["y"]), bits(apart["y"]))
+
+
+CHAIN = {  # of each sum: x, weight, residual; y0 is read twice, y2 and y3 may take the buffers of y0 and y1
+    "y0": ("x", "weight_a", ""),
+    "y1": ("x", "weight_b", "y0"),
+    "y2": ("y1", "weight_a", "y0"),
+    "y3": ("y2", "weight_b", "y1"),
+    "y4": ("y3", "weight_a", ""),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 300])
+def test_sums_in_the_buffers_of_their_residuals_are_the_same(tokens):
+    attributes = LinearCase().attributes
+    values = {"x": linear_feeds(LinearCase(), tokens, 64, 64)["x"]}
+    values |= {f"weight_{n}": linear_feeds(LinearCase(), 1, 64, 64, seed)["weight"] for seed, n in enumerate("ab")}
+    inputs, outputs = dict(values), {"y": (values["x"].shape, devices.element())}
+    for name, ports in CHAIN.items():
+        given = {port: values[v] for port, v in zip(("x", "weight", "residual"), ports, strict=True) if v}
+        values[name] = run_fused("FusedLinear", given, outputs, **attributes)["y"]
+    results = run_model(linear_chain(CHAIN, 64, attributes), inputs, {"y4": outputs["y"]})
+    np.testing.assert_array_equal(bits(results["y4"]), bits(values["y4"]))
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_a_step_of_several_slices_has_no_seam(activation):
+    case, tokens = LinearCase(norm=True, bias=activation == "none", activation=activation), 12_301
+    feeds = linear_feeds(case, tokens, 64, 9600 if activation == "none" else 4800)
+    y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
+    rows = np.unique([*range(0, tokens, 97), *range(0, tokens, 128), *range(127, tokens, 128), tokens - 1])
+    some = feeds | {"x": feeds["x"][rows]}
+    expected = reference.fused_linear(**some, **case.attributes)
+    assert_as_good_as_plain(y[rows], plain_linear(case, some), expected)
 
 
 def test_linear_of_no_tokens_is_empty():
@@ -198,6 +233,18 @@ def test_norm_add_is_as_good_as_plain_operators(tokens, size):
     for source in ("residual", "x"):
         in_place = run_fused("RmsNormAdd", feeds, outputs, {"y": source}, epsilon=1e-6)["y"]
         np.testing.assert_array_equal(bits(in_place), bits(y))
+
+
+@pytest.mark.parametrize("size", [1152, 2048, 4096, 5376])
+def test_a_norm_does_not_depend_on_how_many_rows_there_are(size):
+    rng, tokens, few = np.random.default_rng(size), 4099, 257
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
+    feeds = {name: rng.standard_normal(shape).astype(devices.element()) for name, shape in shapes.items()}
+    whole = run_fused("RmsNormAdd", feeds, {"y": ((tokens, size), devices.element())}, epsilon=1e-6)["y"]
+    for begin in (0, 1000, tokens - few):
+        part = feeds | {name: feeds[name][begin : begin + few] for name in ("x", "residual")}
+        y = run_fused("RmsNormAdd", part, {"y": ((few, size), devices.element())}, epsilon=1e-6)["y"]
+        np.testing.assert_array_equal(bits(whole[begin : begin + few]), bits(y))
 
 
 REFUSALS = {

@@ -105,7 +105,7 @@ inline constexpr Port kFusedLinearInputs[] = {
     {"residual", "[T, O]", PortType::kElement, true, -1},
 };
 inline constexpr Port kFusedLinearOutputs[] = {
-    {"y", "[T, O]", PortType::kElement, true, -1},
+    {"y", "[T, O]", PortType::kElement, true, -1, false, 4},
     {"y_float32", "[T, O]", PortType::kFloat32, true, -1},
 };
 inline constexpr std::array<std::string_view, 2> kFusedLinearAttributes = {"epsilon", "activation"};
