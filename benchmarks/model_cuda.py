@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192, 32768], help="prompt lengths, tokens")
     parser.add_argument("--decode", type=int, default=96, help="tokens decoded after each prompt")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--chunk-size", type=int, default=8192, help="prompt tokens per step, ours")
+    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step, ours (default: what a session chooses)")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -79,7 +79,7 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def export_ours(checkpoint: Path, folder: Path, max_context: int, chunk_size: int) -> Path:
+def export_ours(checkpoint: Path, folder: Path, max_context: int, chunk_size: int | None) -> Path:
     """Export by Ortolan."""
     if not folder.exists():
         ortolan.export(checkpoint, folder, dtype="bfloat16", max_context=max_context, chunk_size=chunk_size)
