@@ -95,6 +95,19 @@ def linear_chain(
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def angle_feeds(tokens: int, pairs: int) -> Feeds:
+    """Positions [T] up to a million, the first ones among them, and frequencies [1, R] as RoPE has them."""
+    positions = np.concatenate([np.arange(tokens // 2), np.linspace(tokens, 1e6, tokens - tokens // 2)])
+    inv_freq = 10_000.0 ** -(np.arange(pairs) / pairs)
+    return {"positions": positions.astype(np.int64), "inv_freq": inv_freq.astype(np.float32)[None]}
+
+
+def angle_outputs(feeds: Feeds) -> Outputs:
+    """Both outputs of RopeAngles."""
+    shape = (1, len(feeds["positions"]), feeds["inv_freq"].shape[1])
+    return dict.fromkeys(("cosine", "sine"), (shape, np.dtype(np.float32)))
+
+
 def rounded(values: np.ndarray, element: np.dtype) -> np.ndarray:
     """Round float32 values to the element type, as between the operators of a plain graph."""
     return values.astype(element).astype(np.float32)

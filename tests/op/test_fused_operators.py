@@ -1,13 +1,17 @@
-"""FusedLinear, QkvRopeAppend and RmsNormAdd on a GPU against the float64 reference; a CPU has no kernels for them."""
+"""The fused graph's operators on a GPU against the float64 reference; a CPU has no kernels for them."""
 
 import dataclasses
 
 import devices
 import numpy as np
 import pytest
+from expand_fused import expand_fused
 from fused_cases import (
     LinearCase,
     QkvCase,
+    angle_feeds,
+    angle_outputs,
+    build_fused_model,
     linear_chain,
     linear_feeds,
     linear_outputs,
@@ -247,6 +251,19 @@ def test_a_norm_does_not_depend_on_how_many_rows_there_are(size):
         np.testing.assert_array_equal(bits(whole[begin : begin + few]), bits(y))
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize(("tokens", "pairs"), [(1, 32), (7, 5), (300, 64), (4099, 128), (0, 32)])
+def test_angles_have_the_bits_of_standard_operators(tokens, pairs, factor):
+    feeds = angle_feeds(tokens, pairs)
+    model = build_fused_model("RopeAngles", feeds, angle_outputs(feeds), {"factor": factor})
+    results = run_model(model, feeds, angle_outputs(feeds))
+    standard = run_model(expand_fused(model), feeds, angle_outputs(feeds))
+    expected = reference.rope_angles(**feeds, factor=factor)
+    for name, wide in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(bits(results[name]), bits(standard[name]))
+        assert np.abs(results[name] - wide).max(initial=0) <= 2**-22 * factor
+
+
 REFUSALS = {
     "exactly one of the outputs": ({}, {"y": (2, 8), "y_float32": (2, 8)}, {}),
     "weight' has shape": ({"weight": (8, 15)}, {"y": (2, 8)}, {}),
@@ -268,6 +285,13 @@ def test_linear_refuses(message):
     with pytest.raises(Exception, match=message) as error:
         run_fused("FusedLinear", feeds, {k: (shape, types[k]) for k, shape in shapes.items()}, **attributes)
     assert "FusedLinear" in str(error.value)
+
+
+def test_angles_refuse_two_rows_of_frequencies():
+    feeds = {"positions": np.zeros(3, np.int64), "inv_freq": np.zeros((2, 4), np.float32)}
+    with pytest.raises(Exception, match="inv_freq' has shape") as error:
+        run_fused("RopeAngles", feeds, dict.fromkeys(("cosine", "sine"), ((1, 3, 4), np.dtype(np.float32))))
+    assert "RopeAngles" in str(error.value)
 
 
 QKV_REFUSALS = {

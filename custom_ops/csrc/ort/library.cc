@@ -169,11 +169,13 @@ void define_all(std::vector<Operator>& list, const Computes& computes, Provider 
   list.push_back(define<kSnapKvCaptureSchema>(computes.snapkv_capture, provider, element));
   list.push_back(define<kSnapKvScoreSchema>(computes.snapkv_score, provider, element));
   list.push_back(define<kKvCompactSchema>(computes.kv_compact, provider, element));
-  if (element == ElementType::kFloat32)  // it has no port of that type, and is registered once
+  if (element == ElementType::kFloat32)  // without a port of that type an operator is registered once
     list.push_back(define<kKvSelectSchema>(computes.kv_select, provider, element));
   if (provider == Provider::kCpu) return;  // the schemas below are CUDA-only
   list.push_back(define<kFusedLinearSchema>(computes.fused_linear, provider, element));
   list.push_back(define<kQkvRopeAppendSchema>(computes.qkv_rope_append, provider, element));
+  if (element == ElementType::kFloat32)
+    list.push_back(define<kRopeAnglesSchema>(computes.rope_angles, provider, element));
   list.push_back(define<kRmsNormAddSchema>(computes.rms_norm_add, provider, element));
 }
 

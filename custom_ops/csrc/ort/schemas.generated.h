@@ -136,6 +136,18 @@ inline constexpr std::array<std::string_view, 4> kQkvRopeAppendAttributes = {"nu
 inline constexpr Schema kQkvRopeAppendSchema = {"QkvRopeAppend", kQkvRopeAppendInputs,
                                   kQkvRopeAppendOutputs, kQkvRopeAppendAttributes, true};
 
+inline constexpr Port kRopeAnglesInputs[] = {
+    {"positions", "[T]", PortType::kInt64, false, -1},
+    {"inv_freq", "[1, R]", PortType::kFloat32, false, -1},
+};
+inline constexpr Port kRopeAnglesOutputs[] = {
+    {"cosine", "[1, T, R]", PortType::kFloat32, false, -1},
+    {"sine", "[1, T, R]", PortType::kFloat32, false, -1},
+};
+inline constexpr std::array<std::string_view, 1> kRopeAnglesAttributes = {"factor"};
+inline constexpr Schema kRopeAnglesSchema = {"RopeAngles", kRopeAnglesInputs,
+                                  kRopeAnglesOutputs, kRopeAnglesAttributes, true};
+
 inline constexpr Port kRmsNormAddInputs[] = {
     {"x", "[T, I]", PortType::kElement, false, -1},
     {"norm_weight", "[I]", PortType::kElement, false, -1},
