@@ -21,6 +21,7 @@ from model_shapes import SHAPES, make_checkpoint, save_bfloat16
 
 import ortolan
 
+RINGS_CHUNK = 8192  # prompt tokens per step that rings are planned for, where the command names no number
 WORKER = Path(__file__).with_name("cuda_worker.py")
 
 
@@ -60,7 +61,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 8192, 32768], help="prompt lengths, tokens")
     parser.add_argument("--decode", type=int, default=96, help="tokens decoded after each prompt")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--chunk-size", type=int, default=8192, help="prompt tokens per step, ours")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        help=f"prompt tokens per step, ours (default: {RINGS_CHUNK} for models with windows, else a session's choice)",
+    )
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -69,7 +74,8 @@ def main() -> None:
         work = (options.work_dir or Path(scratch)) / options.shape
         checkpoint = make_checkpoint(options.shape, work / "checkpoint", "bfloat16", save_bfloat16)
         limit = max(options.prompts) + options.decode + 2
-        folders = {"ortolan": export_ours(checkpoint, work / "ortolan", limit, options.chunk_size)}
+        chunk_size = options.chunk_size or (RINGS_CHUNK if SHAPES[options.shape].get("sliding_window") else None)
+        folders = {"ortolan": export_ours(checkpoint, work / "ortolan", limit, chunk_size)}
         if not options.no_peer:
             folders["genai"] = export_peer(checkpoint, work / "genai")
         results = {name: measure(name, folder, limit, options) for name, folder in folders.items() if folder}
@@ -79,7 +85,7 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def export_ours(checkpoint: Path, folder: Path, max_context: int, chunk_size: int) -> Path:
+def export_ours(checkpoint: Path, folder: Path, max_context: int, chunk_size: int | None) -> Path:
     """Export by Ortolan."""
     if not folder.exists():
         ortolan.export(checkpoint, folder, dtype="bfloat16", max_context=max_context, chunk_size=chunk_size)

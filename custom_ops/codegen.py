@@ -58,8 +58,8 @@ def render_cpp() -> str:
 
 def _cpp_port(port: Port) -> str:
     optional = _cpp_bool(port.optional)
-    on_host = ", true" if port.on_host else ""
-    return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}{on_host}}},'
+    rest = f", {_cpp_bool(port.on_host)}, {port.spends}" if port.spends >= 0 else ", true" if port.on_host else ""
+    return f'    {{"{port.name}", "{port.shape}", {_CPP_TYPES[port.type]}, {optional}, {port.alias}{rest}}},'
 
 
 def _cpp_bool(value: bool) -> str:
@@ -165,6 +165,8 @@ def _doc_row(kind: str, index: int, port: Port) -> str:
         notes += " Optional."
     if port.alias >= 0:
         notes += f" Continues the buffer of input {port.alias}."
+    if port.spends >= 0:
+        notes += f" Takes the buffer of input {port.spends} where nothing reads that later."
     return f"| {kind} {index} | `{port.name}` | {port.shape} | {port.type} | {notes} |"
 
 

@@ -301,6 +301,29 @@ def qkv_rope_append(
     return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "sink": sink, "capacity": capacity})
 
 
+def rope_angles(
+    positions: str,
+    inv_freq: str,
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    factor: float = 1.0,
+) -> onnx.NodeProto:
+    """Build a RopeAngles node.
+
+    Cosines and sines of RoPE: cosine = factor * cos(positions * inv_freq), in float32, and sine likewise.
+
+    Args:
+        positions: [T] tensor(int64). Logical position of each token.
+        inv_freq: [1, R] tensor(float). Radians per position of each rotated pair.
+        outputs: names of cosine [1, T, R], sine [1, T, R].
+        name: name of the node.
+        factor: Multiplies cosine and sine. Allowed: any number.
+    """
+    inputs = (positions, inv_freq,)
+    return operator_node("RopeAngles", inputs, outputs, name, {"factor": factor})
+
+
 def rms_norm_add(
     x: str,
     norm_weight: str,

@@ -9,6 +9,7 @@ from ortolan.custom_ops.schema_parts import (
     EPSILON,
     FLOAT,
     INT32,
+    INT64,
     KEY_CACHE,
     PAST_LEN,
     QUERY_START,
@@ -41,7 +42,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
         ),
         outputs=(
-            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True),
+            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True, spends=4),
             Port(
                 name="y_float32",
                 shape="[T, O]",
@@ -139,6 +140,20 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             SINK,
             CAPACITY,
         ),
+        cuda_only=True,
+    ),
+    Operator(
+        name="RopeAngles",
+        doc="Cosines and sines of RoPE: cosine = factor * cos(positions * inv_freq), in float32, and sine likewise.",
+        inputs=(
+            Port(name="positions", shape="[T]", type=INT64, doc="Logical position of each token."),
+            Port(name="inv_freq", shape="[1, R]", type=FLOAT, doc="Radians per position of each rotated pair."),
+        ),
+        outputs=(
+            Port(name="cosine", shape="[1, T, R]", type=FLOAT, doc="The cosines."),
+            Port(name="sine", shape="[1, T, R]", type=FLOAT, doc="The sines."),
+        ),
+        attributes=(Attribute(name="factor", default=1.0, allowed="any number", doc="Multiplies cosine and sine."),),
         cuda_only=True,
     ),
     Operator(

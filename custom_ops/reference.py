@@ -259,6 +259,13 @@ def fused_linear(
     return y if residual is None else residual.astype(np.float64) + y
 
 
+def rope_angles(positions: Array, inv_freq: Array, *, factor: float = 1.0) -> tuple[Floats, Floats]:
+    """Return cosines and sines [1, T, R] of angles that are rounded to float32, as the operator's are."""
+    angles = positions.astype(np.float32)[None, :, None] * inv_freq.astype(np.float32)
+    wide = angles.astype(np.float64)
+    return factor * np.cos(wide), factor * np.sin(wide)
+
+
 def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:
     """Return residual + RMSNorm(x), [T, I]."""
     return residual.astype(np.float64) + _rms_norm(x, norm_weight, epsilon)

@@ -19,6 +19,8 @@ class Port:
         shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
         type: `T1`, or an ONNX type string.
         alias: for an output, the index of the input whose buffer it continues; -1 for none.
+        spends: for an output, the index of the input whose buffer it takes where nothing reads that input later; -1
+            for none.
         on_host: an input that is read on the host, on every device.
     """
 
@@ -28,6 +30,7 @@ class Port:
     doc: str
     optional: bool = False
     alias: int = -1
+    spends: int = -1
     on_host: bool = False
 
 

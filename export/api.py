@@ -44,6 +44,7 @@ from ortolan.graphs import (
 )
 from ortolan.graphs.config import ModelConfig
 from ortolan.manifest import (
+    DEFAULT_CHUNK_SIZE,
     DTYPES,
     FUSED_FILE,
     MODEL_FILE,
@@ -63,7 +64,7 @@ class ExportOptions:
 
     dtype: str
     max_context: int
-    chunk_size: int
+    chunk_size: int | None
     sink: int
     snapkv_window: int
     paged: bool
@@ -76,7 +77,9 @@ class ExportOptions:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.weights not in WEIGHT_KINDS:
             raise ConfigError(f"weights is {self.weights!r}; allowed: {', '.join(WEIGHT_KINDS)}")
-        check_numbers(self, max_context=1, chunk_size=1, sink=0, snapkv_window=0)
+        check_numbers(self, max_context=1, sink=0, snapkv_window=0)
+        if self.chunk_size is not None:
+            check_numbers(self, chunk_size=1)
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
         check_page_size(self.page_size)
@@ -92,7 +95,7 @@ def export(
     out_dir: str | Path,
     dtype: str = "float32",
     max_context: int = 32768,
-    chunk_size: int = 2048,
+    chunk_size: int | None = None,
     sink: int = 0,
     snapkv_window: int = 64,
     paged: bool = False,
@@ -109,7 +112,8 @@ def export(
         out_dir: folder to make; written under a temporary name beside it, and renamed when it is whole.
         dtype: "float32", "float16" or "bfloat16", of weights, activations and caches.
         max_context: longest sequence, tokens.
-        chunk_size: prompt tokens per step that the ring caches are planned for by default.
+        chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
+            sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
         snapkv_window: queries captured for SnapKV; 0 exports a model that cannot evict.
         paged: make caches pools of pages with block tables, which many sequences share.
@@ -245,7 +249,8 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         vocab_size=config.vocab_size,
         num_heads=config.num_heads,
         max_context=options.max_context,
-        chunk_size=options.chunk_size,
+        chunk_size=DEFAULT_CHUNK_SIZE if options.chunk_size is None else options.chunk_size,
+        chunk_chosen=options.chunk_size is not None,
         sink=options.sink,
         snapkv_window=options.snapkv_window,
         paged=options.paged,

@@ -31,7 +31,7 @@ from ortolan.graphs import (
     convert_model,
     verify_model,
 )
-from ortolan.manifest import MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.manifest import DEFAULT_CHUNK_SIZE, MODEL_FILE, LayerInfo, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 
@@ -41,7 +41,7 @@ class ConvertArguments:
     """Options of `convert`, checked."""
 
     max_context: int | None
-    chunk_size: int
+    chunk_size: int | None
     sink: int
     snapkv_window: int
     paged: bool
@@ -49,9 +49,10 @@ class ConvertArguments:
     sliding_window: int
 
     def __post_init__(self) -> None:
-        check_numbers(self, chunk_size=1, sink=0, snapkv_window=0, sliding_window=0)
-        if self.max_context is not None:
-            check_numbers(self, max_context=1)
+        check_numbers(self, sink=0, snapkv_window=0, sliding_window=0)
+        for name in ("max_context", "chunk_size"):
+            if getattr(self, name) is not None:
+                check_numbers(self, **{name: 1})
         check_page_size(self.page_size)
 
     @property
@@ -74,7 +75,7 @@ def convert(
     source: str | Path,
     target: str | Path,
     max_context: int | None = None,
-    chunk_size: int = 2048,
+    chunk_size: int | None = None,
     sink: int = 0,
     snapkv_window: int = 64,
     paged: bool = False,
@@ -92,7 +93,8 @@ def convert(
         source: folder with the graph (genai_config.json names it, or model.onnx), or the .onnx file itself.
         target: folder to make; written under a temporary name beside it, and renamed when it is whole.
         max_context: longest sequence, tokens; None takes what the graph's RoPE tables hold, at most 32768.
-        chunk_size: prompt tokens per step that the ring caches are planned for by default.
+        chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
+            sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
         snapkv_window: queries captured for SnapKV; 0 makes a model that cannot evict.
         paged: make caches pools of pages with block tables, which many sequences share.
@@ -178,7 +180,8 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         vocab_size=conversion.vocab_size,
         num_heads=scores.num_heads,
         max_context=conversion.max_context,
-        chunk_size=arguments.chunk_size,
+        chunk_size=DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size,
+        chunk_chosen=arguments.chunk_size is not None,
         sink=arguments.sink,
         snapkv_window=arguments.snapkv_window,
         paged=arguments.paged,

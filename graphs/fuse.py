@@ -9,6 +9,7 @@ import onnx
 
 from ortolan.custom_ops import register_schemas
 from ortolan.custom_ops.schema import OPERATORS
+from ortolan.graphs.fusions.angles import fuse_angles, list_angles_late
 from ortolan.graphs.fusions.gated_mlp import fuse_gated_mlp
 from ortolan.graphs.fusions.linear import fuse_linears
 from ortolan.graphs.fusions.norm_add import fuse_norm_adds
@@ -23,9 +24,9 @@ _PLAIN = ("Gemm", "RMSNormalization", "RotaryEmbedding", "RingKvAppend")
 def fuse_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Fuse a decoder graph for CUDA; inputs, outputs and the bytes of the weights stay what they are.
 
-    The rewrites, in order: `fusions.qkv`, `fusions.gated_mlp`, `fusions.linear`, `fusions.norm_add`. A part whose
-    pattern, uses or weight layout differ stays plain. Joined weights point at the range of bytes that their parts
-    have in common, so a session of the fused graph holds each weight once.
+    The rewrites, in order: `fusions.qkv`, `fusions.angles`, `fusions.gated_mlp`, `fusions.linear`, `fusions.norm_add`.
+    A part whose pattern, uses or weight layout differ stays plain. Joined weights point at the range of bytes that
+    their parts have in common, so a session of the fused graph holds each weight once.
 
     Args:
         model: what `build_model` made, with external data attached; it is not changed.
@@ -38,10 +39,11 @@ def fuse_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     register_schemas()
     rewriter = GraphRewriter(model)
-    for rewrite in (fuse_qkv, fuse_gated_mlp, fuse_linears, fuse_norm_adds):
+    for rewrite in (fuse_qkv, fuse_angles, fuse_gated_mlp, fuse_linears, fuse_norm_adds):
         rewrite(rewriter)
         rewriter.sweep()
     fused = rewriter.finish()
+    list_angles_late(fused.graph)
     fused.graph.doc_string = model.graph.doc_string + FUSED_DOC_STRING
     fused.metadata_props.add(key=FUSIONS_METADATA, value=json.dumps(count_fusions(fused)))
     return fused

@@ -23,6 +23,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
     checks = {
         "FusedLinear": checker.linear,
         "QkvRopeAppend": checker.qkv,
+        "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
     }
     for node in graph.node:
@@ -93,6 +94,13 @@ class _Checker:
         self._expect(node, "qkv", qkv, (heads + 2 * kv_heads) * size)
         self._expect_dims(node, "query_norm_weight", query_norm, [size])
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
+
+    def angles(self, node: onnx.NodeProto) -> None:
+        """Check a RopeAngles: one list of frequencies."""
+        _, name = _ports(node.input, 2)
+        dims = self._weight_dims(node, "inv_freq", name, 2)
+        if dims[0] != 1 or dims[1] < 1:
+            raise _mismatch(node, f"inv_freq '{name}' has the shape {dims}; expected [1, R]")
 
     def norm_add(self, node: onnx.NodeProto) -> None:
         """Check an RmsNormAdd: one number of features throughout."""

@@ -17,6 +17,7 @@ MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
 EVICT_FILE = "evict.onnx"
 FORMAT_VERSION = 1
+DEFAULT_CHUNK_SIZE = 2048  # prompt tokens per step, where nobody named a number
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -79,6 +80,7 @@ class Manifest:
     Attributes:
         rope_limits: for each RoPE variant, the longest sequence it serves, ascending; the last one
             equals `max_context`. More than one entry means the graph takes `rope_variant`.
+        chunk_chosen: whether whoever made the folder named `chunk_size`; where not, CUDA may read larger chunks.
         ropes: for each rope by name and each of its variants, the radians per position of every rotated pair; None
             in folders that were exported without them.
         snapkv_window: rows of the capture buffers (Wq) by default; 0 where the graph captures nothing.
@@ -107,6 +109,7 @@ class Manifest:
     fused_model: str | None = None
     page_size: int = 0
     cache_kinds: tuple[CacheKind, ...] = ()
+    chunk_chosen: bool = True
     ropes: dict[str, tuple[tuple[float, ...], ...]] | None = None
     ortolan_version: str = ""
     operator_version: int = 1

@@ -217,18 +217,19 @@ class DeviceSession(Session):
         chunk = reading[0]
         if chunk.failure:
             raise chunk.failure
+        tokens = chunk.tokens.tolist()  # while the device is at work
         self._device.wait(chunk.slot.end)
         if chunk.slot.produced[0] == BAD:
-            raise self._numeric_error(len(chunk.tokens))
+            raise self._numeric_error(len(tokens))
         reading.popleft()
-        self._count(chunk.tokens)
-        note(len(chunk.tokens))
+        self._count(tokens)
+        note(len(tokens))
 
-    def _count(self, tokens: npt.NDArray[np.int64]) -> None:
+    def _count(self, tokens: list[int]) -> None:
         """Count tokens as read."""
         self._lengths.discard(len(tokens), self._capture_rows)
         self._lengths.advance(len(tokens))
-        self._history.extend(tokens.tolist())
+        self._history.extend(tokens)
 
     def _continue(self, turn: Generation) -> Iterator[int]:
         """Yield tokens; the device is `STEPS_AHEAD` steps further, at most."""
@@ -299,7 +300,7 @@ class DeviceSession(Session):
             raise
         self._waiting.popleft()
         if slot.is_step:
-            self._count(np.array(self._pending, np.int64))
+            self._count(self._pending)
             self._pending.clear()
             device_seconds = self._device.seconds_between(slot.begin, slot.end)
             self.stats.decode_tokens += 1

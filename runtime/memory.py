@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,17 @@ def estimate_evict_bytes(manifest: Manifest, plan: CachePlan, snapkv: SnapKv | N
     scores = max(plan.layers[i].capacity * layer.num_kv_heads for i, layer in evictable)
     products = 2 * manifest.num_heads * rows if snapkv.policy == "expected" else 0
     return ELEMENT_BYTES["float32"] * (products + SCORE_ARRAYS * scores)
+
+
+def fit_chunk(plan: CachePlan, smallest: int, check: Callable[[CachePlan], None]) -> CachePlan:
+    """Return the plan with its chunk halved, down to `smallest`, until `check` raises no CapacityError."""
+    while plan.chunk_size > smallest:
+        try:
+            check(plan)
+            return plan
+        except CapacityError:
+            plan = dataclasses.replace(plan, chunk_size=max(plan.chunk_size // 2, smallest))
+    return plan
 
 
 def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, int], device: str) -> None:

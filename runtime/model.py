@@ -35,6 +35,7 @@ from ortolan.runtime.memory import (
     check_room,
     estimate_chunk_bytes,
     estimate_evict_bytes,
+    fit_chunk,
     weight_file_bytes,
 )
 from ortolan.runtime.options import SnapKv
@@ -104,14 +105,16 @@ class Model:
 
         Args:
             max_context: longest sequence, tokens; at most the export's, which None takes.
-            chunk_size: most tokens of one prefill step; None takes the export's.
+            chunk_size: most tokens of one prefill step. None takes the export's; where that was not chosen either,
+                sessions on CUDA whose caches do not grow with it read up to 16384, as memory allows.
             snapkv: eviction of full-attention caches; None never evicts.
 
         Raises:
             ConfigError: a number is not allowed, or the model was exported without SnapKV.
             CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
-        return self._make_session(self.plan(max_context, chunk_size, snapkv), snapkv)
+        plan = self.plan(max_context, chunk_size, snapkv)
+        return self._make_session(plan if chunk_size else self._fitting(plan, snapkv), snapkv)
 
     def restore(self, path: str | Path, max_context: int | None = None, chunk_size: int | None = None) -> Session:
         """Make a session from the file that `Session.save` wrote, which goes on as the saved one would have.
@@ -134,7 +137,10 @@ class Model:
             saved.check_model(self.fingerprint)
             context = saved.max_context if max_context is None else max_context
             plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, saved.snapkv)
-            session = self._make_session(plan, saved.snapkv, saved.capacities(plan, self.manifest.sink))
+            capacities = saved.capacities(plan, self.manifest.sink)
+            if chunk_size is None:
+                plan = self._fitting(plan, saved.snapkv, capacities)
+            session = self._make_session(plan, saved.snapkv, capacities)
             session.fill_from(saved)
         return session
 
@@ -200,6 +206,16 @@ class Model:
         return CudaBatchStepper(
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )
+
+    def _fitting(self, plan: CachePlan, snapkv: SnapKv | None, capacities: list[int] | None = None) -> CachePlan:
+        """Return the plan with chunks that there is memory for, where nobody chose their size."""
+        if self._device is None or self.manifest.chunk_chosen:
+            return plan
+
+        def check(smaller: CachePlan) -> None:
+            self._check_room(smaller if capacities is None else smaller.with_capacities(capacities), snapkv)
+
+        return fit_chunk(plan, self.manifest.chunk_size, check)
 
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
         """Refuse a plan that the device has no memory for."""

@@ -11,6 +11,7 @@ from ortolan.manifest import Manifest
 RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
 CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
 STEPS_AHEAD = 2  # decode steps on CUDA that may be under way past the last token read; rings hold room for them
+CUDA_CHUNK = 16_384  # tokens of a prefill step; larger steps spare kernels' beginnings and ends, and take more memory
 CUDA_GROWTH_ROOM = 1024  # slots; each growth captures the decode graph anew
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -116,7 +117,8 @@ def plan_caches(
     Args:
         manifest: of the model.
         max_context: longest sequence, tokens; None takes the manifest's.
-        chunk_size: most tokens of one prefill step; None takes the manifest's.
+        chunk_size: most tokens of one prefill step; None takes the manifest's, or on CUDA `CUDA_CHUNK` where nobody
+            chose that one and no cache grows with it.
         cuda: round capacities up to whole tiles of the CUDA kernels. Those of a paged model are whole pages.
         budget: tokens that evictions during prefill leave in each full-attention cache, which then has room for
             these and a chunk; None has room for the whole context.
@@ -125,7 +127,8 @@ def plan_caches(
         ConfigError: a number is below 1, or the context is longer than the export's.
     """
     context = manifest.max_context if max_context is None else max_context
-    chunk = manifest.chunk_size if chunk_size is None else chunk_size
+    may_widen = cuda and budget is None and not manifest.chunk_chosen
+    chunk = _default_chunk(manifest, context, may_widen=may_widen) if chunk_size is None else chunk_size
     for name, value in (("max_context", context), ("chunk_size", chunk)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
@@ -162,6 +165,13 @@ def plan_caches(
         page_size=manifest.page_size,
         bound=bound,
     )
+
+
+def _default_chunk(manifest: Manifest, context: int, *, may_widen: bool) -> int:
+    """Return the tokens of a prefill step where a session names none; rings would grow with it."""
+    if not may_widen or any(layer.window > 0 for layer in manifest.layers):
+        return manifest.chunk_size
+    return max(manifest.chunk_size, min(CUDA_CHUNK, context))
 
 
 def _growth_room(chunk: int, *, cuda: bool, paged: bool) -> int:

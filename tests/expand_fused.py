@@ -48,7 +48,8 @@ class _Expander:
             self._sizes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
 
     def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv, "RmsNormAdd": self._norm_add}
+        by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
+        by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         inputs = [*node.input, *[""] * 12]
         yield from by_name[node.op_type](node, inputs, attributes) if node.op_type in by_name else [node]
@@ -92,6 +93,21 @@ class _Expander:
         else:
             yield helper.make_node("Gelu", [gate], [active], name=f"{path}/gelu", approximate=GATES[activation])
         yield helper.make_node("Mul", [active, up], [f"{path}/gated"], name=f"{path}/mul")
+
+    def _angles(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        path, to_float = node.name, {"to": onnx.TensorProto.FLOAT}
+        axes = [self._constant(f"{path}/axis_{axis}", [axis]) for axis in (0, 1)]
+        self._graph.initializer.append(numpy_helper.from_array(np.float32(attributes["factor"]), f"{path}/factor"))
+        yield helper.make_node("Cast", [inputs[0]], [f"{path}/positions"], name=f"{path}/cast", **to_float)
+        yield helper.make_node(
+            "Unsqueeze", [f"{path}/positions", axes[1]], [f"{path}/column"], name=f"{path}/unsqueeze"
+        )
+        yield helper.make_node("Mul", [f"{path}/column", inputs[1]], [f"{path}/angles"], name=f"{path}/mul")
+        for function, output in zip(("Cos", "Sin"), node.output, strict=True):
+            here = f"{path}/{function}"
+            yield helper.make_node(function, [f"{path}/angles"], [f"{here}/plain"], name=here)
+            yield helper.make_node("Mul", [f"{here}/plain", f"{path}/factor"], [f"{here}/scaled"], name=f"{here}/mul")
+            yield helper.make_node("Unsqueeze", [f"{here}/scaled", axes[0]], [output], name=f"{here}/unsqueeze")
 
     def _norm_add(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         yield self._norm(node.name, inputs[0], inputs[1], attributes["epsilon"])

@@ -64,6 +64,50 @@ def run_fused(
     return devices.run(_session(model), feeds, outputs, in_place)
 
 
+def run_model(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], outputs: Outputs) -> Feeds:
+    """Run any model on the GPU."""
+    return devices.run(_session(model.SerializeToString(deterministic=True)), feeds, outputs)
+
+
+def linear_chain(
+    nodes: Mapping[str, tuple[str, str, str]], size: int, attributes: Mapping[str, object]
+) -> onnx.ModelProto:
+    """Build a model of FusedLinear nodes whose shapes ONNX Runtime knows; the last node gives the result.
+
+    Args:
+        nodes: by the value [T, size] that each gives, its x, weight [size, size] and residual, or "".
+        size: features of all values.
+        attributes: of each node.
+    """
+
+    def describe(name: str) -> onnx.ValueInfoProto:
+        dims = [size, size] if name.startswith("weight") else ["T", size]
+        return onnx.helper.make_tensor_value_info(name, devices.ONNX_TYPES[devices.element()], dims)
+
+    protos = [
+        emitters.fused_linear(x, weight, residual=residual, outputs=(y,), name=f"test/{y}", **attributes)
+        for y, (x, weight, residual) in nodes.items()
+    ]
+    inputs = sorted({name for ports in nodes.values() for name in ports if name} - nodes.keys())
+    *inner, last = map(describe, nodes)
+    graph = onnx.helper.make_graph(protos, "test", list(map(describe, inputs)), [last], value_info=inner)
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
+    return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def angle_feeds(tokens: int, pairs: int) -> Feeds:
+    """Positions [T] up to a million, the first ones among them, and frequencies [1, R] as RoPE has them."""
+    positions = np.concatenate([np.arange(tokens // 2), np.linspace(tokens, 1e6, tokens - tokens // 2)])
+    inv_freq = 10_000.0 ** -(np.arange(pairs) / pairs)
+    return {"positions": positions.astype(np.int64), "inv_freq": inv_freq.astype(np.float32)[None]}
+
+
+def angle_outputs(feeds: Feeds) -> Outputs:
+    """Both outputs of RopeAngles."""
+    shape = (1, len(feeds["positions"]), feeds["inv_freq"].shape[1])
+    return dict.fromkeys(("cosine", "sine"), (shape, np.dtype(np.float32)))
+
+
 def rounded(values: np.ndarray, element: np.dtype) -> np.ndarray:
     """Round float32 values to the element type, as between the operators of a plain graph."""
     return values.astype(element).astype(np.float32)

@@ -1,7 +1,8 @@
 """Every other linear layer, with its neighbours.
 
 1. RMSNormalization before it, where nothing else reads the norm: folded in.
-2. Add of a residual after it, where nothing else reads the product: folded in.
+2. Add of a residual after it, where nothing else reads the product: folded in. Its shape is written down, so that
+   the sum can be formed in the residual's buffer.
 3. Cast to float32 after it (the head): the float32 output.
 """
 
@@ -30,6 +31,7 @@ def _fuse(rewriter: GraphRewriter, linear: Linear) -> None:
     outputs = [linear.y]
     if residual is not None and user is not None:
         outputs = [user.outputs[0]]
+        rewriter.describe_rows(outputs[0], linear.weight.proto.data_type, linear.rows)
     elif user is not None and user.op == "Cast" and user.attrs["to"] == onnx.TensorProto.FLOAT:  # case 3
         outputs = [gs.Variable.empty(), user.outputs[0]]
     inputs = {

@@ -49,6 +49,7 @@ class GraphRewriter:
             self.graph = gs.import_onnx(self._model)
         self.shapes = self._infer_shapes()
         self._constants: dict[str, Tensor] = {}
+        self._rows: dict[str, onnx.ValueInfoProto] = {}
         self._doc_strings = {node.name: node.doc_string for node in model.graph.node if node.doc_string}
 
     def _infer_shapes(self) -> dict[str, list[int | None]]:
@@ -81,6 +82,10 @@ class GraphRewriter:
     def value(self, name: str) -> Tensor:
         """Make a new value that a node will give."""
         return gs.Variable(name)
+
+    def describe_rows(self, tensor: Tensor, data_type: int, features: int) -> None:
+        """Say that a value is [T, features]: ONNX Runtime gives a buffer on only where it knows what fits into it."""
+        self._rows[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, data_type, ["T", features])
 
     def node(
         self,
@@ -155,6 +160,9 @@ class GraphRewriter:
         model.metadata_props.extend(self._model.metadata_props)
         read = {name for node in model.graph.node for name in node.input}
         del model.graph.value_info[:]
+        model.graph.value_info.extend(
+            self._rows[name] for node in model.graph.node for name in node.output if name in self._rows
+        )
         for node in model.graph.node:
             node.doc_string = self._doc_strings.get(node.name, "")
         model.graph.initializer.extend(w.proto for name, w in self.weights.items() if name in read)

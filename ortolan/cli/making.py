@@ -13,7 +13,11 @@ from ortolan.cli.progress import byte_progress
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of steps, caches and SnapKV."""
-    parser.add_argument("--chunk-size", type=int, default=2048, help="prompt tokens per step (default: %(default)s)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        help="prompt tokens per step (default: 2048; CUDA: up to 16384 where no layer has a window)",
+    )
     parser.add_argument("--sink", type=int, default=0, help="first positions always kept (default: %(default)s)")
     parser.add_argument(
         "--snapkv-window",

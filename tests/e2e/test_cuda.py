@@ -98,6 +98,17 @@ def test_prompts_are_read_in_chunks_of_any_size(float32, chunk_size):
     assert relative_difference(logits, expected) <= LOGITS_RELATIVE
 
 
+@pytest.mark.parametrize(("family", "expected"), [("llama", 6000), ("gemma3", 2048)])
+def test_an_unchosen_chunk_grows_where_no_ring_grows_with_it(tmp_path, family, expected):
+    checkpoint = open_pair(family, "float32", "fused").checkpoint
+    folder = ortolan.export(checkpoint, tmp_path / "model", max_context=6000)
+    session = ortolan.load(folder, device="cuda").session()
+    assert session.plan.chunk_size == expected
+    prompt = draw_tokens(5000)
+    logits = ortolan.load(folder, device="cpu").session(chunk_size=512).prefill(prompt)
+    assert relative_difference(session.prefill(prompt), logits) <= LOGITS_RELATIVE
+
+
 def run_turns(model, *, captures, snapkv=None):
     """Prefill, decode past a ring's wrap and, after an eviction, past a growth; return all logits."""
     session = model.session(snapkv=snapkv)

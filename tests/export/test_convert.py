@@ -201,6 +201,7 @@ def test_the_manifest_and_files_say_what_the_source_did(source, tmp_path):
     manifest = read_manifest(folder)
     assert (manifest.architecture, manifest.vocab_size, manifest.num_heads) == ("tiny", foreign.VOCABULARY, 4)
     assert (manifest.max_context, manifest.chunk_size, manifest.fused_model) == (1024, 99, None)
+    assert manifest.chunk_chosen
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2, 7))
     assert not (folder / "evict.onnx").exists()
     assert ortolan.load(folder, device="cpu").tokenizer.decode([40, 41])

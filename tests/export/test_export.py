@@ -161,6 +161,21 @@ def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
     assert_nothing_written(tmp_path)
 
 
+def test_the_manifest_tells_a_chosen_chunk_from_the_default(checkpoint, tmp_path):
+    chunks = {None: (2048, False), 2048: (2048, True), 16: (16, True)}
+    for number, (given, expected) in enumerate(chunks.items()):
+        manifest = read_manifest(ortolan.export(checkpoint, tmp_path / str(number), max_context=64, chunk_size=given))
+        assert (manifest.chunk_size, manifest.chunk_chosen) == expected
+
+
+def test_a_folder_that_does_not_say_who_chose_its_chunk_keeps_it(checkpoint, tmp_path):
+    path = ortolan.export(checkpoint, tmp_path / "model", max_context=64) / "ortolan.json"
+    keys = json.loads(path.read_text())
+    del keys["chunk_chosen"]
+    path.write_text(json.dumps(keys))
+    assert read_manifest(path.parent).chunk_chosen
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -13,6 +13,7 @@ from tolerances import LOGITS_RELATIVE
 import ortolan
 from ortolan.graphs import count_fusions, fuse_model
 from ortolan.graphs.external_data import read_external_data
+from ortolan.graphs.verify import without_weights
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
@@ -63,9 +64,11 @@ def test_patterns_fuse_wherever_they_hold(exported):
     plain, fused = load_graphs(folder)
     counts = count_fusions(fused)
     projection = family in PROJECTION_NORM
+    manifest = read_manifest(folder)
     assert counts == {
         "FusedLinear": 4 * LAYERS + 1,
         "QkvRopeAppend": 0 if projection else LAYERS,
+        "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "RmsNormAdd": 2 * LAYERS if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
         "RMSNormalization": 2 * LAYERS if projection else 0,
@@ -113,6 +116,33 @@ def test_layers_are_these_operators(exported):
     assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
 
 
+def test_sums_can_be_formed_in_the_buffers_of_their_residuals(exported):
+    family, folder = exported
+    fused = load_graphs(folder)[1]
+    graph = onnx.shape_inference.infer_shapes(without_weights(fused)).graph
+    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.value_info}
+    readers = {name: index for index, node in enumerate(fused.graph.node) for name in node.input}
+    sums = [(i, n) for i, n in enumerate(fused.graph.node) if n.op_type == "FusedLinear" and len(n.input) > 4]
+    assert len(sums) == (0 if family in SANDWICH_OR_POST_NORM else 2 * LAYERS)
+    tokens = next(v for v in fused.graph.input if v.name == "token_ids").type.tensor_type.shape.dim[0].dim_param
+    for index, node in sums:
+        assert shapes[node.output[0]] == shapes[node.input[4]]
+        assert shapes[node.output[0]][0] == tokens
+        assert readers[node.input[4]] == index, "the residual is read later"
+
+
+def test_angles_are_computed_before_the_first_layer(exported):
+    _, folder = exported
+    fused = load_graphs(folder)[1]
+    order = {node.name: index for index, node in enumerate(fused.graph.node)}
+    producers = {name: order[node.name] for node in fused.graph.node for name in node.output}
+    for node in (n for n in fused.graph.node if n.op_type == "RopeAngles"):
+        reader = min(order[n.name] for n in fused.graph.node if set(n.input) & set(node.output))
+        assert order[node.name] == reader - 1
+        inputs = [producers[name] for name in fused.graph.node[reader].input if name in producers]
+        assert max(inputs) == order[node.name], "of a node's inputs the last listed is computed first"
+
+
 def test_bindings_and_metadata_stay(exported):
     _, folder = exported
     plain, fused = load_graphs(folder)
@@ -154,6 +184,6 @@ def test_half_precision_rotates_by_unrounded_angles(tmp_path, dtype):
     appends = [node for node in fused.graph.node if node.op_type == "QkvRopeAppend"]
     assert len(appends) == LAYERS
     angles = {name for node in appends for name in node.input[8:10]}
-    assert {producers[producers[name].input[0]].op_type for name in angles} == {"Cos", "Sin"}
+    assert {producers[name].op_type for name in angles} == {"RopeAngles"}
     head = next(node for node in fused.graph.node if node.name == "head/FusedLinear")
     assert list(head.output) == ["", "logits"], "the head gives float32 without a Cast"

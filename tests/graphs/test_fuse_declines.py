@@ -8,7 +8,7 @@ from families import tiny_checkpoint
 
 import ortolan
 from ortolan.errors import ContractMismatchError
-from ortolan.graphs import fuse_model, verify_model
+from ortolan.graphs import count_fusions, fuse_model, verify_model
 from ortolan.manifest import MODEL_FILE
 
 
@@ -104,6 +104,15 @@ def test_the_rest_of_the_graph_is_fused(plain, name):
     for layer, counts in ((0, {**LAYER, **expected}), (1, LAYER)):
         found = Counter(n.op_type for n in fused.graph.node if n.name.startswith(f"layers.{layer}/"))
         assert found == Counter(counts), f"layer {layer}"
+
+
+@pytest.mark.parametrize("name", ["rope.all/Mul", "rope.all/Cos", "rope.all/Sin"])
+def test_angles_that_are_read_elsewhere_stay_plain(plain, name):
+    assert count_fusions(fuse_model(plain))["RopeAngles"] == 1
+    read_twice(plain, name)
+    fused = fuse_model(plain)
+    verify_model(fused)
+    assert count_fusions(fused)["RopeAngles"] == 0
 
 
 def test_an_unplaced_weight_is_named(plain):

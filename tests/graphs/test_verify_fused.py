@@ -89,6 +89,11 @@ def drop_query(model):
     second.output[0] = ""
 
 
+def two_rows_of_frequencies(model):
+    frequencies = next(t for t in model.graph.initializer if t.name == find(model, "RopeAngles").input[1])
+    frequencies.dims[:] = [2, frequencies.dims[1] // 2]
+
+
 def norm_of_a_value(model):
     find(model, "attention_residual/RmsNormAdd").input[1] = find(model, "embedding/Gather").output[0]
 
@@ -119,6 +124,7 @@ def narrow_norm_add(model):
         (drop_sine, "rule 7.*cosine and sine"),
         (norm_of_a_hidden_state, r"rule 7.*query_norm_weight.*\[16\]"),
         (drop_query, "rule 1.*layers.1/attention/QkvRopeAppend.*output 0"),
+        (two_rows_of_frequencies, r"rule 7.*RopeAngles: inv_freq .* has the shape \[2, .*expected \[1, R\]"),
         (norm_of_a_value, "rule 1.*'norm_weight' has rank 2"),
         (norm_of_an_input, "rule 7.*norm_weight .* must be a weight of rank 1; it is no weight"),
         (narrow_norm_add, "rule 7.*RmsNormAdd.*48 features, expected 8"),

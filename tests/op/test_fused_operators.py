@@ -1,13 +1,18 @@
-"""FusedLinear, QkvRopeAppend and RmsNormAdd on a GPU against the float64 reference; a CPU has no kernels for them."""
+"""The fused graph's operators on a GPU against the float64 reference; a CPU has no kernels for them."""
 
 import dataclasses
 
 import devices
 import numpy as np
 import pytest
+from expand_fused import expand_fused
 from fused_cases import (
     LinearCase,
     QkvCase,
+    angle_feeds,
+    angle_outputs,
+    build_fused_model,
+    linear_chain,
     linear_feeds,
     linear_outputs,
     plain_heads,
@@ -16,6 +21,7 @@ from fused_cases import (
     qkv_feeds,
     qkv_outputs,
     run_fused,
+    run_model,
 )
 from tolerances import assert_as_good_as_plain
 
@@ -91,6 +97,39 @@ def test_linear_may_write_over_its_residual(case, tokens):
     in_place = run_fused("FusedLinear", feeds, outputs, {"y": "residual"}, **case.attributes)
     np.testing.assert_array_equal(bits(again["y"]), bits(apart["y"]))
     np.testing.assert_array_equal(bits(in_place["y"]), bits(apart["y"]))
+
+
+CHAIN = {  # of each sum: x, weight, residual; y0 is read twice, y2 and y3 may take the buffers of y0 and y1
+    "y0": ("x", "weight_a", ""),
+    "y1": ("x", "weight_b", "y0"),
+    "y2": ("y1", "weight_a", "y0"),
+    "y3": ("y2", "weight_b", "y1"),
+    "y4": ("y3", "weight_a", ""),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 300])
+def test_sums_in_the_buffers_of_their_residuals_are_the_same(tokens):
+    attributes = LinearCase().attributes
+    values = {"x": linear_feeds(LinearCase(), tokens, 64, 64)["x"]}
+    values |= {f"weight_{n}": linear_feeds(LinearCase(), 1, 64, 64, seed)["weight"] for seed, n in enumerate("ab")}
+    inputs, outputs = dict(values), {"y": (values["x"].shape, devices.element())}
+    for name, ports in CHAIN.items():
+        given = {port: values[v] for port, v in zip(("x", "weight", "residual"), ports, strict=True) if v}
+        values[name] = run_fused("FusedLinear", given, outputs, **attributes)["y"]
+    results = run_model(linear_chain(CHAIN, 64, attributes), inputs, {"y4": outputs["y"]})
+    np.testing.assert_array_equal(bits(results["y4"]), bits(values["y4"]))
+
+
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_a_step_of_several_slices_has_no_seam(activation):
+    case, tokens = LinearCase(norm=True, bias=activation == "none", activation=activation), 12_301
+    feeds = linear_feeds(case, tokens, 64, 9600 if activation == "none" else 4800)
+    y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
+    rows = np.unique([*range(0, tokens, 97), *range(0, tokens, 128), *range(127, tokens, 128), tokens - 1])
+    some = feeds | {"x": feeds["x"][rows]}
+    expected = reference.fused_linear(**some, **case.attributes)
+    assert_as_good_as_plain(y[rows], plain_linear(case, some), expected)
 
 
 def test_linear_of_no_tokens_is_empty():
@@ -200,6 +239,31 @@ def test_norm_add_is_as_good_as_plain_operators(tokens, size):
         np.testing.assert_array_equal(bits(in_place), bits(y))
 
 
+@pytest.mark.parametrize("size", [1152, 2048, 4096, 5376])
+def test_a_norm_does_not_depend_on_how_many_rows_there_are(size):
+    rng, tokens, few = np.random.default_rng(size), 4099, 257
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
+    feeds = {name: rng.standard_normal(shape).astype(devices.element()) for name, shape in shapes.items()}
+    whole = run_fused("RmsNormAdd", feeds, {"y": ((tokens, size), devices.element())}, epsilon=1e-6)["y"]
+    for begin in (0, 1000, tokens - few):
+        part = feeds | {name: feeds[name][begin : begin + few] for name in ("x", "residual")}
+        y = run_fused("RmsNormAdd", part, {"y": ((few, size), devices.element())}, epsilon=1e-6)["y"]
+        np.testing.assert_array_equal(bits(whole[begin : begin + few]), bits(y))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize(("tokens", "pairs"), [(1, 32), (7, 5), (300, 64), (4099, 128), (0, 32)])
+def test_angles_have_the_bits_of_standard_operators(tokens, pairs, factor):
+    feeds = angle_feeds(tokens, pairs)
+    model = build_fused_model("RopeAngles", feeds, angle_outputs(feeds), {"factor": factor})
+    results = run_model(model, feeds, angle_outputs(feeds))
+    standard = run_model(expand_fused(model), feeds, angle_outputs(feeds))
+    expected = reference.rope_angles(**feeds, factor=factor)
+    for name, wide in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(bits(results[name]), bits(standard[name]))
+        assert np.abs(results[name] - wide).max(initial=0) <= 2**-22 * factor
+
+
 REFUSALS = {
     "exactly one of the outputs": ({}, {"y": (2, 8), "y_float32": (2, 8)}, {}),
     "weight' has shape": ({"weight": (8, 15)}, {"y": (2, 8)}, {}),
@@ -221,6 +285,13 @@ def test_linear_refuses(message):
     with pytest.raises(Exception, match=message) as error:
         run_fused("FusedLinear", feeds, {k: (shape, types[k]) for k, shape in shapes.items()}, **attributes)
     assert "FusedLinear" in str(error.value)
+
+
+def test_angles_refuse_two_rows_of_frequencies():
+    feeds = {"positions": np.zeros(3, np.int64), "inv_freq": np.zeros((2, 4), np.float32)}
+    with pytest.raises(Exception, match="inv_freq' has shape") as error:
+        run_fused("RopeAngles", feeds, dict.fromkeys(("cosine", "sine"), ((1, 3, 4), np.dtype(np.float32))))
+    assert "RopeAngles" in str(error.value)
 
 
 QKV_REFUSALS = {

@@ -9,6 +9,8 @@ from expand_fused import expand_fused
 from fused_cases import (
     LinearCase,
     QkvCase,
+    angle_feeds,
+    angle_outputs,
     build_fused_model,
     linear_feeds,
     linear_outputs,
@@ -54,6 +56,14 @@ def test_norm_add():
     y = run_expanded("RmsNormAdd", feeds, {"y": ((5, 104), np.dtype(np.float32))}, epsilon=1e-6)["y"]
     plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"]
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_rope_angles(factor):
+    feeds = angle_feeds(40, 16)
+    results = run_expanded("RopeAngles", feeds, angle_outputs(feeds), factor=factor)
+    for got, wide in zip(results.values(), reference.rope_angles(**feeds, factor=factor), strict=True):
+        assert_as_good_as_plain(got, wide.astype(np.float32), wide)
 
 
 @pytest.mark.parametrize("norms", [(), ("query", "key"), ("key",)])

@@ -1,5 +1,6 @@
 """Cache plans and chunks, without ONNX Runtime."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ortolan.errors import ConfigError
+from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
-from ortolan.runtime.memory import estimate_evict_bytes
+from ortolan.runtime.memory import estimate_evict_bytes, fit_chunk
 from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, split_chunks
 
@@ -89,6 +90,40 @@ def test_the_first_eviction_gives_all_back_and_later_ones_leave_what_decoding_gr
 def test_defaults_come_from_the_manifest():
     plan = plan_caches(manifest_of())
     assert (plan.max_context, plan.chunk_size) == (512, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "context", "expected"),
+    [
+        ({}, 32_768, 16_384),
+        ({}, 300, 300),
+        ({}, 60, 64),
+        ({"cuda": False}, 32_768, 64),
+        ({"budget": 128}, 32_768, 64),
+        ({"chunk_size": 7}, 32_768, 7),
+    ],
+)
+def test_where_nobody_chose_cuda_reads_large_chunks_that_no_cache_grows_with(options, context, expected):
+    unchosen = dataclasses.replace(manifest_of(window=-1, max_context=32_768), chunk_chosen=False)
+    ringed = dataclasses.replace(manifest_of(max_context=32_768), chunk_chosen=False)
+    chosen = dataclasses.replace(unchosen, chunk_chosen=True)
+    options = {"cuda": True} | options
+    assert plan_caches(unchosen, context, **options).chunk_size == expected
+    for manifest in (ringed, chosen):
+        assert plan_caches(manifest, context, **options).chunk_size == options.get("chunk_size", 64)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(10**9, 16_384), (16_384, 16_384), (16_383, 8192), (5000, 4096), (50, 64)]
+)
+def test_a_chunk_is_halved_until_there_is_room(most, expected):
+    def check(plan):
+        if plan.chunk_size > most:
+            raise CapacityError("too little memory")
+
+    wide = plan_caches(manifest_of(window=-1, max_context=32_768), chunk_size=16_384, cuda=True)
+    plan = fit_chunk(wide, 64, check)
+    assert plan == dataclasses.replace(wide, chunk_size=expected)
 
 
 @pytest.mark.parametrize("name", ["max_context", "chunk_size"])

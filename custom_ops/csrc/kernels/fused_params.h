@@ -35,6 +35,17 @@ struct FusedLinearParams {
   cuda::Cublas* cublas = nullptr;  // for many tokens; null: own kernels, correct but slow there
 };
 
+// cosine[t, r] = factor * cos(positions[t] * inv_freq[r]), sine likewise, in float32.
+struct RopeAnglesParams {
+  int64_t num_tokens = 0;              // T
+  int64_t rotary_pairs = 0;            // R
+  const int64_t* positions = nullptr;  // [T]
+  const float* inv_freq = nullptr;     // [R]
+  float factor = 1.0f;
+  float* cosine = nullptr;  // [T, R]
+  float* sine = nullptr;    // [T, R]
+};
+
 // output = residual + input * rsqrt(mean(input^2) + epsilon) * weight, in float32, rounded once.
 struct RmsNormAddParams {
   ElementType element = ElementType::kFloat32;

@@ -87,6 +87,7 @@ void read_schema_attribute(NodeInfo& node, const OrtKernelInfo* info, std::strin
   if (name == "scale") return read_attribute(node, info, "scale", node.scale);
   if (name == "softcap") return read_attribute(node, info, "softcap", node.softcap);
   if (name == "epsilon") return read_attribute(node, info, "epsilon", node.epsilon);
+  if (name == "factor") return read_attribute(node, info, "factor", node.factor);
   if (name == "num_heads") return read_attribute(node, info, "num_heads", node.num_heads);
   std::string text = name == "activation" ? "none" : "mean";
   if (name == "activation") {

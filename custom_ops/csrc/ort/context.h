@@ -36,6 +36,7 @@ struct NodeInfo {
   float softcap = 0;
   GroupReduce group_reduce = GroupReduce::kMean;
   float epsilon = 1e-6f;
+  float factor = 1.0f;
   int64_t num_heads = 0;
   GatedActivation activation = GatedActivation::kNone;
 

@@ -3,6 +3,7 @@
 #include "../kernels/cuda/kernels.h"
 #include "../kernels/cuda/linear.h"
 #include "../kernels/cuda/qkv.h"
+#include "../kernels/cuda/rope.h"
 #include "cuda_workspace.h"
 #include "fused_operators.h"
 #include "operators.h"
@@ -63,6 +64,7 @@ const Computes& cuda_computes() {
       .fused_linear = compute_with_workspace<read_fused_linear_with_cublas, cuda::fused_linear,
                                              cuda::fused_linear_workspace>,
       .qkv_rope_append = compute<read_qkv_rope_append, cuda::qkv_rope_append>,
+      .rope_angles = compute<read_rope_angles, cuda::rope_angles>,
       .rms_norm_add = compute<read_rms_norm_add, cuda::rms_norm_add>,
   };
   return computes;

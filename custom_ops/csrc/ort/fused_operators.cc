@@ -86,6 +86,21 @@ FusedLinearParams read_fused_linear(const Context& context) {
   return params;
 }
 
+RopeAnglesParams read_rope_angles(const Context& context) {
+  const Tensor positions = context.input(0, {-1});
+  const Tensor inv_freq = context.input(1, {1, -1});
+  RopeAnglesParams params;
+  params.num_tokens = positions.dim(0);
+  params.rotary_pairs = inv_freq.dim(1);
+  params.positions = positions.as<int64_t>();
+  params.inv_freq = inv_freq.as<float>();
+  params.factor = context.node().factor;
+  const std::vector<int64_t> shape{1, params.num_tokens, params.rotary_pairs};
+  params.cosine = context.output(0, shape).as<float>();
+  params.sine = context.output(1, shape).as<float>();
+  return params;
+}
+
 RmsNormAddParams read_rms_norm_add(const Context& context) {
   const Tensor input = context.input(0, {-1, -1});
   RmsNormAddParams params{};

@@ -93,11 +93,11 @@ int port_type(const Operator& op, const Port& port) {
   return abi::kFloat;
 }
 
-// ONNX Runtime asks for aliases without naming the operator, so each schema has functions of its own.
-template <const Schema& kSchema>
-size_t alias_map(int** inputs, int** outputs) {
+// ONNX Runtime asks for pairs of ports without naming the operator, so each schema has functions of its own.
+template <const Schema& kSchema, int Port::* kSource>
+size_t port_map(int** inputs, int** outputs) {
   size_t count = 0;
-  for (const Port& port : kSchema.outputs) count += port.alias >= 0;
+  for (const Port& port : kSchema.outputs) count += port.*kSource >= 0;
   *inputs = *outputs = nullptr;
   if (count == 0) return 0;
   *inputs = static_cast<int*>(std::malloc(count * sizeof(int)));
@@ -105,8 +105,8 @@ size_t alias_map(int** inputs, int** outputs) {
   if (!*inputs || !*outputs) return 0;
   size_t next = 0;
   for (size_t i = 0; i < kSchema.outputs.size(); ++i) {
-    if (kSchema.outputs[i].alias < 0) continue;
-    (*inputs)[next] = kSchema.outputs[i].alias;
+    if (kSchema.outputs[i].*kSource < 0) continue;
+    (*inputs)[next] = kSchema.outputs[i].*kSource;
     (*outputs)[next++] = static_cast<int>(i);
   }
   return count;
@@ -115,11 +115,6 @@ size_t alias_map(int** inputs, int** outputs) {
 void release_map(int* inputs, int* outputs) {
   std::free(inputs);
   std::free(outputs);
-}
-
-size_t no_inplace(int** inputs, int** outputs) {
-  *inputs = *outputs = nullptr;
-  return 0;
 }
 
 template <const Schema& kSchema>
@@ -160,9 +155,9 @@ Operator define(Compute compute, Provider provider, ElementType element) {
   op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.GetStartVersion = [](const abi::CustomOp*) { return 1; };
   op.GetEndVersion = [](const abi::CustomOp*) { return 1; };
-  op.GetMayInplace = no_inplace;
+  op.GetMayInplace = port_map<kSchema, &Port::spends>;
   op.ReleaseMayInplace = release_map;
-  op.GetAliasMap = alias_map<kSchema>;
+  op.GetAliasMap = port_map<kSchema, &Port::alias>;
   op.ReleaseAliasMap = release_map;
   return op;
 }
@@ -174,11 +169,13 @@ void define_all(std::vector<Operator>& list, const Computes& computes, Provider 
   list.push_back(define<kSnapKvCaptureSchema>(computes.snapkv_capture, provider, element));
   list.push_back(define<kSnapKvScoreSchema>(computes.snapkv_score, provider, element));
   list.push_back(define<kKvCompactSchema>(computes.kv_compact, provider, element));
-  if (element == ElementType::kFloat32)  // it has no port of that type, and is registered once
+  if (element == ElementType::kFloat32)  // without a port of that type an operator is registered once
     list.push_back(define<kKvSelectSchema>(computes.kv_select, provider, element));
   if (provider == Provider::kCpu) return;  // the schemas below are CUDA-only
   list.push_back(define<kFusedLinearSchema>(computes.fused_linear, provider, element));
   list.push_back(define<kQkvRopeAppendSchema>(computes.qkv_rope_append, provider, element));
+  if (element == ElementType::kFloat32)
+    list.push_back(define<kRopeAnglesSchema>(computes.rope_angles, provider, element));
   list.push_back(define<kRmsNormAddSchema>(computes.rms_norm_add, provider, element));
 }
 

@@ -19,6 +19,7 @@ struct Computes {
   Compute kv_compact;
   Compute fused_linear = nullptr;
   Compute qkv_rope_append = nullptr;
+  Compute rope_angles = nullptr;
   Compute rms_norm_add = nullptr;
 };
 

@@ -15,6 +15,7 @@ struct Port {
   bool optional;
   int alias;             // outputs: index of the input whose buffer is continued, or -1
   bool on_host = false;  // inputs: in host memory on every device
+  int spends = -1;  // outputs: index of the input whose buffer it takes if nothing reads that later, or -1
 };
 
 struct Schema {

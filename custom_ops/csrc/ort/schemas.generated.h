@@ -105,7 +105,7 @@ inline constexpr Port kFusedLinearInputs[] = {
     {"residual", "[T, O]", PortType::kElement, true, -1},
 };
 inline constexpr Port kFusedLinearOutputs[] = {
-    {"y", "[T, O]", PortType::kElement, true, -1},
+    {"y", "[T, O]", PortType::kElement, true, -1, false, 4},
     {"y_float32", "[T, O]", PortType::kFloat32, true, -1},
 };
 inline constexpr std::array<std::string_view, 2> kFusedLinearAttributes = {"epsilon", "activation"};
@@ -135,6 +135,18 @@ inline constexpr Port kQkvRopeAppendOutputs[] = {
 inline constexpr std::array<std::string_view, 4> kQkvRopeAppendAttributes = {"num_heads", "epsilon", "sink", "capacity"};
 inline constexpr Schema kQkvRopeAppendSchema = {"QkvRopeAppend", kQkvRopeAppendInputs,
                                   kQkvRopeAppendOutputs, kQkvRopeAppendAttributes, true};
+
+inline constexpr Port kRopeAnglesInputs[] = {
+    {"positions", "[T]", PortType::kInt64, false, -1},
+    {"inv_freq", "[1, R]", PortType::kFloat32, false, -1},
+};
+inline constexpr Port kRopeAnglesOutputs[] = {
+    {"cosine", "[1, T, R]", PortType::kFloat32, false, -1},
+    {"sine", "[1, T, R]", PortType::kFloat32, false, -1},
+};
+inline constexpr std::array<std::string_view, 1> kRopeAnglesAttributes = {"factor"};
+inline constexpr Schema kRopeAnglesSchema = {"RopeAngles", kRopeAnglesInputs,
+                                  kRopeAnglesOutputs, kRopeAnglesAttributes, true};
 
 inline constexpr Port kRmsNormAddInputs[] = {
     {"x", "[T, I]", PortType::kElement, false, -1},

@@ -16,9 +16,10 @@ cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
 namespace {
 
 constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
-constexpr int64_t kSliceBytes = int64_t{64} << 20;  // bounds what a prompt's intermediate rows take
+constexpr int64_t kSliceBytes = int64_t{96} << 20;  // bounds the rows that wait beside cuBLAS's workspace
 constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
 constexpr int kThreads = 256;
+constexpr int64_t kManyRows = 4096;  // from here on a norm's blocks take several rows each
 
 template <typename Function>
 auto with_element(ElementType element, Function&& f) {
@@ -27,20 +28,26 @@ auto with_element(ElementType element, Function&& f) {
                                           : f.template operator()<__nv_bfloat16>();
 }
 
-// Adds a value over the block; for the whole block, once.
-__device__ __forceinline__ float block_sum(float value) {
-  __shared__ float sums[kThreads / 32];
-  value = warp_sum(value);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0;
+// Adds each of some values over the block; for the whole block, once.
+template <int kValues>
+__device__ __forceinline__ void block_sums(float (&values)[kValues]) {
+  __shared__ float sums[kValues][kThreads / 32];
 #pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) total += sums[w];
-  return total;
+  for (int v = 0; v < kValues; ++v) {
+    values[v] = warp_sum(values[v]);
+    if (threadIdx.x % 32 == 0) sums[v][threadIdx.x / 32] = values[v];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    values[v] = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) values[v] += sums[v][w];
+  }
 }
 
 __device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
-  return rsqrtf(block_sum(squares) / static_cast<float>(p.row_size) + p.epsilon);
+  return rsqrtf(squares / static_cast<float>(p.row_size) + p.epsilon);
 }
 
 // A row per block: output = residual + input * rsqrt(mean(input^2) + epsilon) * weight. Each thread reads an
@@ -51,12 +58,13 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * p.row_size;
   const auto* input = static_cast<const Element*>(p.input) + row;
-  float squares = 0;
+  float squares[1] = {};
   for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
     const float x = to_float(input[i]);
-    squares = fmaf(x, x, squares);
+    squares[0] = fmaf(x, x, squares[0]);
   }
-  const float factor = norm_factor(p, squares);
+  block_sums(squares);
+  const float factor = norm_factor(p, squares[0]);
   const auto* weight = static_cast<const Element*>(p.weight);
   const auto* residual = static_cast<const Element*>(p.residual);
   auto* output = static_cast<Element*>(p.output);
@@ -67,35 +75,46 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   }
 }
 
-// The same for rows of at most kPieces * kThreads pieces of 16 bytes, which wait in registers for their
-// factor. Weights are read before the kernel in front has ended.
-template <typename Element, int kPieces>
+// The same for rows of at most kPieces * kThreads pieces of 16 bytes, kRows of them per block, which wait in
+// registers for their factors: the more rows, the more of memory is under way. Weights are read before the
+// kernel in front has ended.
+template <typename Element, int kPieces, int kRows>
 __global__ void __launch_bounds__(kThreads)
     rms_norm_pieces_kernel(const __grid_constant__ RmsNormAddParams p) {
   constexpr int kSize = kPieceSize<Element>;
   const int pieces = static_cast<int>(p.row_size) / kSize;
-  const int64_t row = int64_t{blockIdx.x} * pieces;
+  const int64_t first = int64_t{blockIdx.x} * kRows;
   const auto* weight = static_cast<const uint4*>(p.weight);
+  const auto* input = static_cast<const uint4*>(p.input) + first * pieces;
   const auto* residual = static_cast<const uint4*>(p.residual);
-  uint4 w[kPieces], x[kPieces], added[kPieces];
+  if (residual) residual += first * pieces;
+  auto* output = static_cast<uint4*>(p.output) + first * pieces;
+  const int rows = static_cast<int>(min(int64_t{kRows}, p.num_tokens - first));
+  uint4 w[kPieces], x[kRows][kPieces], added[kRows][kPieces];
   const auto each_piece = [&](auto visit) {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n)
       if (const int i = static_cast<int>(threadIdx.x) + n * kThreads; i < pieces) visit(n, i);
   };
+  const auto each_row = [&](auto visit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (r < rows) each_piece([&](int n, int i) { visit(r, n, i); });
+  };
   each_piece([&](int n, int i) { w[n] = weight[i]; });
   launch_dependents();
   wait_for_previous_kernel();
-  float squares = 0;
-  each_piece([&](int n, int i) { x[n] = static_cast<const uint4*>(p.input)[row + i]; });
-  if (residual) each_piece([&](int n, int i) { added[n] = residual[row + i]; });
-  each_piece([&](int n, int) { squares = add_products(x[n], x[n], squares, Element{}); });
-  const float factor = norm_factor(p, squares);
-  each_piece([&](int n, int i) {
+  each_row([&](int r, int n, int i) { x[r][n] = input[r * pieces + i]; });
+  if (residual) each_row([&](int r, int n, int i) { added[r][n] = residual[r * pieces + i]; });
+  float squares[kRows] = {};
+  each_row([&](int r, int n, int) { squares[r] = add_products(x[r][n], x[r][n], squares[r], Element{}); });
+  block_sums(squares);
+  each_row([&](int r, int n, int i) {
+    const float factor = norm_factor(p, squares[r]);
     Element values[kSize], weights[kSize], residuals[kSize];
-    __builtin_memcpy(values, &x[n], 16);
+    __builtin_memcpy(values, &x[r][n], 16);
     __builtin_memcpy(weights, &w[n], 16);
-    if (residual) __builtin_memcpy(residuals, &added[n], 16);
+    if (residual) __builtin_memcpy(residuals, &added[r][n], 16);
 #pragma unroll
     for (int e = 0; e < kSize; ++e) {
       float y = to_float(values[e]) * factor * to_float(weights[e]);
@@ -104,8 +123,15 @@ __global__ void __launch_bounds__(kThreads)
     }
     uint4 rounded;
     __builtin_memcpy(&rounded, values, 16);
-    static_cast<uint4*>(p.output)[row + i] = rounded;
+    output[r * pieces + i] = rounded;
   });
+}
+
+template <typename Element, int kPieces, int kRows>
+cudaError_t launch_rows(const RmsNormAddParams& p, const Launch& launch) {
+  const int64_t blocks = (p.num_tokens + kRows - 1) / kRows;
+  return launch_overlapped(rms_norm_pieces_kernel<Element, kPieces, kRows>,
+                           dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, launch, p);
 }
 
 template <typename Element>
@@ -114,11 +140,15 @@ cudaError_t launch_rms_norm(const RmsNormAddParams& p, const Launch& launch) {
   for (const void* data : {p.input, p.weight, p.residual, static_cast<const void*>(p.output)})
     bits |= reinterpret_cast<uint64_t>(data);
   const int64_t pieces = p.row_size / kPieceSize<Element>;
-  const auto kernel = bits % 16 != 0 || pieces > 4 * kThreads ? rms_norm_kernel<Element>
-                      : pieces <= kThreads                    ? rms_norm_pieces_kernel<Element, 1>
-                      : pieces <= 2 * kThreads                ? rms_norm_pieces_kernel<Element, 2>
-                                                              : rms_norm_pieces_kernel<Element, 4>;
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(p.num_tokens)), dim3(kThreads), 0, launch, p);
+  if (bits % 16 != 0 || pieces > 4 * kThreads)
+    return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(p.num_tokens)),
+                             dim3(kThreads), 0, launch, p);
+  const bool many = p.num_tokens >= kManyRows;
+  if (pieces <= kThreads)
+    return many ? launch_rows<Element, 1, 4>(p, launch) : launch_rows<Element, 1, 1>(p, launch);
+  if (pieces <= 2 * kThreads)
+    return many ? launch_rows<Element, 2, 2>(p, launch) : launch_rows<Element, 2, 1>(p, launch);
+  return launch_rows<Element, 4, 1>(p, launch);
 }
 
 // What an output becomes after its product; `factor` is the gated layer's second product.
@@ -201,6 +231,15 @@ bool is_direct(const FusedLinearParams& p) {
   return !p.bias && p.activation == GatedActivation::kNone && !(p.residual && p.output_float32);
 }
 
+// Whether the normalised rows of a whole call wait at the end of its output, aligned as cuBLAS likes them.
+// Only gates write there, row after row: those before row r end at element r * N, the normalised rows from r
+// on begin (T - r) * (N - K) elements further.
+bool waits_in_output(const FusedLinearParams& p) {
+  const int64_t further = (p.num_outputs - p.num_inputs) * element_bytes(p.element);
+  return p.norm_weight && p.activation != GatedActivation::kNone && !p.residual && !p.output_float32 &&
+         further >= 0 && further % 16 == 0;
+}
+
 // How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
 struct Slices {
   int64_t rows;
@@ -209,7 +248,7 @@ struct Slices {
 
   static Slices of(const FusedLinearParams& p) {
     const int64_t bytes = element_bytes(p.element);
-    const int64_t normalised = p.norm_weight ? p.num_inputs * bytes : 0;
+    const int64_t normalised = p.norm_weight && !waits_in_output(p) ? p.num_inputs * bytes : 0;
     const int64_t products = is_direct(p) ? 0
                                           : p.num_outputs * (p.output_float32 ? 4 : bytes) *
                                                 (p.activation == GatedActivation::kNone ? 1 : 2);
@@ -239,10 +278,10 @@ cudaError_t normalise(const FusedLinearParams& p, int64_t first_row, int64_t row
   return rms_norm_add(norm, launch);
 }
 
-// One slice of rows through cuBLAS.
+// One slice of rows through cuBLAS; `waiting` are the call's normalised rows, where they lie in its output.
 template <typename Element>
 cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_t rows, const Slices& slices,
-                           const Launch& launch) {
+                           const void* waiting, const Launch& launch) {
   auto* workspace = static_cast<unsigned char*>(launch.workspace);
   auto* normalised = workspace + Cublas::kWorkspaceBytes;
   void* products = normalised + slices.normalised_bytes;
@@ -252,10 +291,10 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   product.rows = rows;
   product.columns = gated ? 2 * p.num_outputs : p.num_outputs;
   product.inner = p.num_inputs;
-  product.input = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
+  product.input = static_cast<const Element*>(waiting ? waiting : p.input) + first_row * p.num_inputs;
   product.weight = p.weight;
   product.output = products;
-  if (p.norm_weight) {
+  if (p.norm_weight && !waiting) {
     if (const cudaError_t error = normalise<Element>(p, first_row, rows, normalised, launch);
         error != cudaSuccess)
       return error;
@@ -282,6 +321,24 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   return finish_slice<Element>(p, static_cast<const Element*>(products), first_row, rows, launch);
 }
 
+// All rows through cuBLAS.
+template <typename Element>
+cudaError_t multiply(const FusedLinearParams& p, const Launch& launch) {
+  const Slices slices = Slices::of(p);
+  Element* waiting = nullptr;
+  if (waits_in_output(p)) {
+    waiting = static_cast<Element*>(p.output) + p.num_tokens * (p.num_outputs - p.num_inputs);
+    const cudaError_t error = normalise<Element>(p, 0, p.num_tokens, waiting, launch);
+    if (error != cudaSuccess) return error;
+  }
+  for (int64_t first = 0; first < p.num_tokens; first += slices.rows) {
+    const int64_t rows = std::min(slices.rows, p.num_tokens - first);
+    const cudaError_t error = multiply_slice<Element>(p, first, rows, slices, waiting, launch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace
 
 cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
@@ -299,14 +356,8 @@ size_t fused_linear_workspace(const FusedLinearParams& params, const Device&) {
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
   return with_element(params.element, [&]<typename Element>() {
-    if (params.num_tokens <= kGemvTokens || !params.cublas) return launch_gemvs<Element>(params, launch);
-    const Slices slices = Slices::of(params);
-    for (int64_t first = 0; first < params.num_tokens; first += slices.rows) {
-      const int64_t rows = std::min(slices.rows, params.num_tokens - first);
-      const cudaError_t error = multiply_slice<Element>(params, first, rows, slices, launch);
-      if (error != cudaSuccess) return error;
-    }
-    return cudaSuccess;
+    const bool few = params.num_tokens <= kGemvTokens || !params.cublas;
+    return few ? launch_gemvs<Element>(params, launch) : multiply<Element>(params, launch);
   });
 }
 
