@@ -31,6 +31,20 @@ __device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* gl
                : "memory");
 }
 
+// The same, with a policy for what it leaves in L2.
+template <int kSharedBytes, int kGlobalBytes>
+__device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %2], [%1 + %3], 16, %4;\n" ::"r"(shared),
+               "l"(global), "n"(kSharedBytes), "n"(kGlobalBytes), "l"(policy)
+               : "memory");
+}
+// Of what is read once: it leaves L2 before all else.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 template <int kPending>
@@ -113,6 +127,18 @@ __device__ __forceinline__ void launch_dependents() {
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+// The barrier of a cluster of blocks: what a thread has written before it arrives, all see after their wait.
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 #endif
 }
 
