@@ -26,7 +26,6 @@ namespace ortolan::cuda {
 
 constexpr int kClusterPieces = 4;
 constexpr int kClusterThreads = 256;
-constexpr int kMaxCluster = 16;  // where the device has room for such; 8 is what each has
 
 template <int kPieces>
 __global__ void __launch_bounds__(kClusterThreads, 5)
@@ -123,7 +122,7 @@ inline cudaError_t compact_sm90(const KvCompactParams& p, int64_t row_bytes, con
   const auto kernel = move_rows_clustered<kClusterPieces>;
   const bool large =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-      clusters_fit(kernel, kClusterThreads, kMaxCluster);
+      resident_clusters(kernel, kClusterThreads, kMaxCluster, 0) > 0;
   const ClusterPlan plan = plan_clusters(p, row_bytes, large ? kMaxCluster : 8, launch.device);
   const dim3 grid(static_cast<unsigned>(plan.slices) * plan.cluster,
                   static_cast<unsigned>(2 * p.cache.num_kv_heads), static_cast<unsigned>(p.num_sequences));

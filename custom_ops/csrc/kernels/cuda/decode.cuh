@@ -1,6 +1,7 @@
 // Decode attention: a few query rows per sequence against all of its keys, at the speed of memory.
 //
-// Grid: one block per multiprocessor; decode_plan.cuh says which key tiles each takes. The warps of a block
+// Grid: one block per multiprocessor; decode_plan.cuh says which key tiles each takes. One sequence has its
+// blocks in clusters, one per kv head, and no second kernel: see decode_cluster.cuh. The warps of a block
 // have three trades, and wait for each other only through barriers in shared memory: decode_load.cuh copies
 // tiles to a ring of stages, decode_warp.cuh multiplies, decode_merge.cuh merges. The query heads of a group
 // and a sequence's tokens are the columns of one matrix product, so keys and values are read once for up to
@@ -8,7 +9,7 @@
 // keys: Dao et al., Flash-Decoding (2023); of the packed heads: the GQA packing of FlashAttention.
 #pragma once
 
-#include "decode_combine.cuh"
+#include "decode_cluster.cuh"
 #include "decode_load.cuh"
 #include "decode_merge.cuh"
 #include "decode_warp.cuh"
@@ -22,15 +23,16 @@ constexpr int kMaxDecodeWarps = kHeadSize <= 128   ? 8
                                                    : 2;
 
 // The tiles of a block, begin .. end on the line.
+template <typename Line>
 struct DecodePiece {
-  const DecodeLine& line;
+  const Line& line;
   int begin;
   int end;
 };
 
-template <typename Element, int kHeadSize>
+template <typename Element, int kHeadSize, typename Line>
 __device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>& self,
-                                           const DecodeShared& shared, const DecodePiece& piece,
+                                           const DecodeShared& shared, const DecodePiece<Line>& piece,
                                            bool is_values) {
   using Stage = DecodeStage<kHeadSize>;
   const DecodeShape& shape = self.shape;
@@ -46,9 +48,9 @@ __device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>&
   copy_async_wait<0>();
 }
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
 __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kRowTiles>& self,
-                                               const DecodePiece& piece) {
+                                               const DecodePiece<Line>& piece) {
   DecodeCursor cursor{.tile = piece.begin};
   for (; cursor.tile < piece.end; cursor.advance(self.shape.stages)) {
     if (cursor.settle(self.params, self.shape, piece.line)) self.take_queries(cursor.of);
@@ -59,9 +61,9 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
   }
 }
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
 __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRowTiles>& self,
-                                            const DecodePiece& piece) {
+                                            const DecodePiece<Line>& piece) {
   // In turn: threads may find the next tile's factors while others still read the last one's.
   __shared__ TileFactors<8 * kRowTiles> factors[2];
   DecodeCursor cursor{.tile = piece.begin};
@@ -79,7 +81,34 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
   }
 }
 
-template <typename Element, int kHeadSize, int kRowTiles>
+// A block's piece of a line, by the trade of each warp.
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
+__device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
+                                          const DecodeWorkspace& workspace, const DecodeShared& shared,
+                                          const Line& line) {
+  const auto block = static_cast<int>(blockIdx.x);
+  const DecodePiece<Line> piece{line, line.begin(block), line.begin(block + 1)};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Visibility visibility = Visibility::of(params);
+  if (warp < shape.warps) {
+    DecodeWarp<Element, kHeadSize, kRowTiles> self{
+        params, shape, shared, visibility, Logits::of(params.scale, params.softcap), warp, lane};
+    multiply_tiles(self, piece);
+  } else if (warp < shape.warps + kLoadWarps) {
+    const bool is_values = warp > shape.warps;
+    const void* cache = is_values ? params.value_cache : params.key_cache;
+    const DecodeLoad<Element, kHeadSize> self{
+        params, shape, visibility, static_cast<const Element*>(cache), evict_first_policy(), lane};
+    load_tiles(self, shared, piece, is_values);
+  } else {
+    DecodeMerge<Element, kHeadSize, kRowTiles> self{
+        params, shape, shared, workspace, static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps) * 32};
+    merge_tiles(self, piece);
+  }
+}
+
+// `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
+template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
 __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
     decode_kernel(const __grid_constant__ SwaAttentionParams params,
                   const __grid_constant__ DecodeShape shape,
@@ -92,30 +121,22 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
     shared.summed[threadIdx.x].init(shape.warps * 32);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
+  if constexpr (kClusters) __syncthreads();  // else while tiles are counted
   wait_for_previous_kernel();
   launch_dependents();
 
-  count_tiles(params, shape, shared.starts);
-  if (blockIdx.x == 0 && !counts_again(shape.entries))
-    for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = shared.starts[i];
-  const DecodeLine line(shared.starts, shape);
-  const DecodePiece piece{line, line.begin(blockIdx.x), line.begin(blockIdx.x + 1)};
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Visibility visibility = Visibility::of(params);
-  if (warp < shape.warps) {
-    DecodeWarp<Element, kHeadSize, kRowTiles> self{
-        params, shape, shared, visibility, Logits::of(params.scale, params.softcap), warp, lane};
-    multiply_tiles(self, piece);
-  } else if (warp < shape.warps + kLoadWarps) {
-    const bool is_values = warp > shape.warps;
-    const void* cache = is_values ? params.value_cache : params.key_cache;
-    const DecodeLoad<Element, kHeadSize> self{params, shape, visibility, static_cast<const Element*>(cache),
-                                              lane};
-    load_tiles(self, shared, piece, is_values);
+  if constexpr (kClusters) {
+    const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
+    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
+                                             ClusterLine(params, shape, entry));
+    combine_cluster<Element, kHeadSize>(params, shape, workspace, ClusterLine(params, shape, entry),
+                                        shared.stages);
   } else {
-    DecodeMerge<Element, kHeadSize, kRowTiles> self{
-        params, shape, shared, workspace, static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps) * 32};
-    merge_tiles(self, piece);
+    count_tiles(params, shape, shared.starts);
+    if (blockIdx.x == 0 && !counts_again(shape.entries))
+      for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = shared.starts[i];
+    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
+                                             DecodeLine(shared.starts, shape));
   }
 }
 

@@ -32,18 +32,26 @@ struct PartialSum {
 };
 
 // One row of an entry, as its partial sums were left.
-template <int kHeadSize>
+template <int kHeadSize, typename Line>
 struct PartialRow {
   const DecodeWorkspace& workspace;
-  const DecodeLine& line;
+  const Line& line;
   const KeyTiles& tiles;
   int entry;
   int row;
   int column;  // of the thread
 
-  __device__ __forceinline__ int start() const { return line.starts[entry]; }
+  __device__ __forceinline__ int start() const { return line.first(entry); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
     return start() + span.end <= line.begin(owner + 1);
+  }
+  // Whether the entry visits no other span than `first`.
+  __device__ __forceinline__ bool is_only(const SpanTiles& first) const {
+    return first.end - first.begin == tiles.count();
+  }
+  // Whether one block summed the whole entry and stored the output; `first`: the entry's first span.
+  __device__ __forceinline__ bool is_stored(const SpanTiles& first) const {
+    return is_only(first) && is_whole(first, line.owner(start()));
   }
   __device__ __forceinline__ void load(PartialSum& sum, int64_t place) const {
     const int64_t source = place * workspace.rows + row;
@@ -142,6 +150,52 @@ struct SpanRound {
   }
 };
 
+// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block.
+template <typename Element, int kColumns, typename Partial>
+__device__ __forceinline__ void combine_row(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            const DecodeEntry& entry, const Partial& partial,
+                                            const SpanRound& spans, int spans_at_once, int first_column) {
+  constexpr int kSpanThreads = kColumns / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const VisitedSpans visited = VisitedSpans::of(entry.tiles);
+  const int first_span = entry.tiles.at(0) / kSpanTiles;
+  const bool is_only = partial.is_only(SpanTiles::of(entry.tiles, first_span));
+  RowState state = kNoKeys;
+  float total = 0;
+  for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
+       round = visited.next_round(round)) {
+    const int count = min(spans_at_once, visited.end - round * kRoundSpans);
+    for (int n = threadIdx.x / kSpanThreads; n < count; n += blockDim.x / kSpanThreads) {
+      const int span = round * kRoundSpans + n;
+      const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
+      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + threadIdx.x % kSpanThreads] = sum.sums;
+      if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
+    }
+    __syncthreads();
+    if (is_only) {  // all that a round would do to it is to drop the sign of a zero
+      const int n = first_span - round * kRoundSpans;
+      state = spans.states[n];
+      total = spans.sums[n * kColumns + threadIdx.x % kColumns] + 0.0f;
+      break;
+    }
+    float weights[2];
+    const RowState added = spans.weigh(weights, count, lane);
+    for (int part = warp; part < kSpanParts; part += blockDim.x / 32)
+      spans.add_part<kColumns>(weights, part, count, lane);
+    __syncthreads();
+    float added_sum = 0;
+#pragma unroll
+    for (int part = 0; part < kSpanParts; ++part)
+      added_sum += spans.parts[part * kColumns + threadIdx.x % kColumns];
+    const Merge merge = Merge::of(state, added);
+    state = merge.state;
+    total = merge.apply(total, added_sum);
+  }
+  if (threadIdx.x < kColumns)
+    entry.store_row<Element>(params, shape, partial.row, first_column + static_cast<int>(threadIdx.x), state,
+                             total);
+}
+
 // The sequence of a token; for whole warps.
 __device__ __forceinline__ int find_sequence(const Packing& packing, int64_t token) {
   const int lane = threadIdx.x % 32;
@@ -167,7 +221,6 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   __shared__ int counted[kCountedEntries + 1];
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
   const int first_column = blockIdx.z * kColumns;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   // One block waits even if none has work: who comes next relies on the kernel before this one.
   const auto leave = [] {
@@ -185,46 +238,16 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   if (row >= entry.rows) return leave();
   const bool counts = counts_again(shape.entries);
   if (counts) count_tiles(params, shape, counted);
-  const VisitedSpans visited = VisitedSpans::of(entry.tiles);
   const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
   wait_for_previous_kernel();
   launch_dependents();
 
   const DecodeLine line(counts ? counted : workspace.starts, shape);
-  const PartialRow<kHeadSize> partial{
+  const PartialRow<kHeadSize, DecodeLine> partial{
       workspace, line, entry.tiles,
       index,     row,  first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
-  if (first_span.end - first_span.begin == entry.tiles.count() &&
-      partial.is_whole(first_span, line.owner(partial.start())))
-    return;  // one block summed it and stored the output
-
-  RowState state = kNoKeys;
-  float total = 0;
-  for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
-       round = visited.next_round(round)) {
-    const int count = min(spans_at_once, visited.end - round * kRoundSpans);
-    for (int n = threadIdx.x / kSpanThreads; n < count; n += kThreads / kSpanThreads) {
-      const int span = round * kRoundSpans + n;
-      const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
-      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + threadIdx.x % kSpanThreads] = sum.sums;
-      if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
-    }
-    __syncthreads();
-    float weights[2];
-    const RowState added = spans.weigh(weights, count, lane);
-    for (int part = warp; part < kSpanParts; part += kThreads / 32)
-      spans.add_part<kColumns>(weights, part, count, lane);
-    __syncthreads();
-    float added_sum = 0;
-#pragma unroll
-    for (int part = 0; part < kSpanParts; ++part)
-      added_sum += spans.parts[part * kColumns + threadIdx.x % kColumns];
-    const Merge merge = Merge::of(state, added);
-    state = merge.state;
-    total = merge.apply(total, added_sum);
-  }
-  if (threadIdx.x < kColumns)
-    entry.store_row<Element>(params, shape, row, first_column + threadIdx.x, state, total);
+  if (partial.is_stored(first_span)) return;
+  combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
 }
 
 }  // namespace ortolan::cuda

@@ -71,14 +71,15 @@ struct DecodeCursor {
   uint32_t parity = 0;  // of the stage's barriers, for this round of the stages
   DecodeEntry of{};
 
-  // Looks the entry up where it is new; returns whether it was.
+  // Looks the entry up where it is new; returns whether it was. Line: DecodeLine or ClusterLine.
+  template <typename Line>
   __device__ __forceinline__ bool settle(const SwaAttentionParams& params, const DecodeShape& shape,
-                                         const DecodeLine& line) {
+                                         const Line& line) {
     if (!is_new) return false;
     entry = line.entry_of(tile);
-    number = tile - line.starts[entry];
-    end = line.starts[entry + 1];
-    of = DecodeEntry::of(params, shape, entry);
+    number = tile - line.first(entry);
+    end = line.end(entry);
+    of = line.entry(params, shape, entry);
     is_new = false;
     return true;
   }
@@ -101,8 +102,9 @@ struct DecodeSpan {
   int number = 0;         // among those of the entry
 
   // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
-  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const DecodeLine& line,
-                                         int begin, int end, int max_spans) {
+  template <typename Line>
+  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const Line& line, int begin,
+                                         int end, int max_spans) {
     if (!is_new && cursor.number < tiles.end) return;
     index = cursor.key_tile() / kSpanTiles;
     tiles = SpanTiles::of(cursor.of.tiles, index);

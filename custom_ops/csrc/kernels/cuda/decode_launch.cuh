@@ -1,7 +1,9 @@
-// Host side of decode attention: sizes from shapes, one launch to sum and one to combine.
+// Host side of decode attention: sizes from shapes, then one launch in clusters, or one to sum and one to
+// combine.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "attention_instances.h"
 #include "decode.cuh"
@@ -42,7 +44,47 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
   shape.by_pairs = Divisor::of(shape.pairs);
-  shape.by_blocks = Divisor::of(shape.blocks);
+  shape.by_line = Divisor::of(shape.blocks);
+  return shape;
+}
+
+// A cluster's few blocks are slow to combine many or long rows.
+template <int kHeadSize, int kRowTiles>
+constexpr bool kHasClusters = kRowTiles == 1 && kHeadSize <= 256;
+
+// Tiles that an entry visits, at most.
+inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
+  const int64_t all = divide_up(static_cast<int32_t>(params.cache.capacity), shape.tile_keys);
+  if (params.window < 0) return static_cast<int>(all);
+  const int64_t window = (params.window + kDecodeTokens) / shape.tile_keys + 2;
+  return static_cast<int>(
+      std::min(all + 1, window + divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys)));
+}
+
+// The largest cluster that is of use to each entry, or 0 where the entries do without.
+template <int kHeadSize>
+int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
+  if (device.compute_capability < 90 || params.packing.num_sequences != 1 || shape.row_tiles != 1) return 0;
+  const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(kHeadSize, 128));
+  if (shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) < combine_bytes) return 0;
+  return std::min({kMaxCluster, device.num_multiprocessors / shape.entries, most_tiles(params, shape)});
+}
+
+// Whether a cluster of so many blocks for each entry is faster than all blocks for all entries and a second
+// kernel, which takes about as long as two more tiles in each block do. Lengths may be anything up to the
+// capacity.
+inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& shape, int cluster,
+                         const Device& device) {
+  if (cluster < 2) return false;
+  const int tiles = most_tiles(params, shape), alone = divide_up(tiles, cluster);
+  const int shared = divide_up(shape.entries * tiles, device.num_multiprocessors);
+  return alone <= std::min(2 * shared, shared + 2);
+}
+
+inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
+  shape.cluster = cluster;
+  shape.blocks = cluster * shape.entries;
+  shape.by_line = Divisor::of(cluster);
   return shape;
 }
 
@@ -67,25 +109,85 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }
 
+// Clusters that the device holds at once. Asked of the driver once, as it is the same for all sizes of shared
+// memory that leave room for one block.
+template <typename Element, int kHeadSize, int kRowTiles>
+int known_clusters(int cluster, dim3 block, int shared_bytes, const Device& device) {
+  constexpr int kDevices = 32;
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // one more than the answer, or 0
+  if (device.ordinal >= kDevices) return 0;
+  if (const int answer = known[device.ordinal][cluster]) return answer - 1;
+  const int clusters =
+      resident_clusters(decode_kernel<Element, kHeadSize, kRowTiles, true>, block, cluster, shared_bytes);
+  known[device.ordinal][cluster] = clusters + 1;
+  return clusters;
+}
+
+// How a kernel of this shape is launched.
+template <int kHeadSize, int kRowTiles>
+struct DecodeLaunch {
+  dim3 block;
+  int shared_bytes;
+
+  explicit DecodeLaunch(const DecodeShape& shape)
+      : block((shape.warps + kLoadWarps + kMergeWarps) * 32),
+        shared_bytes(decode_shared_bytes<kHeadSize, kRowTiles>(shape)) {}
+
+  template <typename Kernel>
+  cudaError_t enqueue(Kernel kernel, const SwaAttentionParams& params, const DecodeShape& shape,
+                      const Launch& launch) const {
+    const auto cluster = static_cast<unsigned>(std::max(shape.cluster, 1));
+    return launch_clusters(kernel, dim3(shape.blocks), block, cluster, shared_bytes, launch, params, shape,
+                           DecodeWorkspace::of(launch.workspace, shape));
+  }
+};
+
+// Puts the shape in clusters where that is faster and the device holds them all at once.
+template <typename Element, int kHeadSize, int kRowTiles>
+cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
+  int cluster = largest_cluster<kHeadSize>(params, shape, device);
+  if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
+  const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
+  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  while (cluster > 1 && known_clusters<Element, kHeadSize, kRowTiles>(cluster, how.block, how.shared_bytes,
+                                                                      device) < shape.entries)
+    --cluster;
+  if (clusters_pay(params, shape, cluster, device)) shape = in_clusters(shape, cluster);
+  return cudaSuccess;
+}
+
 template <typename Element, int kHeadSize, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
-  const DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
+  DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
   if (shape.warps < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
-  const DecodeWorkspace workspace = DecodeWorkspace::of(launch.workspace, shape);
-  const int shared_bytes = decode_shared_bytes<kHeadSize, kRowTiles>(shape);
-  const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
+  if constexpr (kHasClusters<kHeadSize, kRowTiles>) {
+    const cudaError_t error = choose_clusters<Element, kHeadSize, kRowTiles>(params, shape, launch.device);
+    if (error != cudaSuccess) return error;
+    if (shape.cluster)
+      return how.enqueue(decode_kernel<Element, kHeadSize, kRowTiles, true>, params, shape, launch);
+  }
+  const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, false>;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+  if (error == cudaSuccess) error = how.enqueue(kernel, params, shape, launch);
   if (error != cudaSuccess) return error;
-  const dim3 block((shape.warps + kLoadWarps + kMergeWarps) * 32);
-  error =
-      launch_overlapped(kernel, dim3(shape.blocks), block, shared_bytes, launch, params, shape, workspace);
-  if (error != cudaSuccess) return error;
-  return combine_decode<Element, kHeadSize>(params, shape, workspace, launch);
+  return combine_decode<Element, kHeadSize>(params, shape, DecodeWorkspace::of(launch.workspace, shape),
+                                            launch);
 }
 
 template <typename Element, int kHeadSize, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device) {
-  return DecodeWorkspace::bytes(plan_decode<kHeadSize, kRowTiles>(params, device), kHeadSize);
+  const DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, device);
+  const int cluster =
+      kHasClusters<kHeadSize, kRowTiles> ? largest_cluster<kHeadSize>(params, shape, device) : 0;
+  const DecodeShape largest = cluster ? in_clusters(shape, cluster) : shape;
+  return std::max(DecodeWorkspace::bytes(shape, kHeadSize), DecodeWorkspace::bytes(largest, kHeadSize));
 }
 
 // One source file per element type keeps a build parallel.

@@ -53,8 +53,10 @@ struct DecodeShape {
   int pairs;       // sequences * kv heads
   int entries;     // pairs * row_tiles, row tiles outermost: most steps have one
   int blocks;
+  int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
-  Divisor by_group, by_kv_heads, by_pairs, by_blocks;
+  Divisor by_group, by_kv_heads, by_pairs;
+  Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 
   __host__ __device__ int64_t partials() const {
     return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
@@ -136,27 +138,43 @@ struct DecodeEntry {
   }
 };
 
-// The line of all tiles. Its pieces are of two lengths, the longer ones first.
-struct DecodeLine {
-  const int* starts;  // [entries + 1]: tiles before each entry
-  int entries;
+// A line of tiles, cut into pieces of two lengths, the longer ones first.
+struct EvenCut {
   unsigned quotient;   // tiles of a shorter piece
   unsigned remainder;  // number of longer pieces
 
-  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
-      : starts(starts), entries(shape.entries) {
-    const int total = starts[entries];
-    quotient = shape.by_blocks.divide(total);
-    remainder = total - quotient * shape.blocks;
+  static __device__ __forceinline__ EvenCut of(const DecodeShape& shape, int tiles, int pieces) {
+    const int quotient = shape.by_line.divide(tiles);
+    return {static_cast<unsigned>(quotient), static_cast<unsigned>(tiles - quotient * pieces)};
   }
-  __device__ __forceinline__ int begin(unsigned block) const {
-    return static_cast<int>(block * quotient + min(block, remainder));
+  __device__ __forceinline__ int begin(unsigned piece) const {
+    return static_cast<int>(piece * quotient + min(piece, remainder));
   }
-  // The block whose piece holds a tile.
+  // The piece that holds a tile.
   __device__ __forceinline__ int owner(unsigned tile) const {
     const unsigned in_longer = remainder * (quotient + 1);
     return static_cast<int>(tile < in_longer ? tile / (quotient + 1)
                                              : remainder + (tile - in_longer) / quotient);
+  }
+};
+
+// The line of all tiles, cut for all blocks.
+struct DecodeLine {
+  const int* starts;  // [entries + 1]: tiles before each entry
+  int entries;
+  EvenCut cut;
+
+  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
+      : starts(starts),
+        entries(shape.entries),
+        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)) {}
+  __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
+  __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
+  __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
+  __device__ __forceinline__ int end(int entry) const { return starts[entry + 1]; }
+  __device__ __forceinline__ DecodeEntry entry(const SwaAttentionParams& params, const DecodeShape& shape,
+                                               int index) const {
+    return DecodeEntry::of(params, shape, index);
   }
   __device__ __forceinline__ int entry_of(int tile) const {
     int low = 0, high = entries;  // starts[low] <= tile < starts[high]; the last entries may be empty

@@ -127,20 +127,6 @@ struct KeyTileCopy {
     }
   }
 
-  // Several plain tiles, one behind the other in memory.
-  template <typename Element>
-  static __device__ __forceinline__ void start_rows(Element* target, const Element* source, int thread,
-                                                    int num_tiles) {
-    static_assert(kIsRegular);
-    uint32_t address = shared_address(target + thread / kChunks * kStride + thread % kChunks * 8);
-    source += thread * 8;
-    for (int tile = 0; tile < num_tiles; ++tile) {
-      start_regular(address, source, std::make_integer_sequence<int, kKeys * kChunks / kThreads>{});
-      address += kKeys * kStride * 2;
-      source += kKeys * kHeadSize;
-    }
-  }
-
   template <int... kNumbers>
   static __device__ __forceinline__ void start_regular(uint32_t target, const void* source,
                                                        std::integer_sequence<int, kNumbers...>) {

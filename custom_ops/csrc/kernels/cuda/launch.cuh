@@ -10,25 +10,31 @@
 
 namespace ortolan::cuda {
 
+constexpr int kMaxCluster = 16;  // blocks; what every device has is 8
+
 // The kernel must call wait_for_previous_kernel() before it touches what an earlier kernel writes or reads.
 // It may call launch_dependents() at its start: whoever it lets start waits in the same way. `cluster`
-// consecutive blocks form a cluster; more than one needs compute capability 9.0.
-// Source: CUDA programming guide, "Programmatic Dependent Launch" and "Thread Block Clusters".
+// consecutive blocks form a cluster; more than one needs compute capability 9.0. All ask for the same
+// division of L1 and shared memory: a multiprocessor must be empty to divide them anew, and then no two
+// kernels overlap. Source: CUDA programming guide, "Programmatic Dependent Launch" and "Thread Block
+// Clusters".
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster,
                             size_t shared_bytes, const Launch& launch, Arguments&&... arguments) {
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {cluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[2].id = cudaLaunchAttributeClusterDimension;
+  attributes[2].val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
   config.attrs = attributes;
-  config.numAttrs = launch.device.compute_capability < 90 ? 0 : cluster == 1 ? 1 : 2;
+  config.numAttrs = launch.device.compute_capability < 90 ? 0 : cluster == 1 ? 2 : 3;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
 }
 
@@ -38,21 +44,23 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 blo
   return launch_clusters(kernel, grid, block, 1, shared_bytes, launch, std::forward<Arguments>(arguments)...);
 }
 
-// Whether the current device can run such a cluster at all.
+// Clusters of so many blocks that the current device holds at once: some of its multiprocessors may not reach
+// each other.
 template <typename... Parameters>
-bool clusters_fit(void (*kernel)(Parameters...), dim3 block, unsigned cluster) {
+int resident_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, size_t shared_bytes) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = cluster;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
   int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters > 0;
-  cudaGetLastError();  // the answer is no
-  return false;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
+  cudaGetLastError();  // not to be taken for a launch's
+  return 0;
 }
 
 }  // namespace ortolan::cuda

@@ -23,11 +23,18 @@ struct GemvPass {
   int num_tokens;
 };
 
-__device__ __forceinline__ uint4 load_weights(const void* address) {
+// A step reads each weight once, so weights are the first to leave the L2 cache: what is read again stays.
+__device__ __forceinline__ uint64_t weights_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint4 load_weights(const void* address, uint64_t policy) {
   uint4 piece;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
                : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
-               : "l"(address));
+               : "l"(address), "l"(policy));
   return piece;
 }
 
@@ -95,6 +102,7 @@ struct GemvRows {
   static constexpr int kAtOnce = kLines >= 4 ? 4 : 8;
   const Element* lines[kLines];
   int pieces;  // of a row
+  uint64_t policy;
   float sums[kLines][kTokens];
   uint4 weights[kLines][kAtOnce];
 
@@ -102,7 +110,8 @@ struct GemvRows {
     const int piece = first + n * 32 + static_cast<int>(threadIdx.x % 32);
     if (piece >= pieces) return;
 #pragma unroll
-    for (int line = 0; line < kLines; ++line) weights[line][n] = load_weights(lines[line] + piece * kPiece);
+    for (int line = 0; line < kLines; ++line)
+      weights[line][n] = load_weights(lines[line] + piece * kPiece, policy);
   }
   __device__ __forceinline__ void fetch_first() {
 #pragma unroll
@@ -173,6 +182,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
 
   Rows rows;
   rows.pieces = static_cast<int>(p.num_inputs) / Rows::kPiece;
+  rows.policy = weights_policy();
   const auto aim = [&] {
     if (output >= p.num_outputs) return false;
 #pragma unroll

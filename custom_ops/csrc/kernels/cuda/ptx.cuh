@@ -31,6 +31,20 @@ __device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* gl
                : "memory");
 }
 
+// The same, with a policy for what it leaves in L2.
+template <int kSharedBytes, int kGlobalBytes>
+__device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0 + %2], [%1 + %3], 16, %4;\n" ::"r"(shared),
+               "l"(global), "n"(kSharedBytes), "n"(kGlobalBytes), "l"(policy)
+               : "memory");
+}
+// Of what is read once: it leaves L2 before all else.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 template <int kPending>
@@ -122,13 +136,21 @@ __device__ __forceinline__ int cluster_size() {
   asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(blocks));
   return static_cast<int>(blocks);
 }
-// The barrier of all threads of a cluster, in two halves, for whole warps; it orders no memory accesses.
+// The barrier of all threads of a cluster, in two halves, for whole warps. It orders no memory accesses.
 __device__ __forceinline__ void cluster_arrive() {
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
+// The whole barrier; what threads have written before it, all see after it.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+                   : "memory");
+#endif
 }
 
 // A barrier in shared memory that counts arrivals, of threads and of asynchronous copies. Its phases
