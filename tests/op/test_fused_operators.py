@@ -87,6 +87,19 @@ def test_an_output_does_not_depend_on_how_many_there_are(activation, tokens):
     np.testing.assert_array_equal(bits(many[:, -kept:]), bits(less))
 
 
+@pytest.mark.parametrize("size", [48, 1152, 2056, 4096, 12288, 24576, 50])
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_two_tokens_get_what_each_gets_alone(case, size):
+    feeds = linear_feeds(case, 2, size, 131)
+    (both,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+    for token in range(2):
+        rows = {name: feeds[name][token : token + 1] for name in ("x", "residual") if name in feeds}
+        alone = feeds | rows
+        (y,) = run_fused("FusedLinear", alone, linear_outputs(case, alone), **case.attributes).values()
+        np.testing.assert_array_equal(bits(both[token : token + 1]), bits(y))
+    assert_as_good_as_plain(both, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("case", [LinearCase(residual=True), LinearCase(activation="silu_mul", residual=True)], ids=str)
 def test_linear_may_write_over_its_residual(case, tokens):

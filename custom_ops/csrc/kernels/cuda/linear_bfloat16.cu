@@ -1,4 +1,4 @@
-#include "linear_gemv.cuh"
+#include "linear_gemv_launch.cuh"
 
 namespace ortolan::cuda {
 

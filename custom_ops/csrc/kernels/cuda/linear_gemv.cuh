@@ -23,13 +23,7 @@ struct GemvPass {
   int num_tokens;
 };
 
-// A step reads each weight once, so weights are the first to leave the L2 cache: what is read again stays.
-__device__ __forceinline__ uint64_t weights_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
-  return policy;
-}
-
+// With a policy for L2: a step reads each weight once, so weights leave first, and what is read again stays.
 __device__ __forceinline__ uint4 load_weights(const void* address, uint64_t policy) {
   uint4 piece;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
@@ -38,61 +32,69 @@ __device__ __forceinline__ uint4 load_weights(const void* address, uint64_t poli
   return piece;
 }
 
-// The factor of RMSNorm, from each thread's share of the squares; `warps` of the block share a token.
-__device__ __forceinline__ float norm_factor(const FusedLinearParams& p, float squares, int warps) {
-  __shared__ float sums[kGemvWarps];
-  const int warp = threadIdx.x / 32;
-  squares = warp_sum(squares);
-  if (threadIdx.x % 32 == 0) sums[warp] = squares;
+// Factors of RMSNorm, from each thread's share of the squares. For the whole block, once.
+template <int kTokens>
+__device__ __forceinline__ void norm_factors(const FusedLinearParams& p, float (&factors)[kTokens]) {
+  __shared__ float sums[kTokens][kGemvWarps];
+#pragma unroll
+  for (int token = 0; token < kTokens; ++token) {
+    const float squares = warp_sum(factors[token]);
+    if (threadIdx.x % 32 == 0) sums[token][threadIdx.x / 32] = squares;
+  }
   __syncthreads();
-  float total = 0;
-  for (int w = 0; w < warps; ++w) total += sums[warp / warps * warps + w];
-  return rsqrtf(total / static_cast<float>(p.num_inputs) + p.epsilon);
+#pragma unroll
+  for (int token = 0; token < kTokens; ++token) {
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kGemvWarps; ++w) total += sums[token][w];
+    factors[token] = rsqrtf(total / static_cast<float>(p.num_inputs) + p.epsilon);
+  }
 }
 
-// Starts to copy the norm's weights to shared memory. For the whole block.
-template <typename Element>
-__device__ __forceinline__ void fetch_norm(const FusedLinearParams& p, Element* norm) {
-  if (!p.norm_weight) return;
-  for (int i = threadIdx.x * kPieceSize<Element>; i < p.num_inputs; i += kGemvThreads * kPieceSize<Element>)
-    copy_async_16(norm + i, static_cast<const Element*>(p.norm_weight) + i, true);
-  copy_async_commit();
-}
-
-// Brings inputs to shared memory, normalised and rounded where the layer says so: equal shares of the block
-// take a token each. For the whole block.
+// Brings inputs to shared memory, normalised and rounded where the layer says so. For the whole block.
 template <typename Element, int kTokens>
-__device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const GemvPass& pass, Element* inputs,
-                                            const Element* norm_weight) {
-  constexpr int kShare = kGemvThreads / kTokens;
+__device__ __forceinline__ void load_inputs(const FusedLinearParams& p, const GemvPass& pass, uint4* inputs,
+                                            const uint4* norm) {
   constexpr int kAtOnce = 4;
   const int pieces = static_cast<int>(p.num_inputs) / kPieceSize<Element>;
-  const int token = threadIdx.x / kShare;
-  const auto* norm = reinterpret_cast<const uint4*>(norm_weight);
-  const auto* source = reinterpret_cast<const uint4*>(static_cast<const Element*>(p.input) +
-                                                      (pass.first_token + token) * p.num_inputs);
-  auto* target = reinterpret_cast<uint4*>(inputs + token * p.num_inputs);
-  const bool exists = token < pass.num_tokens;
-  float squares = 0;
-  for (int first = threadIdx.x % kShare; first < pieces && exists; first += kAtOnce * kShare) {
-    uint4 x[kAtOnce];
+  const auto* source =
+      reinterpret_cast<const uint4*>(static_cast<const Element*>(p.input) + pass.first_token * p.num_inputs);
+  float squares[kTokens] = {};
+  for (int first = threadIdx.x; first < pieces; first += kAtOnce * kGemvThreads) {
+    uint4 x[kTokens][kAtOnce];
+    const auto each_piece = [&](auto visit) {
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-      if (first + n * kShare < pieces) x[n] = source[first + n * kShare];
-#pragma unroll
-    for (int n = 0; n < kAtOnce; ++n)
-      if (first + n * kShare < pieces) {
-        target[first + n * kShare] = x[n];
-        squares = add_products(x[n], x[n], squares, Element{});
-      }
+      for (int n = 0; n < kTokens * kAtOnce; ++n)
+        if (const int i = first + n % kAtOnce * kGemvThreads; i < pieces)
+          visit(n / kAtOnce, n / kAtOnce * pieces + i, x[n / kAtOnce][n % kAtOnce]);
+    };
+    each_piece([&](int, int place, uint4& piece) { piece = source[place]; });
+    each_piece([&](int token, int place, const uint4& piece) {
+      inputs[place] = piece;
+      squares[token] = add_products(piece, piece, squares[token], Element{});
+    });
   }
   if (p.norm_weight) {
     copy_async_wait<0>();
-    const float factor = norm_factor(p, squares, kShare / 32);
-    for (int i = threadIdx.x % kShare; i < pieces && exists; i += kShare)  // what this thread has written
-      target[i] = scale_piece(target[i], factor, norm[i], Element{});
+    norm_factors(p, squares);
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token)
+      for (int i = threadIdx.x; i < pieces; i += kGemvThreads) {  // what this thread has written
+        uint4& piece = inputs[token * pieces + i];
+        piece = scale_piece(piece, squares[token], norm[i], Element{});
+      }
   }
   __syncthreads();
+}
+
+// Starts to copy the norm's weights to shared memory: the pieces that the thread will use.
+template <typename Element>
+__device__ __forceinline__ void fetch_norm(const FusedLinearParams& p, uint4* norm) {
+  if (!p.norm_weight) return;
+  const int pieces = static_cast<int>(p.num_inputs) / kPieceSize<Element>;
+  for (int i = threadIdx.x; i < pieces; i += kGemvThreads)
+    copy_async_16(norm + i, static_cast<const uint4*>(p.norm_weight) + i, true);
+  copy_async_commit();
 }
 
 // kLines rows of weights times kTokens inputs, with `kAtOnce` pieces of each row in flight per lane.
@@ -175,14 +177,14 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   using Rows = GemvRows<Element, kTokens, kLines>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   auto* inputs = reinterpret_cast<Element*>(shared_memory);
-  auto* norm = inputs + pass.num_tokens * p.num_inputs;
+  auto* norm = reinterpret_cast<uint4*>(inputs + kTokens * p.num_inputs);
   const int lane = threadIdx.x % 32;
   const int64_t stride = int64_t{gridDim.x} * kGemvWarps * kOutputs;
   int64_t output = (int64_t{blockIdx.x} * kGemvWarps + threadIdx.x / 32) * kOutputs;
 
   Rows rows;
   rows.pieces = static_cast<int>(p.num_inputs) / Rows::kPiece;
-  rows.policy = weights_policy();
+  rows.policy = evict_first_policy();
   const auto aim = [&] {
     if (output >= p.num_outputs) return false;
 #pragma unroll
@@ -193,10 +195,10 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
     return true;
   };
   if (aim()) rows.fetch_first();
-  fetch_norm(p, norm);
+  fetch_norm<Element>(p, norm);
   launch_dependents();
   wait_for_previous_kernel();
-  load_inputs<Element, kTokens>(p, pass, inputs, norm);
+  load_inputs<Element, kTokens>(p, pass, reinterpret_cast<uint4*>(inputs), norm);
 
   while (output < p.num_outputs) {
     const int64_t finished = output;
@@ -234,15 +236,15 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   wait_for_previous_kernel();
   const auto* source = static_cast<const Element*>(p.input) + pass.first_token * p.num_inputs;
   const auto* norm = static_cast<const Element*>(p.norm_weight);
-  float squares = 0;
+  float factors[1] = {};
   for (int i = threadIdx.x; i < size; i += kGemvThreads) {
     inputs[i] = source[i];
-    squares = fmaf(to_float(source[i]), to_float(source[i]), squares);
+    factors[0] = fmaf(to_float(source[i]), to_float(source[i]), factors[0]);
   }
   if (norm) {
-    const float factor = norm_factor(p, squares, kGemvWarps);
+    norm_factors(p, factors);
     for (int i = threadIdx.x; i < size; i += kGemvThreads)
-      inputs[i] = Element(to_float(inputs[i]) * factor * to_float(norm[i]));
+      inputs[i] = Element(to_float(inputs[i]) * factors[0] * to_float(norm[i]));
   }
   __syncthreads();
   if (output >= p.num_outputs) return;
@@ -298,24 +300,6 @@ cudaError_t launch_gemv_pass(const FusedLinearParams& p, const GemvPass& pass, c
                                        launch);
   return launch_gemv_kernel<Element>(gemv_kernel<Element, 1, 1, kGated>, outputs(kGemvWarps), p, pass,
                                      launch);
-}
-
-template <typename Element>
-cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch) {
-  const bool regular = is_regular<Element>(p);
-  const int64_t token_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
-  const int64_t norm_bytes = p.norm_weight ? token_bytes : 0;
-  const int most =
-      regular && 2 * token_bytes + norm_bytes <= launch.device.shared_bytes_per_block / 2 ? 2 : 1;
-  for (int first = 0; first < p.num_tokens; first += most) {
-    const GemvPass pass{first, p.num_tokens - first < most ? 1 : most};
-    const cudaError_t error =
-        !regular ? launch_gemv_kernel<Element>(odd_gemv_kernel<Element>, kGemvWarps, p, pass, launch)
-        : p.activation == GatedActivation::kNone ? launch_gemv_pass<Element, false>(p, pass, launch)
-                                                 : launch_gemv_pass<Element, true>(p, pass, launch);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
 }
 
 }  // namespace ortolan::cuda

@@ -203,6 +203,15 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       "l"(global), "r"(bytes), "r"(shared_address(&barrier.state))
       : "memory");
 }
+// The same, with a policy for what it leaves in L2.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,
+                                          Barrier& barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier.state)), "l"(policy)
+      : "memory");
+}
 // Copies a multiple of 16 bytes from shared memory, in this thread's open group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global), "r"(shared),
