@@ -14,15 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import devices
 import numpy as np
 from attention_cases import Shape, attention_feeds, run_attention
-from fused_cases import QkvCase, qkv_feeds, qkv_outputs, run_fused
+from fused_cases import LinearCase, QkvCase, linear_feeds, linear_outputs, qkv_feeds, qkv_outputs, run_fused
 from harness import empty_caches, random_batch, run_in_place, run_op
 
 
 def attention() -> None:
     """Decode and prefill, with every feature of a mask, over contiguous, ring and paged caches."""
     for head_size in (64, 80, 128, 256):
-        for tokens in ([1, 3], [40, 1], [130]):
-            past = [70, 5][: len(tokens)]
+        for tokens in ([1, 3], [40, 1], [130], [1]):
+            past = [70, 5][: len(tokens)] if tokens != [1] else [600]
             sizes = {"tokens": tokens, "past": past, "head_size": head_size}
             for shape in (
                 Shape(**sizes),
@@ -47,6 +47,16 @@ def copies() -> None:
     for kv_heads, slots in ((1, 20_000), (7, 2_000)):
         full = {name: rng.standard_normal((1, kv_heads, slots, 64)).astype(devices.element()) for name in caches}
         run_in_place("KvCompact", {**full, "keep": np.arange(1, slots, dtype=np.int32)[None, None]})
+
+
+def products() -> None:
+    """One, two and more tokens times gated and plain weights, with rows of several lengths."""
+    plain = LinearCase(norm=True, residual=True)
+    for size, outputs in ((64, 300), (2048, 300), (2056, 40)):
+        for case in (plain, LinearCase(norm=True, bias=True, activation="silu_mul")):
+            for tokens in (1, 2, 5):
+                feeds = linear_feeds(case, tokens, size, outputs)
+                run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)
 
 
 def heads() -> None:
@@ -91,6 +101,7 @@ def main() -> None:
             with devices.using(target):
                 attention()
                 copies()
+                products()
                 heads()
                 scores()
                 selections()
