@@ -42,6 +42,7 @@ __device__ __forceinline__ void combine_columns(const SwaAttentionParams& params
   constexpr int kGroups = kHeadSize / kColumns;
   const SpanRound spans = SpanRound::of(memory, kRoundSpans, kColumns);
   for (int unit = rank; unit < line.own.rows * kGroups; unit += shape.cluster) {
+    if (unit != rank) __syncthreads();  // what the unit before has read may be overwritten
     const int first_column = unit % kGroups * kColumns;
     const PartialRow<kHeadSize, ClusterLine> partial{
         workspace,  line,           line.own.tiles,
