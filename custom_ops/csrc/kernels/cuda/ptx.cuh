@@ -219,11 +219,6 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
-// Until all but kPending groups have read what they store.
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
-}
 // Until all groups have written.
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");
