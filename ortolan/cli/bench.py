@@ -37,7 +37,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
-    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
+    )
     parser.add_argument("--snapkv-budget", type=int, help="tokens kept in each full-attention layer (default: all)")
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures; - for standard output, in place of the table"

@@ -42,7 +42,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
     parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
-    parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
+    )
     parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
     _add_sampling(parser)
     _add_snapkv(parser)
