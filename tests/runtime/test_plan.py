@@ -129,8 +129,10 @@ def test_a_chunk_is_halved_until_there_is_room(most, expected):
 @pytest.mark.parametrize("name", ["max_context", "chunk_size"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
 def test_refuses_sizes_that_are_no_positive_whole_numbers(name, value):
-    with pytest.raises(ConfigError, match=name):
-        plan_caches(manifest_of(), **{name: value})
+    unchosen = dataclasses.replace(manifest_of(window=-1), chunk_chosen=False)
+    for manifest, cuda in ((manifest_of(), False), (unchosen, True)):
+        with pytest.raises(ConfigError, match=name):
+            plan_caches(manifest, **{name: value}, cuda=cuda)
 
 
 def test_refuses_a_context_beyond_the_export():
