@@ -15,8 +15,8 @@ from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
     MANIFEST_METADATA,
+    CacheOptions,
     check_numbers,
-    check_page_size,
     check_target,
     complete_folder,
     put_in_place,
@@ -44,7 +44,6 @@ from ortolan.graphs import (
 )
 from ortolan.graphs.config import ModelConfig
 from ortolan.manifest import (
-    DEFAULT_CHUNK_SIZE,
     DTYPES,
     FUSED_FILE,
     MODEL_FILE,
@@ -59,35 +58,23 @@ LARGE_HEAD_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
+class ExportOptions(CacheOptions):
     """Options of `export`, checked."""
 
     dtype: str
     max_context: int
-    chunk_size: int | None
-    sink: int
-    snapkv_window: int
-    paged: bool
-    page_size: int
     weights: str
     fuse: bool
 
     def __post_init__(self) -> None:
+        CacheOptions.__post_init__(self)  # super() does not work in a class with slots
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.weights not in WEIGHT_KINDS:
             raise ConfigError(f"weights is {self.weights!r}; allowed: {', '.join(WEIGHT_KINDS)}")
-        check_numbers(self, max_context=1, sink=0, snapkv_window=0)
-        if self.chunk_size is not None:
-            check_numbers(self, chunk_size=1)
+        check_numbers(self, max_context=1)
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
-        check_page_size(self.page_size)
-
-    @property
-    def graph_page_size(self) -> int:
-        """Slots of a page; 0 for contiguous caches."""
-        return self.page_size if self.paged else 0
 
 
 def export(
@@ -249,7 +236,7 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         vocab_size=config.vocab_size,
         num_heads=config.num_heads,
         max_context=options.max_context,
-        chunk_size=DEFAULT_CHUNK_SIZE if options.chunk_size is None else options.chunk_size,
+        chunk_size=options.planned_chunk,
         chunk_chosen=options.chunk_size is not None,
         sink=options.sink,
         snapkv_window=options.snapkv_window,

@@ -13,8 +13,8 @@ import onnx
 from ortolan.errors import ConfigError
 from ortolan.export.folder import (
     MANIFEST_METADATA,
+    CacheOptions,
     check_numbers,
-    check_page_size,
     check_target,
     complete_folder,
     put_in_place,
@@ -31,34 +31,23 @@ from ortolan.graphs import (
     convert_model,
     verify_model,
 )
-from ortolan.manifest import DEFAULT_CHUNK_SIZE, MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.manifest import MODEL_FILE, LayerInfo, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertArguments:
+class ConvertArguments(CacheOptions):
     """Options of `convert`, checked."""
 
     max_context: int | None
-    chunk_size: int | None
-    sink: int
-    snapkv_window: int
-    paged: bool
-    page_size: int
     sliding_window: int
 
     def __post_init__(self) -> None:
-        check_numbers(self, sink=0, snapkv_window=0, sliding_window=0)
-        for name in ("max_context", "chunk_size"):
-            if getattr(self, name) is not None:
-                check_numbers(self, **{name: 1})
-        check_page_size(self.page_size)
-
-    @property
-    def graph_page_size(self) -> int:
-        """Slots of a page; 0 for contiguous caches."""
-        return self.page_size if self.paged else 0
+        CacheOptions.__post_init__(self)  # super() does not work in a class with slots
+        check_numbers(self, sliding_window=0)
+        if self.max_context is not None:
+            check_numbers(self, max_context=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +169,7 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         vocab_size=conversion.vocab_size,
         num_heads=scores.num_heads,
         max_context=conversion.max_context,
-        chunk_size=DEFAULT_CHUNK_SIZE if arguments.chunk_size is None else arguments.chunk_size,
+        chunk_size=arguments.planned_chunk,
         chunk_chosen=arguments.chunk_size is not None,
         sink=arguments.sink,
         snapkv_window=arguments.snapkv_window,

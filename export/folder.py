@@ -6,13 +6,13 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
 from ortolan.errors import ConfigError, OrtolanError
 from ortolan.graphs import build_evict_model
-from ortolan.manifest import EVICT_FILE, MANIFEST_FILE, Manifest
+from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,10 +36,32 @@ def check_numbers(options: object, **least: int) -> None:
             raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {smallest}")
 
 
-def check_page_size(page_size: int) -> None:
-    """Check the slots of a page. Raises ConfigError."""
-    if page_size not in PAGE_SIZES or isinstance(page_size, bool):
-        raise ConfigError(f"page_size is {page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What every way to make a folder asks of steps and caches, checked; see `export`."""
+
+    chunk_size: int | None
+    sink: int
+    snapkv_window: int
+    paged: bool
+    page_size: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_size is not None:
+            check_numbers(self, chunk_size=1)
+        check_numbers(self, sink=0, snapkv_window=0)
+        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+            raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+
+    @property
+    def planned_chunk(self) -> int:
+        """Prompt tokens per step that rings are planned for."""
+        return DEFAULT_CHUNK_SIZE if self.chunk_size is None else self.chunk_size
+
+    @property
+    def graph_page_size(self) -> int:
+        """Slots of a page; 0 for contiguous caches."""
+        return self.page_size if self.paged else 0
 
 
 def check_target(target: Path, overwrite: bool) -> None:
