@@ -27,6 +27,7 @@ from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.plan import check_size
 from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import TokenSequence
@@ -153,8 +154,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         tokens = self._checked(token_ids)
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, at least 1")
+        check_size("max_new_tokens", max_new_tokens)
         if snapkv is not None and not any(layer.evictable for layer in self._manifest.layers):
             raise ConfigError("snapkv: no layer of this model can evict")
         if snapkv is not None and snapkv.during_prefill:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import Manifest
-from ortolan.runtime.plan import CUDA_TILE, ELEMENT_BYTES, RING_TILE
+from ortolan.runtime.plan import CUDA_TILE, ELEMENT_BYTES, RING_TILE, check_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,7 @@ def _check(manifest: Manifest, counts: dict[str, int], max_cache_bytes: int | No
         raise ConfigError("this model has contiguous caches; export it with paged=True to serve many sequences")
     given = counts if max_cache_bytes is None else counts | {"max_cache_bytes": max_cache_bytes}
     for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
+        check_size(name, value)
     if counts["max_context"] > manifest.max_context:
         raise ConfigError(
             f"max_context {counts['max_context']} is more than the {manifest.max_context} that the model was exported "

@@ -127,10 +127,10 @@ def plan_caches(
         ConfigError: a number is below 1, or the context is longer than the export's.
     """
     context = manifest.max_context if max_context is None else max_context
-    _check_size("max_context", context)
+    check_size("max_context", context)
     may_widen = cuda and budget is None and not manifest.chunk_chosen
     chunk = _default_chunk(manifest, context, may_widen=may_widen) if chunk_size is None else chunk_size
-    _check_size("chunk_size", chunk)
+    check_size("chunk_size", chunk)
     if context > manifest.max_context:
         raise ConfigError(
             f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
@@ -166,7 +166,8 @@ def plan_caches(
     )
 
 
-def _check_size(name: str, value: object) -> None:
+def check_size(name: str, value: object) -> None:
+    """Check that a number is whole and at least 1. Raises ConfigError, which names it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
