@@ -34,11 +34,10 @@ __device__ __forceinline__ void store_rows(char* cache, int64_t target, uint32_t
   bulk_commit();
 }
 
-template <int kRounds>
 __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactParams p, uint32_t row_bytes) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char tiles[];
-  __shared__ Barrier full[kRounds];
+  __shared__ Barrier full[kBulkRounds];
   launch_dependents();
   if (threadIdx.x == 0)
     for (Barrier& barrier : full) barrier.init(blockDim.x / 32);
@@ -51,12 +50,12 @@ __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactPa
   const auto place = [&](int round) {
     return shared_address(tiles) + (round * blockDim.x + threadIdx.x) * row_bytes;
   };
-  int32_t kept[kRounds];
-  bool moves[kRounds];
+  int32_t kept[kBulkRounds];
+  bool moves[kBulkRounds];
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) kept[round] = rows.kept(round * step + first);
+  for (int round = 0; round < kBulkRounds; ++round) kept[round] = rows.kept(round * step + first);
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; round < kBulkRounds; ++round) {
     const int64_t source = kept[round] == round * step + first ? -1 : rows.row(kept[round]);
     moves[round] = source >= 0;
     const int count = __popc(__ballot_sync(~0u, moves[round]));
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactPa
     if (moves[round]) bulk_load(place(round), cache + source * row_bytes, row_bytes, full[round]);
   }
 #pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
+  for (int round = 0; round < kBulkRounds; ++round) {
     const int64_t target = moves[round] ? rows.row(round * step + first) : -1;
     full[round].wait(0);
     cluster_arrive();
@@ -96,7 +95,7 @@ inline cudaError_t compact_bulk(const KvCompactParams& p, int64_t row_bytes, con
   while (cluster > 1 && (cluster - 1) * threads >= p.keep_count) cluster /= 2;
   const dim3 grid(cluster, static_cast<unsigned>(2 * p.cache.num_kv_heads),
                   static_cast<unsigned>(p.num_sequences));
-  const auto kernel = move_rows_bulk<kBulkRounds>;
+  const auto kernel = move_rows_bulk;
   const size_t shared_bytes = kBulkRounds * threads * row_bytes;
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                      static_cast<int>(shared_bytes)))

@@ -27,38 +27,37 @@ namespace ortolan::cuda {
 constexpr int kClusterPieces = 4;
 constexpr int kClusterThreads = 256;
 
-template <int kPieces>
 __global__ void __launch_bounds__(kClusterThreads, 5)
     move_rows_clustered(const KvCompactParams p, uint32_t row_bytes) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ uint4 places[kPieces * kClusterThreads];
+  __shared__ uint4 places[kClusterPieces * kClusterThreads];
   launch_dependents();
   wait_for_previous_kernel();
   const int blocks = cluster_size(), rank = blockIdx.x % blocks, slice = blockIdx.x / blocks;
   const CompactRows rows(p, blockIdx.z, blockIdx.y >> 1);
   char* cache = static_cast<char*>(blockIdx.y & 1 ? p.value_cache : p.key_cache) +
                 (slice * blockDim.x + threadIdx.x) * 16;
-  const int64_t tile = blockDim.y * kPieces, step = blocks * tile;
+  const int64_t tile = blockDim.y * kClusterPieces, step = blocks * tile;
   const int64_t first = rank * tile + threadIdx.y;
   const auto index = [&](int64_t round, int j) { return round * step + first + j * blockDim.y; };
   uint4* const own = places + threadIdx.y * blockDim.x + threadIdx.x;
   int64_t rounds = (rows.count + step - 1) / step;
-  int32_t kept[kPieces], leader = 0;  // of the round after the one that was located last
-  int64_t source[kPieces];
+  int32_t kept[kClusterPieces], leader = 0;  // of the round after the one that was located last
+  int64_t source[kClusterPieces];
   uint32_t moving = 0;  // bit j: piece j moves
   const auto look_up = [&](int64_t round) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) kept[j] = rows.kept(index(round, j));
+    for (int j = 0; j < kClusterPieces; ++j) kept[j] = rows.kept(index(round, j));
     leader = rows.kept(round * step);
   };
   const auto locate = [&](int64_t round) {
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) source[j] = kept[j] == index(round, j) ? -1 : rows.row(kept[j]);
+    for (int j = 0; j < kClusterPieces; ++j) source[j] = kept[j] == index(round, j) ? -1 : rows.row(kept[j]);
   };
   const auto load = [&] {
     moving = 0;
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
+    for (int j = 0; j < kClusterPieces; ++j) {
       if (source[j] < 0) continue;
       moving |= 1u << j;
       copy_async_16(own + j * kClusterThreads, cache + source[j] * row_bytes, true);
@@ -76,12 +75,12 @@ __global__ void __launch_bounds__(kClusterThreads, 5)
     copy_async_wait<0>();
     cluster_arrive();
     if (ahead < 0) rounds = min(rounds, round + 1);
-    int64_t target[kPieces];
+    int64_t target[kClusterPieces];
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) target[j] = moving >> j & 1 ? rows.row(index(round, j)) : -1;
+    for (int j = 0; j < kClusterPieces; ++j) target[j] = moving >> j & 1 ? rows.row(index(round, j)) : -1;
     cluster_wait();
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j)
+    for (int j = 0; j < kClusterPieces; ++j)
       if (target[j] >= 0) *reinterpret_cast<uint4*>(cache + target[j] * row_bytes) = own[j * kClusterThreads];
     load();
     ahead = leader;
@@ -119,10 +118,10 @@ inline bool compact_sm90_takes(int64_t row_bytes, int aligned_bytes, const Devic
 }
 
 inline cudaError_t compact_sm90(const KvCompactParams& p, int64_t row_bytes, const Launch& launch) {
-  const auto kernel = move_rows_clustered<kClusterPieces>;
+  constexpr auto kernel = move_rows_clustered;
   const bool large =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-      resident_clusters(kernel, kClusterThreads, kMaxCluster, 0) > 0;
+      resident_clusters<kernel>(kClusterThreads, kMaxCluster, 0, launch.device) > 0;
   const ClusterPlan plan = plan_clusters(p, row_bytes, large ? kMaxCluster : 8, launch.device);
   const dim3 grid(static_cast<unsigned>(plan.slices) * plan.cluster,
                   static_cast<unsigned>(2 * p.cache.num_kv_heads), static_cast<unsigned>(p.num_sequences));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
 #include "attention_instances.h"
 #include "decode.cuh"
@@ -109,20 +108,6 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }
 
-// Clusters that the device holds at once. Asked of the driver once, as it is the same for all sizes of shared
-// memory that leave room for one block.
-template <typename Element, int kHeadSize, int kRowTiles>
-int known_clusters(int cluster, dim3 block, int shared_bytes, const Device& device) {
-  constexpr int kDevices = 32;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // one more than the answer, or 0
-  if (device.ordinal >= kDevices) return 0;
-  if (const int answer = known[device.ordinal][cluster]) return answer - 1;
-  const int clusters =
-      resident_clusters(decode_kernel<Element, kHeadSize, kRowTiles, true>, block, cluster, shared_bytes);
-  known[device.ordinal][cluster] = clusters + 1;
-  return clusters;
-}
-
 // How a kernel of this shape is launched.
 template <int kHeadSize, int kRowTiles>
 struct DecodeLaunch {
@@ -147,16 +132,18 @@ template <typename Element, int kHeadSize, int kRowTiles>
 cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
   int cluster = largest_cluster<kHeadSize>(params, shape, device);
   if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
-  const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
+  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
   const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  while (cluster > 1 && known_clusters<Element, kHeadSize, kRowTiles>(cluster, how.block, how.shared_bytes,
-                                                                      device) < shape.entries)
-    --cluster;
+  // One block has a multiprocessor to itself, whatever its size: the clusters are as many for all shapes.
+  const auto resident = [&] {
+    return resident_clusters<kernel>(how.block, cluster, how.shared_bytes, device);
+  };
+  while (cluster > 1 && resident() < shape.entries) --cluster;
   if (clusters_pay(params, shape, cluster, device)) shape = in_clusters(shape, cluster);
   return cudaSuccess;
 }

@@ -57,17 +57,10 @@ struct DecodeLoad {
     target += (lane / kChunks * kStride + lane % kChunks * 8) * 2;
     source += lane * 8;
     for (int row = 0; row < num_rows; row += kCopyRows) {
-      start_copies(target, source, std::make_integer_sequence<int, kCopyRows * kChunks / 32>{});
+      Copy::start_regular(target, source, policy);
       target += kCopyRows * kStride * 2;
       source += kCopyRows * kHeadSize;
     }
-  }
-  template <int... kNumbers>
-  __device__ __forceinline__ void start_copies(uint32_t target, const Element* source,
-                                               std::integer_sequence<int, kNumbers...>) const {
-    (copy_async_16_at<(kNumbers * 32 / kChunks * kStride + kNumbers * 32 % kChunks * 8) * 2,
-                      kNumbers * 32 * 16>(target, source, policy),
-     ...);
   }
 
   // The rows of a tile from `row` on, of which not all are seen.

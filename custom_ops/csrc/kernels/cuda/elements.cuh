@@ -73,4 +73,22 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
+// Adds each of some values over the block; for the whole block, once.
+template <int kThreads, int kValues>
+__device__ __forceinline__ void block_sums(float (&values)[kValues]) {
+  __shared__ float sums[kValues][kThreads / 32];
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    values[v] = warp_sum(values[v]);
+    if (threadIdx.x % 32 == 0) sums[v][threadIdx.x / 32] = values[v];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    values[v] = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) values[v] += sums[v][w];
+  }
+}
+
 }  // namespace ortolan::cuda

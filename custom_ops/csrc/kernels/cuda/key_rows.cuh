@@ -104,8 +104,7 @@ struct KeyTileCopy {
     if (is_plain && kIsRegular) {
       const uint32_t first_target =
           shared_address(target + thread / kChunks * kStride + thread % kChunks * 8);
-      start_regular(first_target, source + offset + thread * 8,
-                    std::make_integer_sequence<int, kKeys * kChunks / kThreads>{});
+      start_regular(first_target, source + offset + thread * 8);
       return;
     }
     if (is_plain) {
@@ -127,11 +126,20 @@ struct KeyTileCopy {
     }
   }
 
-  template <int... kNumbers>
+  // `target` and `source`: the thread's first pieces. `policy`: of L2, if any.
+  template <typename... Policy>
   static __device__ __forceinline__ void start_regular(uint32_t target, const void* source,
-                                                       std::integer_sequence<int, kNumbers...>) {
+                                                       Policy... policy) {
+    start_numbers(target, source, std::make_integer_sequence<int, kKeys * kChunks / kThreads>{}, policy...);
+  }
+
+ private:
+  template <int... kNumbers, typename... Policy>
+  static __device__ __forceinline__ void start_numbers(uint32_t target, const void* source,
+                                                       std::integer_sequence<int, kNumbers...>,
+                                                       Policy... policy) {
     (copy_async_16_at<(kNumbers * kThreads / kChunks * kStride + kNumbers * kThreads % kChunks * 8) * 2,
-                      kNumbers * kThreads * 16>(target, source),
+                      kNumbers * kThreads * 16>(target, source, policy...),
      ...);
   }
 };

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstddef>
 #include <utility>
 
@@ -47,7 +48,7 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 blo
 // Clusters of so many blocks that the current device holds at once: some of its multiprocessors may not reach
 // each other.
 template <typename... Parameters>
-int resident_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, size_t shared_bytes) {
+int count_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, size_t shared_bytes) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {cluster, 1, 1};
@@ -61,6 +62,18 @@ int resident_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluste
   if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
   cudaGetLastError();  // not to be taken for a launch's
   return 0;
+}
+
+// The same, asked of the driver once for each kernel, device and size of cluster. For kernels whose answer is
+// the same for every block and shared memory that they are launched with.
+template <auto kKernel>
+int resident_clusters(dim3 block, unsigned cluster, size_t shared_bytes, const Device& device) {
+  constexpr int kDevices = 32;
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // one more than the answer, or 0
+  if (device.ordinal >= kDevices) return 0;
+  std::atomic<int>& answer = known[device.ordinal][cluster];
+  if (!answer) answer = count_clusters(kKernel, block, cluster, shared_bytes) + 1;
+  return answer - 1;
 }
 
 }  // namespace ortolan::cuda

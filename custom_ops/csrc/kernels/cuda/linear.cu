@@ -28,24 +28,6 @@ auto with_element(ElementType element, Function&& f) {
                                           : f.template operator()<__nv_bfloat16>();
 }
 
-// Adds each of some values over the block; for the whole block, once.
-template <int kValues>
-__device__ __forceinline__ void block_sums(float (&values)[kValues]) {
-  __shared__ float sums[kValues][kThreads / 32];
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-    values[v] = warp_sum(values[v]);
-    if (threadIdx.x % 32 == 0) sums[v][threadIdx.x / 32] = values[v];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-    values[v] = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) values[v] += sums[v][w];
-  }
-}
-
 __device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
   return rsqrtf(squares / static_cast<float>(p.row_size) + p.epsilon);
 }
@@ -63,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
     const float x = to_float(input[i]);
     squares[0] = fmaf(x, x, squares[0]);
   }
-  block_sums(squares);
+  block_sums<kThreads>(squares);
   const float factor = norm_factor(p, squares[0]);
   const auto* weight = static_cast<const Element*>(p.weight);
   const auto* residual = static_cast<const Element*>(p.residual);
@@ -108,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   if (residual) each_row([&](int r, int n, int i) { added[r][n] = residual[r * pieces + i]; });
   float squares[kRows] = {};
   each_row([&](int r, int n, int) { squares[r] = add_products(x[r][n], x[r][n], squares[r], Element{}); });
-  block_sums(squares);
+  block_sums<kThreads>(squares);
   each_row([&](int r, int n, int i) {
     const float factor = norm_factor(p, squares[r]);
     Element values[kSize], weights[kSize], residuals[kSize];

@@ -35,20 +35,9 @@ __device__ __forceinline__ uint4 load_weights(const void* address, uint64_t poli
 // Factors of RMSNorm, from each thread's share of the squares. For the whole block, once.
 template <int kTokens>
 __device__ __forceinline__ void norm_factors(const FusedLinearParams& p, float (&factors)[kTokens]) {
-  __shared__ float sums[kTokens][kGemvWarps];
+  block_sums<kGemvThreads>(factors);
 #pragma unroll
-  for (int token = 0; token < kTokens; ++token) {
-    const float squares = warp_sum(factors[token]);
-    if (threadIdx.x % 32 == 0) sums[token][threadIdx.x / 32] = squares;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int token = 0; token < kTokens; ++token) {
-    float total = 0;
-#pragma unroll
-    for (int w = 0; w < kGemvWarps; ++w) total += sums[token][w];
-    factors[token] = rsqrtf(total / static_cast<float>(p.num_inputs) + p.epsilon);
-  }
+  for (float& factor : factors) factor = rsqrtf(factor / static_cast<float>(p.num_inputs) + p.epsilon);
 }
 
 // Brings inputs to shared memory, normalised and rounded where the layer says so. For the whole block.
