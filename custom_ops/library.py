@@ -12,7 +12,6 @@ from typing import Any
 from ortolan.errors import OpLibraryError
 
 LIBRARY_FILE = "libortolan_ops.so"
-_REGISTERED_KEY = "ortolan.operators_registered"  # session config entry, so that the options remember it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,7 @@ def library_info() -> LibraryInfo:
 def register(session_options: Any) -> None:
     """Make Ortolan's operators known to the sessions that are made with these options.
 
-    Calling it again with the same options does nothing.
+    Options that know them already, by this function or by `register_custom_ops_library`, stay as they are.
 
     Args:
         session_options: an `onnxruntime.SessionOptions`; changed in place.
@@ -73,20 +72,10 @@ def register(session_options: Any) -> None:
         raise OpLibraryError(
             f"register() was given a {type(session_options).__name__}; it takes an onnxruntime.SessionOptions"
         )
-    if _is_registered(session_options):
-        return
     try:
         session_options.register_custom_ops_library(str(path))
     except Exception as error:  # the binding raises its own exception types, one per status code
         raise OpLibraryError(f"ONNX Runtime refused {path}: {error}") from error
-    session_options.add_session_config_entry(_REGISTERED_KEY, "1")
-
-
-def _is_registered(session_options: Any) -> bool:
-    try:
-        return bool(session_options.get_session_config_entry(_REGISTERED_KEY))
-    except RuntimeError:  # how the binding says that a key is absent
-        return False
 
 
 def onnxruntime_problem() -> str | None:

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import importlib.util
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
@@ -50,6 +51,18 @@ def test_a_foreign_model_runs_however_often_it_was_registered(times):
         ortolan.custom_ops.register(options)
     session = ort.InferenceSession(foreign_model(), options, providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(run_foreign_model(session, QUERY), expected_of_foreign_model(QUERY))
+
+
+def test_registration_by_hand_and_by_function_agree():
+    def by_hand(options: ort.SessionOptions) -> None:
+        options.register_custom_ops_library(str(ortolan.custom_ops.library_path()))
+
+    for ways in itertools.product((by_hand, ortolan.custom_ops.register), repeat=2):
+        options = ort.SessionOptions()
+        for register in ways:
+            register(options)
+        session = ort.InferenceSession(foreign_model(), options, providers=["CPUExecutionProvider"])
+        np.testing.assert_array_equal(run_foreign_model(session, QUERY), expected_of_foreign_model(QUERY))
 
 
 def test_a_foreign_model_is_unknown_without_registration():

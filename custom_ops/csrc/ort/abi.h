@@ -93,7 +93,9 @@ using KernelContext_GetOutput =
     Slot<91, OrtStatus*(OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**)>;
 using ReleaseStatus = Slot<93, void(OrtStatus*)>;
 using ReleaseTensorTypeAndShapeInfo = Slot<99, void(OrtTensorTypeAndShapeInfo*)>;
+using AddSessionConfigEntry = Slot<130, OrtStatus*(OrtSessionOptions*, const char*, const char*)>;
 using KernelContext_GetGPUComputeStream = Slot<193, OrtStatus*(const OrtKernelContext*, void**)>;
+using HasSessionConfigEntry = Slot<237, OrtStatus*(const OrtSessionOptions*, const char*, int*)>;
 using KernelInfo_GetNodeName = Slot<244, OrtStatus*(const OrtKernelInfo*, char*, size_t*)>;
 using KernelContext_ParallelFor =
     Slot<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>;

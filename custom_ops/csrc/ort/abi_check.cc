@@ -31,7 +31,9 @@ ORTOLAN_CHECK_SLOT(KernelContext_GetInput);
 ORTOLAN_CHECK_SLOT(KernelContext_GetOutput);
 ORTOLAN_CHECK_SLOT(ReleaseStatus);
 ORTOLAN_CHECK_SLOT(ReleaseTensorTypeAndShapeInfo);
+ORTOLAN_CHECK_SLOT(AddSessionConfigEntry);
 ORTOLAN_CHECK_SLOT(KernelContext_GetGPUComputeStream);
+ORTOLAN_CHECK_SLOT(HasSessionConfigEntry);
 ORTOLAN_CHECK_SLOT(KernelInfo_GetNodeName);
 ORTOLAN_CHECK_SLOT(KernelContext_ParallelFor);
 

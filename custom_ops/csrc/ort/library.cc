@@ -204,6 +204,16 @@ OrtCustomOpDomain* operator_domain(const OrtApi* api) {
   return domain;
 }
 
+// ONNX Runtime refuses a domain that it is given twice, and an entry of the options outlives their copying.
+void register_once(const OrtApi* api, OrtSessionOptions* options) {
+  constexpr const char* kRegistered = "ortolan.operators_registered";
+  int registered = 0;
+  check(api, abi::HasSessionConfigEntry::of(api)(options, kRegistered, &registered));
+  if (registered) return;
+  check(api, abi::AddCustomOpDomain::of(api)(options, operator_domain(api)));
+  check(api, abi::AddSessionConfigEntry::of(api)(options, kRegistered, "1"));
+}
+
 OrtStatus* refuse_old_runtime(const abi::ApiBase* base) {
   const OrtApi* first = base->GetApi(1);
   if (!first) return nullptr;  // without any API there is no way to say it
@@ -215,11 +225,12 @@ OrtStatus* refuse_old_runtime(const abi::ApiBase* base) {
 }  // namespace
 }  // namespace ortolan
 
+// Registers the operators with session options; does nothing where they already are.
 ORTOLAN_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const ortolan::abi::ApiBase* base) {
   using namespace ortolan;
   const OrtApi* api = base->GetApi(abi::kApiVersion);
   if (!api) return refuse_old_runtime(base);
-  return guarded(api, [&] { check(api, abi::AddCustomOpDomain::of(api)(options, operator_domain(api))); });
+  return guarded(api, [&] { register_once(api, options); });
 }
 
 // What the library was built with: "version;providers".
