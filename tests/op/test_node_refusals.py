@@ -109,6 +109,25 @@ def test_an_output_bound_to_another_shape_is_refused():
     assert not small.any()
 
 
+@pytest.mark.parametrize(("output", "buffer"), [("key_cache_out", "value_cache"), ("value_cache_out", "key_cache")])
+def test_an_output_in_the_buffer_of_another_input_is_refused(output, buffer):
+    feeds = {"key": BATCH.key, "value": BATCH.value, **{k: v for k, v in ATTENTION.items() if k != "query"}}
+    session = open_model(build_model("RingKvAppend", feeds, {}))
+    arrays = {name: array.copy() for name, array in feeds.items()}
+    binding = session.io_binding()
+    for name, array in arrays.items():
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+    for port in ("key_cache_out", "value_cache_out"):
+        if port == output:
+            binding.bind_ortvalue_output(port, ort.OrtValue.ortvalue_from_numpy(arrays[buffer]))
+        else:
+            binding.bind_output(port)
+    with pytest.raises(RuntimeError, match=f"'{output}' lies in the buffer of input '{buffer}'") as error:
+        session.run_with_iobinding(binding)
+    assert "test/RingKvAppend" in str(error.value)
+    assert np.array_equal(arrays[buffer], feeds[buffer])
+
+
 def test_an_update_whose_output_is_not_asked_for_is_refused():
     feeds = {"key": BATCH.key, "value": BATCH.value, **{k: v for k, v in ATTENTION.items() if k != "query"}}
     model = build_model("RingKvAppend", feeds, {})

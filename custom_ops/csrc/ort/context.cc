@@ -99,9 +99,30 @@ Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   Tensor tensor = output(index, source.shape);
   if (!tensor.present)
     node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
-  if (tensor.data != source.data)
-    copy(tensor.data, source.data, source.size() * element_bytes(node_.element));
+  const int64_t bytes = source.size() * element_bytes(node_.element);
+  if (tensor.data == source.data || bytes == 0) return tensor;
+  check_apart(index, static_cast<const char*>(tensor.data), bytes);
+  copy(tensor.data, source.data, bytes);
   return tensor;
+}
+
+void Context::check_apart(size_t output_index, const char* target, int64_t bytes) const {
+  for (size_t i = 0; i < num_inputs_; ++i) {
+    const Port& port = node_.schema->inputs[i];
+    const Tensor other = input(i);
+    const char* start = other.as<const char>();
+    const int64_t size = other.present ? other.size() * port_bytes(port) : 0;
+    if (size == 0 || target + bytes <= start || start + size <= target) continue;
+    const Port& result = node_.schema->outputs[output_index];
+    node_.fail(std::string("output '") + result.name + "' lies in the buffer of input '" + port.name +
+               "'; bind it to that of '" + node_.schema->inputs[result.alias].name +
+               "', or to memory that no input has");
+  }
+}
+
+int64_t Context::port_bytes(const Port& port) const {
+  if (port.type == PortType::kElement) return element_bytes(node_.element);
+  return port.type == PortType::kInt64 ? 8 : 4;
 }
 
 void Context::copy(void* target, const void* source, size_t bytes) const {

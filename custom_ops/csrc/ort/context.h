@@ -87,6 +87,9 @@ class Context {
 
  private:
   void copy(void* target, const void* source, size_t bytes) const;
+  // An output that is about to be copied to must leave every input as it is.
+  void check_apart(size_t output_index, const char* target, int64_t bytes) const;
+  int64_t port_bytes(const Port& port) const;  // of one element
 
   const NodeInfo& node_;
   OrtKernelContext* context_;
