@@ -55,6 +55,17 @@ def test_paged_append_equals_contiguous(page):
         devices.assert_same_bits(gathered, want)
 
 
+@pytest.mark.parametrize("gone", [-1, 10**6])
+def test_append_follows_the_pages_that_it_writes(gone):
+    """Only the second page of the first sequence is written; the other sequence has no tokens in this step."""
+    batch = random_batch(np.random.default_rng(0), [5, 0], [20, 40])
+    table = np.array([[gone, 2, gone, gone], [gone] * 4], np.int32)
+    feeds = append_feeds(batch, empty_caches(3, 2, 16, 16), block_table=table)
+    expected = reference.ring_kv_append(**feeds, sink=4)
+    for got, want in zip(run_op("RingKvAppend", feeds, sink=4), expected, strict=True):
+        devices.assert_same_bits(got, want)
+
+
 def test_append_takes_a_length_per_kv_head():
     rng = np.random.default_rng(0)
     batch = random_batch(rng, [5, 2], [0, 0])

@@ -96,6 +96,25 @@ def test_score_refuses_reductions_and_lengths():
         run_op("SnapKvScore", feeds)
 
 
+@pytest.mark.parametrize(("entry", "sink"), [(0, 4), (3, 4), (3, 0)])
+def test_attention_refuses_a_page_that_some_query_sees(entry, sink):
+    table = np.array([[0, 1, 2, 3], [4, 5, 6, 7]], np.int32)
+    table[1, entry] = 8
+    caches = dict.fromkeys(("key_cache", "value_cache"), np.zeros((8, 2, 16, 16), np.float32))
+    feeds = attention(past_len=np.array([0, 54], np.int32), block_table=table, **caches)
+    with pytest.raises(Exception, match=r"names page 8 for sequence 1; pages are 0 \.\. N - 1 = 7"):
+        run_op("SwaAttention", feeds, window=6, sink=sink)
+
+
+@pytest.mark.parametrize(("past", "entry"), [(12, 3), (30, 0)])
+def test_append_refuses_a_page_that_it_writes(past, entry):
+    table = np.arange(8, dtype=np.int32).reshape(2, 4)
+    table[0, entry] = -1
+    caches = dict.fromkeys(("key_cache", "value_cache"), np.zeros((8, 2, 4, 16), np.float32))
+    with pytest.raises(Exception, match="names page -1 for sequence 0"):
+        run_op("RingKvAppend", append(past_len=np.array([past, 0], np.int32), block_table=table, **caches))
+
+
 @pytest.mark.parametrize("keep", [[3, 2], [1, 1], [0, 32], [-1, 4], [-2, 3]])
 def test_compaction_refuses_bad_lists(keep):
     cache = np.ones((1, 2, 32, 16), np.float32)

@@ -135,6 +135,25 @@ def test_paged_equals_contiguous_bit_for_bit(page_slots, window, sink):
         assert np.array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("page_slots", [3, 16])
+@pytest.mark.parametrize("gone", [-1, 10**6])
+def test_pages_that_no_query_sees_are_not_followed(page_slots, gone):
+    """Pages past the last token are gone, and all of a sequence without tokens in this step.
+
+    On the CPU those between sinks and window too; on a GPU whole tiles are copied.
+    """
+    shape = Shape(tokens=[4, 0], past=[200, 9], window=WINDOW, sink=5, capacity=230, page_slots=page_slots)
+    feeds = attention_feeds(shape)
+    clean = run_attention(shape, feeds)
+    table = feeds["block_table"].copy()
+    if devices.current() == "cpu":
+        table[0, -(-5 // page_slots) : (200 - WINDOW + 1) // page_slots] = gone
+    table[0, -(-204 // page_slots) :] = gone
+    table[1] = gone
+    for actual, expected in zip(run_attention(shape, feeds | {"block_table": table}), clean, strict=True):
+        assert np.array_equal(actual, expected)
+
+
 def uniform_lse(shape: Shape) -> np.ndarray:
     """Run with keys of zeros: the log-sum-exp of a query is the log of how many keys it sees, [Hq, T]."""
     feeds = attention_feeds(shape)

@@ -65,11 +65,12 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_i
 }
 
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
-                 int64_t length) {
-  if (!cache.block_table || !context.values_readable()) return;
-  // Entries past what a sequence uses may hold anything; they are never followed.
-  const int64_t slots = std::min(length, cache.capacity);
-  for (int64_t i = 0; i * cache.page_slots < slots; ++i) {
+                 int64_t first, int64_t end) {
+  if (!cache.block_table || !context.values_readable() || first >= end) return;
+  // Once a ring has wrapped, its slots hold other positions than their own.
+  const int64_t begin = end > cache.capacity ? 0 : first;
+  const int64_t slots = std::min(end, cache.capacity);
+  for (int64_t i = begin / cache.page_slots; i * cache.page_slots < slots; ++i) {
     const int64_t page = cache.block_table[sequence * cache.pages_per_sequence + i];
     if (page < 0 || page >= cache.num_pages)
       context.node().fail(std::string("input '") + context.node().schema->inputs[index].name +
@@ -78,12 +79,24 @@ void check_pages(const Context& context, const CacheLayout& cache, size_t index,
   }
 }
 
-void check_pages(const Context& context, const CacheLayout& cache, size_t index, const Lengths& past,
-                 const Packing& packing) {
-  if (!cache.block_table || !context.values_readable()) return;
-  for (int64_t b = 0; b < packing.num_sequences; ++b)
-    for (int64_t h = 0; h < cache.num_kv_heads; ++h)
-      check_pages(context, cache, index, b, past.at(b, h) + packing.count(b));
+void check_appended_pages(const Context& context, const RingKvAppendParams& p) {
+  if (!p.cache.block_table || !context.values_readable()) return;
+  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
+    for (int64_t h = 0; h < p.cache.num_kv_heads; ++h) {
+      const int64_t past = p.past_len.at(b, h);
+      check_pages(context, p.cache, 6, b, past, past + p.packing.count(b));
+    }
+}
+
+void check_attended_pages(const Context& context, const SwaAttentionParams& p) {
+  if (!p.cache.block_table || !context.values_readable()) return;
+  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
+    for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h) {
+      const int64_t past = p.past_len.at(b, h), length = past + p.packing.count(b);
+      const int64_t oldest = p.window < 0 ? 0 : std::max<int64_t>(0, past - p.window + 1);
+      check_pages(context, p.cache, 5, b, 0, std::min(p.cache.sink, oldest));
+      check_pages(context, p.cache, 5, b, oldest, length);
+    }
 }
 
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
@@ -126,7 +139,7 @@ void check_scored_lengths(const Context& context, const SnapKvScoreParams& p) {
       if (p.kv_len.at(b, h) > p.cache.capacity)
         context.node().fail("input 'kv_len' holds " + number(p.kv_len.at(b, h)) +
                             ", more than the cache's capacity C = " + number(p.cache.capacity));
-      check_pages(context, p.cache, 3, b, p.kv_len.at(b, h));
+      check_pages(context, p.cache, 3, b, 0, p.kv_len.at(b, h));
     }
 }
 
@@ -156,7 +169,7 @@ void check_keep(const Context& context, const KvCompactParams& p) {
       ended = ended || pad;
       if (!pad) previous = keep[k];
     }
-    check_pages(context, p.cache, 3, list / p.keep_heads, previous + 1);
+    check_pages(context, p.cache, 3, list / p.keep_heads, 0, previous + 1);
   }
 }
 

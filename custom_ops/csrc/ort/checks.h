@@ -19,12 +19,14 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
 CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
                        size_t block_table_index, int64_t num_sequences);
 
-// The pages that hold the first `length` slots of a sequence must be in the pool.
+// The pages of a sequence's positions first .. end must be in the pool. Entries of the block table that
+// nothing follows may hold anything.
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
-                 int64_t length);
-// The same for every sequence of a step, its new tokens included.
-void check_pages(const Context& context, const CacheLayout& cache, size_t index, const Lengths& past,
-                 const Packing& packing);
+                 int64_t first, int64_t end);
+// The same for every position that an append writes.
+void check_appended_pages(const Context& context, const RingKvAppendParams& params);
+// The same for every position that some query sees.
+void check_attended_pages(const Context& context, const SwaAttentionParams& params);
 
 // Checks what attention asks of a head size and of the query heads' groups.
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,

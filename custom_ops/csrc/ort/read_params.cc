@@ -37,7 +37,7 @@ RingKvAppendParams read_ring_kv_append(const Context& context) {
   params.packing = read_packing(context, 4, key.dim(0));
   params.past_len = read_lengths(context, 5, params.packing.num_sequences, key.dim(1));
   params.cache = read_cache(context, key_cache, 2, 6, params.packing.num_sequences);
-  check_pages(context, params.cache, 6, params.past_len, params.packing);
+  check_appended_pages(context, params);
   params.key = key.data;
   params.value = value.data;
   params.key_cache = context.aliased_output(0, key_cache).data;
@@ -55,13 +55,13 @@ SwaAttentionParams read_swa_attention(const Context& context) {
   params.packing = read_packing(context, 3, query.dim(0));
   params.past_len = read_lengths(context, 4, params.packing.num_sequences, key_cache.dim(1));
   params.cache = read_cache(context, key_cache, 1, 5, params.packing.num_sequences);
-  check_pages(context, params.cache, 5, params.past_len, params.packing);
   params.num_heads = query.dim(1);
   check_heads(context, 0, query, query.dim(1), params.cache, query.dim(2));
   params.window = node.window;
   params.scale = resolved_scale(node, query.dim(2));
   params.softcap = node.softcap;
   check_window(context, params);
+  check_attended_pages(context, params);
   params.query = query.data;
   params.key_cache = key_cache.data;
   params.value_cache = value_cache.data;

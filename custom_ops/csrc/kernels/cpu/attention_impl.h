@@ -111,12 +111,13 @@ class AttentionTask {
     return static_cast<const Element*>(p_.query) + (token(r) * p_.num_heads + query_head(r)) * size_;
   }
 
-  // Windows move with the rows, so the first and the last row bound what the block sees.
-  bool touched(int64_t begin, int64_t end) const {
-    const Visible first = visible(0), last = visible(rows_.count() - 1);
-    const KeyRange window{first.window.begin, last.window.end};
-    return !window.clip(begin, end).empty() || !last.sinks.clip(begin, end).empty();
+  // What some row of the block sees: windows move with the rows, so the first and the last row bound it.
+  Visible seen() const {
+    const Visible last = visible(rows_.count() - 1);
+    return {last.sinks, {visible(0).window.begin, last.window.end}};
   }
+
+  bool touched(int64_t begin, int64_t end) const { return seen().touches(begin, end); }
 
   void add_sink_logit(float logit, RowState& state, float* sums) const {
     const float largest = std::max(state.largest, logit);
@@ -127,23 +128,16 @@ class AttentionTask {
   }
 
   void attend_tile(int64_t first) {
-    // Rows of the tile that some row of the block sees; only those are read.
-    const Visible oldest = visible(0), newest = visible(rows_.count() - 1);
-    const KeyRange window{oldest.window.begin, newest.window.end};
-    KeyRange held = window.clip(first, first + kTileKeys);
-    const KeyRange sinks = newest.sinks.clip(first, first + kTileKeys);
-    if (!sinks.empty()) held = {sinks.begin, held.empty() ? sinks.end : std::max(held.end, sinks.end)};
-    held = held.clip(0, length_);
-    transpose_tile(rows_of(p_.key_cache, first, held, &scratch_[0]), size_, columns());
-    values_ = rows_of(p_.value_cache, first, held, &scratch_[0]);
+    transpose_tile(rows_of(p_.key_cache, first, &scratch_[0]), size_, columns());
+    values_ = rows_of(p_.value_cache, first, &scratch_[0]);
     int64_t r = 0;
     for (; r + kRowBlock <= rows_.count(); r += kRowBlock) attend_rows<kRowBlock>(r, first);
     for (; r < rows_.count(); ++r) attend_rows<1>(r, first);
   }
 
   // Reads only what the ring still holds: between sinks and window a tile may name overwritten positions.
-  const float* rows_of(const void* pool, int64_t first, KeyRange held, float* buffer) const {
-    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, held,
+  const float* rows_of(const void* pool, int64_t first, float* buffer) const {
+    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, seen(),
                      buffer);
   }
 

@@ -29,6 +29,7 @@ struct KeyRange {
 struct Visible {
   KeyRange sinks, window;
 
+  Visible(KeyRange sinks, KeyRange window) : sinks(sinks), window(window) {}
   Visible(int64_t position, int64_t window_keys, int64_t sink) {
     window = {window_keys < 0 ? 0 : std::max<int64_t>(0, position - window_keys + 1), position + 1};
     sinks = {0, std::min(sink, window.begin)};
@@ -42,14 +43,15 @@ struct Visible {
   }
 };
 
-// Copies rows [begin, end) of a cache tile into `rows` [64, D]; other rows become 0.
+// Copies the rows of a cache tile that are `seen` into `rows` [64, D]; other rows become 0, and their pages
+// are not followed.
 template <typename Element>
 void unpack_rows(const CacheLayout& cache, const Element* pool, int64_t sequence, int64_t head, int64_t first,
-                 KeyRange held, float* rows) {
+                 const Visible& seen, float* rows) {
   const int64_t size = cache.head_size;
   for (int64_t j = 0; j < kTileKeys; ++j) {
     const int64_t position = first + j;
-    if (position < held.begin || position >= held.end) {
+    if (!seen.touches(position, position + 1)) {
       std::fill_n(rows + j * size, size, 0.0f);
     } else {
       load_row(pool + cache.row_offset(sequence, head, cache.slot(position)), size, rows + j * size);
@@ -57,27 +59,28 @@ void unpack_rows(const CacheLayout& cache, const Element* pool, int64_t sequence
   }
 }
 
-// The tile's rows where they lie, if they are float32, all held and adjacent in the cache; else null.
+// The tile's rows where they lie, if they are float32, all seen and adjacent in the cache; else null.
 inline const float* rows_in_place(const CacheLayout& cache, const float* pool, int64_t sequence, int64_t head,
-                                  int64_t first, KeyRange held) {
-  if (held.begin > first || held.end < first + kTileKeys) return nullptr;
+                                  int64_t first, const Visible& seen) {
+  if (!seen.covers(first, first + kTileKeys)) return nullptr;
   const int64_t slot = cache.slot(first), last = cache.slot(first + kTileKeys - 1);
   const bool one_page = !cache.block_table || slot / cache.page_slots == last / cache.page_slots;
   if (last != slot + kTileKeys - 1 || !one_page) return nullptr;
   return pool + cache.row_offset(sequence, head, slot);
 }
 
-inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int64_t, int64_t, KeyRange) {
+inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int64_t, int64_t,
+                                  const Visible&) {
   return nullptr;
 }
 
 // The tile's rows [64, D] as float32: in the cache itself where that is possible, else unpacked to `buffer`.
 template <typename Element>
 const float* tile_rows(const CacheLayout& cache, const Element* pool, int64_t sequence, int64_t head,
-                       int64_t first, KeyRange held, float* buffer) {
-  const float* rows = rows_in_place(cache, pool, sequence, head, first, held);
+                       int64_t first, const Visible& seen, float* buffer) {
+  const float* rows = rows_in_place(cache, pool, sequence, head, first, seen);
   if (rows) return rows;
-  unpack_rows(cache, pool, sequence, head, first, held, buffer);
+  unpack_rows(cache, pool, sequence, head, first, seen, buffer);
   return buffer;
 }
 
