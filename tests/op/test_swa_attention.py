@@ -83,6 +83,27 @@ def test_learned_sinks_of_any_size():
             assert_as_good_as_plain(actual, plain, expected)
 
 
+@pytest.mark.parametrize(("logit", "lse"), [(None, -np.inf), (-np.inf, -np.inf), (2.5, 2.5)])
+def test_logits_of_minus_infinity_weigh_nothing(logit, lse):
+    shape = Shape(tokens=[2, 1], past=[3, 70], sink_logits=logit is not None)
+    feeds = attention_feeds(shape)
+    feeds["query"] = np.ones_like(feeds["query"])
+    feeds["key_cache"] = np.where(np.isnan(feeds["key_cache"]), np.nan, -np.inf).astype(devices.element())
+    if logit is not None:
+        feeds["sink_logits"] = np.full(4, logit, np.float32)
+    output, got = run_attention(shape, feeds)
+    assert not output.any()
+    np.testing.assert_allclose(got, np.full((4, 3), lse), rtol=1e-6)
+
+
+def test_a_learned_sink_of_minus_infinity_is_none():
+    shape = Shape(tokens=[3], past=[70], sink_logits=True)
+    feeds = attention_feeds(shape) | {"sink_logits": np.full(4, -np.inf, np.float32)}
+    without = {name: array for name, array in feeds.items() if name != "sink_logits"}
+    for actual, expected in zip(run_attention(shape, feeds), run_attention(shape, without), strict=True):
+        assert np.array_equal(actual, expected)
+
+
 def test_learned_sink_joins_once_however_the_keys_are_split():
     """Keys of zeros make every logit 0: the denominator is the count of keys plus one exp(0)."""
     shape = Shape(tokens=[1], past=[2100], heads=1, kv_heads=1, head_size=8, sink_logits=True)

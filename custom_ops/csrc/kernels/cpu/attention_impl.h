@@ -121,6 +121,7 @@ class AttentionTask {
 
   void add_sink_logit(float logit, RowState& state, float* sums) const {
     const float largest = std::max(state.largest, logit);
+    if (largest == kNegativeInfinity) return;
     const float keep = std::exp(state.largest - largest);
     state.sum = state.sum * keep + std::exp(logit - largest);
     state.largest = largest;
