@@ -12,12 +12,11 @@ from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify_fused import check_fused_operators
-from ortolan.graphs.verify_paged import check_pages
+from ortolan.graphs.verify_paged import APPENDS, check_pages
 
 # What ONNX Runtime has in the standard domain and ONNX has not; converted graphs keep it.
 _RUNTIME_OPERATORS = frozenset(("SimplifiedLayerNormalization",))
 _RUNTIME_DOMAIN = "com.microsoft"
-APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 
 
 def verify_model(model: onnx.ModelProto) -> None:

@@ -8,6 +8,7 @@ from ortolan import contract
 from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.errors import ContractMismatchError
 
+APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
 # Where an operator takes its key cache and its block table.
 _PORTS = {"RingKvAppend": (2, 6), "QkvRopeAppend": (1, 5), "SwaAttention": (1, 5)}
 _TABLE_PREFIX = contract.block_table("")
@@ -32,7 +33,7 @@ def check_pages(graph: onnx.GraphProto) -> None:
             _check_window(node, table)
             _check_same(node, of_cache, cache, table)
         else:  # attention reads what the append returned
-            of_cache[node.output[-2]] = table
+            of_cache[node.output[APPENDS[node.op_type]]] = table
 
 
 def _check_page_size(graph: onnx.GraphProto, *, paged: bool) -> None:

@@ -94,13 +94,14 @@ def test_broken_paging_is_refused(folders, name, break_it):
 
 
 @pytest.mark.parametrize("append", ["RingKvAppend", "QkvRopeAppend"])
-def test_an_append_through_another_layers_table_is_refused(folders, append):
+@pytest.mark.parametrize(("layer", "own", "other"), [(0, "window_20", "full"), (1, "full", "window_20")])
+def test_an_append_through_another_layers_table_is_refused(folders, append, layer, own, other):
     name, port = (MODEL_FILE, 6) if append == "RingKvAppend" else (FUSED_FILE, 5)
     model = load_graph(folders[1], name)
-    node = next(n for n in model.graph.node if n.name == f"layers.0/attention/{append}")
-    assert node.input[port] == "block_table.window_20"
-    node.input[port] = "block_table.full"
-    with pytest.raises(ContractMismatchError, match=r"rule 8.*appended to through 'block_table\.full'"):
+    node = next(n for n in model.graph.node if n.name == f"layers.{layer}/attention/{append}")
+    assert node.input[port] == contract.block_table(own)
+    node.input[port] = contract.block_table(other)
+    with pytest.raises(ContractMismatchError, match=rf"rule 8.*appended to through '{contract.block_table(other)}'"):
         verify_model(model)
 
 
