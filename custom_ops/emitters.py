@@ -35,7 +35,7 @@ def ring_kv_append(
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
             or per kv head.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
-            sequence b owns page b.
+            sequence b owns page b. Entries of slots that no token has reached may hold anything.
         outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
         name: name of the node.
         sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
@@ -77,7 +77,7 @@ def swa_attention(
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
             or per kv head.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
-            sequence b owns page b.
+            sequence b owns page b. Entries of slots that no token has reached may hold anything.
         sink_logits: [Hq] tensor(float). A learned logit per head that joins the softmax's denominator and
             has no value.
         outputs: names of output [T, Hq, D], lse [Hq, T].
@@ -141,7 +141,7 @@ def snap_kv_score(
         key_cache: [N, Hkv, P, D] T1. Pool of key pages.
         kv_len: [B] or [B, Hkv] tensor(int32). Tokens in the cache, the captured window included.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
-            sequence b owns page b.
+            sequence b owns page b. Entries of slots that no token has reached may hold anything.
         outputs: names of score [B, Hkv, K].
         name: name of the node.
         scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
@@ -202,7 +202,7 @@ def kv_compact(
         keep: [B, Hkv or 1, K] tensor(int32). Physical positions to keep, strictly ascending; -1 pads the
             tail.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
-            sequence b owns page b.
+            sequence b owns page b. Entries of slots that no token has reached may hold anything.
         outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
         name: name of the node.
     """
@@ -280,7 +280,7 @@ def qkv_rope_append(
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
             or per kv head.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
-            sequence b owns page b.
+            sequence b owns page b. Entries of slots that no token has reached may hold anything.
         query_norm_weight: [D] T1. Weight of the query heads' RMSNorm; absent: no norm.
         key_norm_weight: [D] T1. Weight of the key heads' RMSNorm; absent: no norm.
         cosine: [1, T, R] tensor(float). Cosines of the tokens' angles; the first 2 * R elements of a head

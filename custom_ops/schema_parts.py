@@ -102,7 +102,8 @@ BLOCK_TABLE = Port(
     name="block_table",
     shape="[B, M]",
     type=INT32,
-    doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b.",
+    doc="Page of each block of slots; absent for a contiguous cache, where sequence b owns page b. Entries of slots "
+    "that no token has reached may hold anything.",
     optional=True,
 )
 SINK = Attribute(

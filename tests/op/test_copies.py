@@ -117,6 +117,20 @@ def test_compaction_is_safe_in_place(heads):
         devices.assert_same_bits(got[1], expected[1])
 
 
+def test_compaction_follows_the_pages_that_it_moves():
+    """Pages 1 and 3 hold no row that is kept and none to be written."""
+    rng = np.random.default_rng(4)
+    caches = [rng.standard_normal((2, 2, 16, 8)).astype(devices.element()) for _ in range(2)]
+    feeds = {
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "keep": np.array([[[0, 9, 32, 40, -1]]], np.int32),
+        "block_table": np.array([[1, -1, 0, 10**6]], np.int32),
+    }
+    for got, want in zip(run_op("KvCompact", feeds), reference.kv_compact(**feeds), strict=True):
+        devices.assert_same_bits(got, want)
+
+
 def test_compaction_follows_pages():
     rng = np.random.default_rng(3)
     table = shuffled_block_table(rng, 2, 4)

@@ -123,6 +123,14 @@ def test_compaction_refuses_bad_lists(keep):
         run_op("KvCompact", feeds)
 
 
+@pytest.mark.parametrize("table", [[9, 1, 2], [0, 1, 9]])
+def test_compaction_refuses_a_page_that_it_moves(table):
+    cache = np.ones((3, 2, 16, 16), np.float32)
+    feeds = {"key_cache": cache, "value_cache": cache, "keep": np.array([[[40]]], np.int32)}
+    with pytest.raises(Exception, match="names page 9 for sequence 0"):
+        run_op("KvCompact", feeds | {"block_table": np.array([table], np.int32)})
+
+
 def test_append_refuses_sinks_that_fill_the_cache_and_other_shapes():
     with pytest.raises(Exception, match="must be more than sink S = 32"):
         run_op("RingKvAppend", append(), sink=32)

@@ -157,7 +157,8 @@ void check_keep(const Context& context, const KvCompactParams& p) {
   if (!context.values_readable()) return;
   for (int64_t list = 0; list < p.num_sequences * p.keep_heads; ++list) {
     const int32_t* keep = p.keep + list * p.keep_count;
-    int64_t previous = -1;
+    const int64_t sequence = list / p.keep_heads;
+    int64_t previous = -1, kept = 0;
     bool ended = false;
     for (int64_t k = 0; k < p.keep_count; ++k) {
       const bool pad = keep[k] == -1;
@@ -167,9 +168,12 @@ void check_keep(const Context& context, const KvCompactParams& p) {
                             "; positions must rise strictly below C = " + number(p.cache.capacity) +
                             ", and -1 may stand at the tail only");
       ended = ended || pad;
-      if (!pad) previous = keep[k];
+      if (pad) continue;
+      previous = keep[k];
+      ++kept;
+      check_pages(context, p.cache, 3, sequence, previous, previous + 1);
     }
-    check_pages(context, p.cache, 3, list / p.keep_heads, 0, previous + 1);
+    check_pages(context, p.cache, 3, sequence, 0, kept);
   }
 }
 
