@@ -74,6 +74,7 @@ def test_attention_refuses_a_chunk_that_overwrote_its_window():
         ({"sink": -1}, "sink S = -1"),
         ({"capacity": -5}, "capacity C = -5"),
         ({"capacity": 10, "window": 8, "sink": 4}, "capacity C = 10"),
+        ({"capacity": 4, "sink": 4}, "capacity C = 4 must be more than sink S = 4"),
         ({"scale": -1.0}, "scale"),
         ({"softcap": -1.0}, "softcap"),
     ],

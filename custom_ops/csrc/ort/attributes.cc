@@ -1,6 +1,5 @@
 #include "attributes.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -120,10 +119,13 @@ void check_attributes(const NodeInfo& node) {
   if (node.capacity < 0)
     node.fail("attribute capacity C = " + std::to_string(node.capacity) +
               " must be at least 1, or 0 for M * P");
-  if (node.capacity > 0 && node.capacity < node.sink + std::max<int64_t>(node.window, 1))
+  if (node.capacity > 0 && node.capacity <= node.sink)
+    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
+              " must be more than sink S = " + std::to_string(node.sink));
+  if (node.capacity > 0 && node.capacity < node.sink + node.window)
     node.fail("attribute capacity C = " + std::to_string(node.capacity) +
               " must be at least sink S + window W = " + std::to_string(node.sink) + " + " +
-              std::to_string(std::max<int64_t>(node.window, 1)));
+              std::to_string(node.window));
   if (!std::isfinite(node.scale) || node.scale < 0)
     node.fail("attribute scale is " + std::to_string(node.scale) +
               "; allowed: 0 (for 1/sqrt(D)) or a positive number");
