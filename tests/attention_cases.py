@@ -130,7 +130,7 @@ def _fill(
                 cache[table[sequence, slot // shape.page_slots], head, slot % shape.page_slots] = row
 
 
-@functools.cache
+@functools.lru_cache(maxsize=devices.HELD_SESSIONS)
 def _session(
     device: str, name: str, layout: tuple[tuple[str, np.dtype, int], ...], attributes: tuple
 ) -> ort.InferenceSession:

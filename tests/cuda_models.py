@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import ortolan
 
 MAX_CONTEXT, CHUNK_SIZE, VOCABULARY = 512, 16, 131
+HELD_MODELS = devices.HELD_SESSIONS // 2  # of each kind; a model may have two sessions
 FAMILIES = ("llama", "gemma3", "qwen3")
 GRAPHS = {"plain": False, "fused": True}
 ELEMENTS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": devices.BFLOAT16}
@@ -46,7 +47,7 @@ def _export(family: str, dtype: str) -> Path:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=HELD_MODELS)
 def open_pair(family: str, dtype: str, graph: str) -> Pair:
     """Open a family's models without end-of-sequence tokens, which random weights may choose at any time."""
     host = ortolan.load(_export(family, "float32"), device="cpu", num_threads=2)
@@ -56,7 +57,7 @@ def open_pair(family: str, dtype: str, graph: str) -> Pair:
     return Pair(_checkpoint(family), host, device)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=HELD_MODELS)
 def open_device(family: str, dtype: str, graph: str, *, page_size: int, sink: int) -> ortolan.Model:
     """Open a family's model on the GPU with some pages (0: contiguous) and sinks, without end-of-sequence tokens."""
     checkpoint = _checkpoint(family)

@@ -24,6 +24,7 @@ ONNX_TYPES = {
     np.dtype(np.float16): 10,
     BFLOAT16: 16,
 }
+HELD_SESSIONS = 24  # that tests keep open at a time: each takes 150 MB of a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,7 @@ class BoundOperator:
         self._session.run_with_iobinding(self._binding, self._options)
 
 
-@functools.lru_cache(maxsize=128)
+@functools.lru_cache(maxsize=devices.HELD_SESSIONS)
 def _ordered_session(
     device: str, name: str, layout: tuple[tuple[str, np.dtype, int], ...], attributes: tuple, omitted: tuple[str, ...],
     options: tuple[tuple[str, str], ...],
@@ -145,7 +145,7 @@ def _ordered_session(
     return open_session(name, feeds, dict(attributes), omitted, provider_options=dict(options))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=devices.HELD_SESSIONS)
 def _session(
     device: str, name: str, layout: tuple[tuple[str, np.dtype, int], ...], attributes: tuple, omitted: tuple[str, ...]
 ) -> ort.InferenceSession:
