@@ -3,6 +3,7 @@
 The module is callable, so that `ortolan.export(...)` works although `ortolan.export` is this subpackage.
 """
 
+import inspect
 import sys
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,8 @@ __all__ = ["convert", "export"]
 
 
 class _CallableModule(ModuleType):
+    __signature__ = inspect.signature(export)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward to `export`."""
         return export(*args, **kwargs)

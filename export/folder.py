@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
-from ortolan.errors import ConfigError, OrtolanError
+from ortolan.errors import MAX_LENGTH, ConfigError, OrtolanError, whole_number
 from ortolan.graphs import build_evict_model
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
 
@@ -25,15 +25,14 @@ MANIFEST_METADATA = "ortolan.manifest"
 
 
 def check_numbers(options: object, **least: int) -> None:
-    """Check that attributes are whole numbers, each at least as large as given.
+    """Check that attributes are whole numbers, each at least as large as given, and make them Python's.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one is not, or more than a length can be.
     """
     for name, smallest in least.items():
-        value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least {smallest}")
+        number = whole_number(name, getattr(options, name), smallest, MAX_LENGTH)
+        object.__setattr__(options, name, number)  # the options are frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,10 @@ class CacheOptions:
         if self.chunk_size is not None:
             check_numbers(self, chunk_size=1)
         check_numbers(self, sink=0, snapkv_window=0)
-        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
+        if not isinstance(self.paged, bool):
+            raise ConfigError(f"paged is {self.paged!r}; it must be True or False")
+        check_numbers(self, page_size=0)
+        if self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
 
     @property

@@ -7,16 +7,54 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortolan.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    ContractMismatchError,
+    EngineClosedError,
+    NumericError,
+    OpLibraryError,
+    OrtolanError,
+    RequestCancelledError,
+    SessionFileError,
+    StorageError,
+    UnsupportedModelError,
+)
+
 if TYPE_CHECKING:
     from ortolan import custom_ops
     from ortolan.export import convert, export
     from ortolan.manifest import Manifest
-    from ortolan.runtime import Engine, Model, Sampling, Session, SnapKv
+    from ortolan.runtime import Engine, Model, Sampling, Session, SnapKv, Stream
 
-__all__ = ["Engine", "Model", "Sampling", "Session", "SnapKv", "convert", "custom_ops", "export", "load"]
+__all__ = [
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "ContractMismatchError",
+    "Engine",
+    "EngineClosedError",
+    "Model",
+    "NumericError",
+    "OpLibraryError",
+    "OrtolanError",
+    "RequestCancelledError",
+    "Sampling",
+    "Session",
+    "SessionFileError",
+    "SnapKv",
+    "StorageError",
+    "Stream",
+    "UnsupportedModelError",
+    "convert",
+    "custom_ops",
+    "export",
+    "load",
+]
 
 _SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
-_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "SnapKv")
+_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "SnapKv", "Stream")
 
 
 def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:
@@ -31,7 +69,7 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling.
+        ConfigError: the device has no such spelling, or num_threads is no number of threads.
     """
     from ortolan import runtime
 
@@ -58,3 +96,7 @@ def __getattr__(name: str) -> Any:
     if name in _RUNTIME_NAMES:
         return getattr(importlib.import_module("ortolan.runtime"), name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES, "__version__"})

@@ -1,4 +1,10 @@
-"""The errors that Ortolan raises, from one base class."""
+"""The errors that Ortolan raises, from one base class, and the check of arguments that most of them share."""
+
+from __future__ import annotations
+
+import operator
+
+MAX_LENGTH = 2**31 - 1  # tokens; the operators take lengths as int32
 
 
 class OrtolanError(Exception):
@@ -47,3 +53,25 @@ class RequestCancelledError(OrtolanError, RuntimeError):
 
 class EngineClosedError(OrtolanError, RuntimeError):
     """An engine was closed, or failed as a whole, before a request ended."""
+
+
+def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return an argument as an int; NumPy's integers pass, booleans do not.
+
+    Args:
+        name: of the argument, for the message.
+        value: what was given.
+        least: smallest value that is allowed.
+        most: largest one; None: there is none.
+
+    Raises:
+        ConfigError: it is no whole number, or outside its range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        allowed = f", at least {least}" if most is None else f" in {least} .. {most}"
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number{allowed}")
+    return number

@@ -26,7 +26,7 @@ def resolve_device(device: str | None) -> str:
         return CPU_PROVIDER if cuda_problem() else CUDA_PROVIDER
     if device == "cpu":
         return CPU_PROVIDER
-    if not re.fullmatch(r"cuda(:\d+)?", device):
+    if not isinstance(device, str) or not re.fullmatch(r"cuda(:\d+)?", device):
         raise ConfigError(f"device is {device!r}; allowed: cpu, cuda, cuda:N")
     problem = cuda_problem()
     if problem:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import numpy.typing as npt
 
@@ -20,14 +21,14 @@ from ortolan.errors import (
     EngineClosedError,
     OrtolanError,
     RequestCancelledError,
+    whole_number,
 )
 from ortolan.manifest import Manifest
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.model import Model
-from ortolan.runtime.options import Sampling, SnapKv
-from ortolan.runtime.plan import check_size
+from ortolan.runtime.options import Sampling, SnapKv, check_sampling, check_snapkv
 from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import TokenSequence
@@ -91,8 +92,8 @@ class Engine:
             ConfigError: the model is not paged, or a number is not allowed.
             CapacityError: the bytes hold no sequence, or there is no memory for them.
         """
-        if not overcommit >= 1.0:
-            raise ConfigError(f"overcommit is {overcommit!r}; it must be at least 1")
+        if not isinstance(overcommit, SupportsFloat) or not 1.0 <= float(overcommit) < math.inf:
+            raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
         self._start(model.manifest, plan, model.batch_stepper(plan), overcommit, lambda: model.tokenizer)
 
@@ -154,13 +155,14 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         tokens = self._checked(token_ids)
-        check_size("max_new_tokens", max_new_tokens)
+        max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        check_snapkv(snapkv)
         if snapkv is not None and not any(layer.evictable for layer in self._manifest.layers):
             raise ConfigError("snapkv: no layer of this model can evict")
         if snapkv is not None and snapkv.during_prefill:
             raise ConfigError("snapkv: an engine evicts after the prompt; during_prefill is for sessions")
         stops = StopFilter(stop, self._manifest.vocab_size, self._detokenize)
-        options, outbox, context = sampling or Sampling(), Outbox(), self.plan.max_context
+        options, outbox, context = check_sampling(sampling), Outbox(), self.plan.max_context
         sequence = TokenSequence(
             number=next(self._numbers),
             tokens=tokens,

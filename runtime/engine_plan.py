@@ -6,9 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from ortolan.errors import CapacityError, ConfigError
+from ortolan.errors import CapacityError, ConfigError, whole_number
 from ortolan.manifest import Manifest
-from ortolan.runtime.plan import CUDA_TILE, ELEMENT_BYTES, RING_TILE, check_size
+from ortolan.runtime.plan import CUDA_TILE, ELEMENT_BYTES, RING_TILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +108,13 @@ def plan_engine(
         ConfigError: the model is not paged, a number is below 1, or the context is longer than the export's.
         CapacityError: the bytes hold no page of some kind, or not the ring of a single sequence.
     """
-    context = manifest.max_context if max_context is None else max_context
-    chunk = manifest.chunk_size if chunk_tokens is None else chunk_tokens
-    _check(manifest, {"max_sequences": max_sequences, "chunk_tokens": chunk, "max_context": context}, max_cache_bytes)
+    if not manifest.paged:
+        raise ConfigError("this model has contiguous caches; export it with paged=True to serve many sequences")
+    max_sequences = whole_number("max_sequences", max_sequences)
+    chunk = whole_number("chunk_tokens", manifest.chunk_size if chunk_tokens is None else chunk_tokens)
+    context = _checked_context(manifest, manifest.max_context if max_context is None else max_context)
+    if max_cache_bytes is not None:
+        max_cache_bytes = whole_number("max_cache_bytes", max_cache_bytes)
     page = manifest.page_size
     tile = math.lcm(page, CUDA_TILE if cuda else RING_TILE)
     empty = []
@@ -139,17 +143,14 @@ def plan_engine(
     )
 
 
-def _check(manifest: Manifest, counts: dict[str, int], max_cache_bytes: int | None) -> None:
-    if not manifest.paged:
-        raise ConfigError("this model has contiguous caches; export it with paged=True to serve many sequences")
-    given = counts if max_cache_bytes is None else counts | {"max_cache_bytes": max_cache_bytes}
-    for name, value in given.items():
-        check_size(name, value)
-    if counts["max_context"] > manifest.max_context:
+def _checked_context(manifest: Manifest, given: int) -> int:
+    context = whole_number("max_context", given)
+    if context > manifest.max_context:
         raise ConfigError(
-            f"max_context {counts['max_context']} is more than the {manifest.max_context} that the model was exported "
-            "for; export it again with a larger max_context"
+            f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
+            "export it again with a larger max_context"
         )
+    return context
 
 
 def _divide(kinds: list[KindPlan], sequences: int, context: int, max_bytes: int | None) -> list[KindPlan]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, whole_number
 from ortolan.manifest import Manifest
-from ortolan.runtime.options import Sampling
+from ortolan.runtime.options import Sampling, check_sampling
 from ortolan.runtime.plan import CachePlan
 from ortolan.runtime.sampler import Generation, Sampler
 
@@ -65,10 +65,10 @@ class GeneratingSession(abc.ABC):
             ConfigError: max_new_tokens is below 1, or the session was used otherwise before the iterator
                 ended; besides, as `prefill`.
         """
-        _check_count(max_new_tokens)
+        limit, sampling = whole_number("max_new_tokens", max_new_tokens), check_sampling(sampling)
         self.finish_reason = None
         logits = self._read_prompt(token_ids, progress)
-        return self._start(Generation(sampling=sampling or Sampling(), max_new_tokens=max_new_tokens, logits=logits))
+        return self._start(Generation(sampling=sampling, max_new_tokens=limit, logits=logits))
 
     def resume(self, max_new_tokens: int | None = None) -> Iterator[int]:
         """Go on with the last generation as if it had never been left, also in a restored session.
@@ -82,7 +82,7 @@ class GeneratingSession(abc.ABC):
         """
         turn = self._generation
         if max_new_tokens is not None:
-            _check_count(max_new_tokens)
+            max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         if turn is None or not turn.can_go_on:
             raise ConfigError("no generation can be resumed: none was started, it ended, or other calls came after it")
         self._settle()
@@ -123,8 +123,3 @@ class GeneratingSession(abc.ABC):
         """Count a token that is about to be yielded."""
         turn.count, turn.logits = turn.count + 1, None
         self._pending = [token]
-
-
-def _check_count(max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")

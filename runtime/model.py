@@ -12,7 +12,7 @@ from typing import Any
 from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError
+from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError, whole_number
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
@@ -38,7 +38,7 @@ from ortolan.runtime.memory import (
     fit_chunk,
     weight_file_bytes,
 )
-from ortolan.runtime.options import SnapKv
+from ortolan.runtime.options import SnapKv, check_snapkv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.session import Session
@@ -95,6 +95,7 @@ class Model:
         self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
     ) -> CachePlan:
         """Plan the caches of a session without making it. Arguments and errors are those of `session`."""
+        check_snapkv(snapkv)
         budget = snapkv.budget if snapkv and snapkv.during_prefill else None
         return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None, budget=budget)
 
@@ -308,9 +309,9 @@ def load(
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling.
+        ConfigError: the device has no such spelling, or num_threads is no number of threads.
     """
-    folder = Path(folder)
+    folder, num_threads = Path(folder), whole_number("num_threads", num_threads, 0)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
         raise ContractMismatchError(

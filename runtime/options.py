@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import SupportsFloat
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, whole_number
 
 POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
 UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
@@ -53,9 +55,7 @@ class SnapKv:
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 1), ("window", 1), ("kernel", 1), ("sink", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"SnapKv {name} is {value!r}; it must be a whole number, at least {least}")
+            _set(self, name, whole_number(f"SnapKv {name}", getattr(self, name), least))
         if self.kernel % 2 == 0:
             raise ConfigError(f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length")
         if self.budget < self.window + self.sink:
@@ -80,8 +80,7 @@ class SnapKv:
             return
         if self.policy != "expected":
             raise ConfigError(f"SnapKv queries is {given!r}; only policy 'expected' takes it, others score by window")
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ConfigError(f"SnapKv queries is {given!r}; it must be a whole number, at least 1")
+        _set(self, "queries", whole_number("SnapKv queries", given))
 
     def _check_during_prefill(self) -> None:
         if not isinstance(self.during_prefill, bool):
@@ -134,19 +133,37 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        rules = (
-            ("temperature", self.temperature >= 0, "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-            ("seed", self.seed is None or self.seed >= 0, "None or at least 0"),
+        rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+            ("temperature", lambda value: value >= 0, "at least 0"),
+            ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+            ("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
+            ("repetition_penalty", lambda value: value > 0, "above 0"),
         )
         for name, holds, rule in rules:
             value = getattr(self, name)
-            if not holds or (value is not None and not math.isfinite(value)):
-                raise ConfigError(f"Sampling {name} is {value!r}; it must be {rule}")
-        for name in ("top_k", "seed"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, int):
-                raise ConfigError(f"Sampling {name} is {value!r}; it must be a whole number")
+            if not isinstance(value, SupportsFloat) or not math.isfinite(value) or not holds(float(value)):
+                raise ConfigError(f"Sampling {name} is {value!r}; it must be a number {rule}")
+            _set(self, name, float(value))
+        _set(self, "top_k", whole_number("Sampling top_k", self.top_k, 0))
+        if self.seed is not None:
+            _set(self, "seed", whole_number("Sampling seed", self.seed, 0))
+
+
+def check_sampling(given: Sampling | None) -> Sampling:
+    """Return sampling options; None takes the most likely token. Raises ConfigError where it is something else."""
+    if given is None:
+        return Sampling()
+    if not isinstance(given, Sampling):
+        raise ConfigError(f"sampling is {given!r}; it must be an ortolan.Sampling, or None")
+    return given
+
+
+def check_snapkv(given: SnapKv | None) -> None:
+    """Check that eviction options are such. Raises ConfigError."""
+    if given is not None and not isinstance(given, SnapKv):
+        raise ConfigError(f"snapkv is {given!r}; it must be an ortolan.SnapKv, or None")
+
+
+def _set(options: SnapKv | Sampling, name: str, value: float) -> None:
+    """Set an attribute of options that are frozen: while they are made, NumPy's numbers become Python's."""
+    object.__setattr__(options, name, value)

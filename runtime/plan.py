@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, whole_number
 from ortolan.manifest import Manifest
 
 RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
@@ -126,11 +126,10 @@ def plan_caches(
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
     """
-    context = manifest.max_context if max_context is None else max_context
-    check_size("max_context", context)
+    context = whole_number("max_context", manifest.max_context if max_context is None else max_context)
     may_widen = cuda and budget is None and not manifest.chunk_chosen
     chunk = _default_chunk(manifest, context, may_widen=may_widen) if chunk_size is None else chunk_size
-    check_size("chunk_size", chunk)
+    chunk = whole_number("chunk_size", chunk)
     if context > manifest.max_context:
         raise ConfigError(
             f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
@@ -164,12 +163,6 @@ def plan_caches(
         page_size=manifest.page_size,
         bound=bound,
     )
-
-
-def check_size(name: str, value: object) -> None:
-    """Check that a number is whole and at least 1. Raises ConfigError, which names it."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
 
 def _default_chunk(manifest: Manifest, context: int, *, may_widen: bool) -> int:

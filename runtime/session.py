@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError, whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.evictor import evict
@@ -152,8 +152,7 @@ class Session(GeneratingSession):
             ConfigError: the length is negative, or more than was read.
             CapacityError: the history before it is gone: evicted, or overwritten in a ring.
         """
-        if not 0 <= length <= self.logical_length:
-            raise ConfigError(f"rewind({length}) must lie in 0 .. logical_length = {self.logical_length}")
+        length = whole_number("the length to rewind to", length, 0, self.logical_length)
         self._settle()
         if length == 0:
             self._lengths.clear()
@@ -396,5 +395,4 @@ class Session(GeneratingSession):
             self._read(tail, lambda _: None)
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < len(self.plan.layers):
-            raise ConfigError(f"layer {layer} must lie in 0 .. {len(self.plan.layers) - 1}")
+        whole_number("layer", layer, 0, len(self.plan.layers) - 1)

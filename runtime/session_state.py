@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import ConfigError
+from ortolan.errors import whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
@@ -47,8 +47,7 @@ class SessionState:
 
 def save_state(path: Path, state: SessionState, manifest: Manifest, identity: Fingerprint, rewind_tokens: int) -> None:
     """Write a state to a file. Raises as `Session.save` does."""
-    if not isinstance(rewind_tokens, int) or rewind_tokens < 0:
-        raise ConfigError(f"rewind_tokens is {rewind_tokens!r}; it must be a whole number, at least 0")
+    rewind_tokens = whole_number("rewind_tokens", rewind_tokens, 0)
     firsts = [
         _first_kept(state, layer, manifest.sink, rewind_tokens) if layer.kind == "ring" else 0
         for layer in state.plan.layers

@@ -237,6 +237,8 @@ def test_bad_requests_are_refused_alone(make_engine, manifest):
         (ConfigError, "max_new_tokens", {"token_ids": [1], "max_new_tokens": 0}),
         (ConfigError, "max_new_tokens", {"token_ids": [1], "max_new_tokens": 2.5}),
         (ConfigError, "stop", {"token_ids": [1], "stop": [99]}),
+        (ConfigError, "sampling", {"token_ids": [1], "sampling": 0.7}),
+        (ConfigError, "snapkv", {"token_ids": [1], "snapkv": {"budget": 100}}),
         (CapacityError, "max_context", {"token_ids": [1] * 257}),
         (CapacityError, "pages of 'full'", {"token_ids": [1] * 90, "max_new_tokens": 20}),
     ]
@@ -335,6 +337,8 @@ def test_pages_grow_with_the_sequence_and_are_given_back(held):
         ({"max_cache_bytes": 1.5}, ConfigError),
         ({"overcommit": 0.5}, ConfigError),
         ({"overcommit": float("nan")}, ConfigError),
+        ({"overcommit": float("inf")}, ConfigError),
+        ({"overcommit": "2"}, ConfigError),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(paged_model, numbers, error):

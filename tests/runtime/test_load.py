@@ -24,7 +24,13 @@ def change_manifest(folder, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", ""])
+@pytest.mark.parametrize("count", [-1, 1.5, "2", True])
+def test_threads_that_are_no_number_are_refused(full_folder, count):
+    with pytest.raises(ConfigError, match="num_threads"):
+        ortolan.load(full_folder, device="cpu", num_threads=count)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", "", 0])
 def test_unknown_devices_are_refused(full_folder, name):
     with pytest.raises(ConfigError, match="cuda:N"):
         ortolan.load(full_folder, device=name)

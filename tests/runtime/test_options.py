@@ -39,6 +39,12 @@ BAD_SAMPLING = [
     {"repetition_penalty": 0.0},
     {"seed": -1},
     {"seed": 0.5},
+    {"temperature": "0.7"},
+    {"temperature": None},
+    {"top_k": None},
+    {"top_p": "a"},
+    {"repetition_penalty": []},
+    {"seed": "a"},
 ]
 
 

@@ -5,7 +5,7 @@ import pytest
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
-from ortolan import Sampling
+from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 
 
@@ -89,7 +89,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_anything_is_read(full_mod
     assert session.logical_length == 40
 
 
-@pytest.mark.parametrize("layer", [-1, 4])
+@pytest.mark.parametrize("layer", [-1, 4, 1.0, None])
 def test_layers_out_of_range_are_refused(full_model, layer):
     session = full_model.session()
     for query in (session.physical_length, session.kept_positions, session.cache_capacity):
@@ -174,12 +174,31 @@ def test_equal_seeds_give_equal_tokens(endless, draw_tokens):
     assert sample(1) == sample(1) != sample(2)
 
 
-@pytest.mark.parametrize("count", [0, -3])
-def test_no_tokens_to_generate_is_refused_before_anything_is_read(full_model, draw_tokens, count):
+@pytest.mark.parametrize("count", [0, -3, 2.5, None])
+def test_a_count_of_tokens_that_is_none_is_refused_before_anything_is_read(full_model, draw_tokens, count):
     session = full_model.session()
     with pytest.raises(ConfigError, match="max_new_tokens"):
         session.generate(draw_tokens(5), max_new_tokens=count)
     assert session.logical_length == 0
+
+
+def test_options_of_another_kind_are_refused_before_anything_is_read(full_model, draw_tokens):
+    session = full_model.session()
+    with pytest.raises(ConfigError, match=r"ortolan\.Sampling"):
+        session.generate(draw_tokens(5), sampling=0.7)
+    with pytest.raises(ConfigError, match=r"ortolan\.SnapKv"):
+        full_model.session(snapkv={"budget": 100})
+    assert session.logical_length == 0
+
+
+def test_numbers_of_numpy_are_numbers(endless, draw_tokens):
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int32(7), seed=np.int64(3))
+    assert sampling == Sampling(temperature=0.5, top_k=7, seed=3)
+    session = endless.session(np.int64(60), np.int32(16), SnapKv(budget=np.int64(30), window=np.uint8(8)))
+    assert len(list(session.generate(draw_tokens(40), np.int64(4), sampling))) == 4
+    session.rewind(np.int64(session.logical_length))
+    assert type(session.logical_length) is int
+    assert session.physical_length(np.int32(0)) == session.physical_length(0)
 
 
 @pytest.mark.parametrize("kind", ["error", "nan"])
