@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.graphs.config import Activation
+
+Item = TypeVar("Item")
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -42,16 +45,57 @@ class HfConfig:
             raise CheckpointError(f"config.json: {key} is {value!r}; expected a positive integer")
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """Return a number.
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number.
 
         Raises:
-            CheckpointError: the value is none.
+            CheckpointError: the key is absent without a default, or no such number.
         """
         value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0.
+
+        Raises:
+            CheckpointError: the key is absent without a default, or no such number.
+        """
+        number = self.number(key, default)
+        if number <= 0:
+            raise CheckpointError(f"config.json: {key} is {number!r}; expected a number above 0")
+        return number
+
+    def positives(self, key: str) -> list[float]:
+        """Return a list of finite numbers above 0, none where it is absent.
+
+        Raises:
+            CheckpointError: the value is no such list.
+        """
+        return [HfConfig({key: value}).positive(key) for value in self.sequence(key, object, [])]
+
+    def section(self, key: str) -> HfConfig:
+        """Return the keys of an object, none where it is absent.
+
+        Raises:
+            CheckpointError: the value is no object.
+        """
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected an object")
+        return HfConfig(value)
+
+    def sequence(self, key: str, kind: type[Item], default: Sequence[Item]) -> list[Item]:
+        """Return a list whose items are all of one kind.
+
+        Raises:
+            CheckpointError: the value is no such list.
+        """
+        value = self.get(key, list(default))
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected a list of {kind.__name__}")
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return a boolean."""
@@ -64,7 +108,7 @@ class HfConfig:
             UnsupportedModelError: Ortolan has no such activation.
         """
         name = self.get(key, default)
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             raise UnsupportedModelError(f"config.json: {key} is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[name]
 
@@ -79,10 +123,22 @@ class HfConfig:
         return self.integer("num_key_value_heads", self.integer("num_attention_heads"))
 
     @property
+    def bos_token_id(self) -> int | None:
+        """`bos_token_id`, the first where it is a list."""
+        ids = self._token_ids("bos_token_id")
+        return ids[0] if ids else None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """`eos_token_id`, which may be one id or a list."""
-        value = self.get("eos_token_id", [])
-        return tuple(value) if isinstance(value, list) else (int(value),)
+        return self._token_ids("eos_token_id")
+
+    def _token_ids(self, key: str) -> tuple[int, ...]:
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected a token id, or a list of them")
+        return tuple(ids)
 
 
 def read_hf_config(folder: Path) -> HfConfig:

@@ -32,7 +32,7 @@ def find_family(config: HfConfig) -> Family:
     Raises:
         UnsupportedModelError: there is none, or the weights are quantized.
     """
-    names = config.get("architectures", [])
+    names = config.sequence("architectures", str, [])
     supported = ", ".join(sorted(FAMILIES))
     if config.get("quantization_config"):
         raise UnsupportedModelError("the checkpoint is quantized (quantization_config); give the unquantized one")

@@ -32,19 +32,7 @@ class RopeSpec:
     theta: float
     rotary_size: int
     max_position: int
-    parameters: Mapping[str, Any]
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a numeric parameter.
-
-        Raises:
-            CheckpointError: it is absent without a default, or no number.
-        """
-        value = self.parameters.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float):
-            raise CheckpointError(f"config.json: RoPE type {self.rope_type!r} needs the number {key!r}, got {value!r}")
-        return float(value)
+    parameters: HfConfig
 
 
 def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | None = None) -> RopeSpec:
@@ -52,35 +40,43 @@ def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | Non
 
     Raises:
         UnsupportedModelError: the RoPE type is none of `ROPE_TYPES`.
+        CheckpointError: a parameter is no number, or outside its range.
     """
-    parameters = _parameters(config, layer_type)
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = HfConfig(_parameters(config, layer_type))
+    rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))
     rope_type = _ALIASES.get(rope_type, rope_type)
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(f"RoPE type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    theta = parameters.get("rope_theta", default_theta)
-    fraction = float(parameters.get("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)))
+    theta = parameters.positive("rope_theta", default_theta)
+    if theta <= 1:
+        raise CheckpointError(f"config.json: rope_theta is {theta}; expected a number above 1")
+    fraction = parameters.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
+    if fraction > 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor is {fraction}; expected a share of a head, up to 1")
     max_position = config.integer("max_position_embeddings", 2048)
-    original = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = {"original_max_position_embeddings": config.integer("original_max_position_embeddings", max_position)}
+    given = {key: value for key, value in parameters.keys.items() if value is not None}
     return RopeSpec(
         rope_type=rope_type,
-        theta=float(theta),
+        theta=theta,
         rotary_size=int(config.head_size * fraction),
         max_position=max_position,
-        parameters={**parameters, "original_max_position_embeddings": original or max_position},
+        parameters=HfConfig(original | given),
     )
 
 
 def _parameters(config: HfConfig, layer_type: str | None) -> Mapping[str, Any]:
     """Return the flat parameters of a layer type; transformers 4's keys serve full attention only."""
-    given = config.get("rope_parameters", {})
+    section = config.section("rope_parameters")
+    given = section.keys
     nested = any(isinstance(value, dict) for value in given.values())
     if nested and layer_type is not None:
-        return dict(given.get(layer_type, {}))
-    scaling = config.get("rope_scaling", {}) if layer_type in (None, "full_attention") else {}
+        return section.section(layer_type).keys
+    is_scaled = layer_type in (None, "full_attention")
+    scaling = config.section("rope_scaling").keys if is_scaled else {}
     theta_key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
     theta = config.get(theta_key)
-    flat = {**scaling, **given} if layer_type in (None, "full_attention") else {}
+    flat = {**scaling, **given} if is_scaled else {}
     return flat if theta is None or "rope_theta" in flat else {**flat, "rope_theta": theta}
 
 
@@ -90,7 +86,7 @@ def build_rope(name: str, spec: RopeSpec, max_context: int) -> Rope:
     longrope and dynamic have two variants, for sequences up to the pretrained length and for longer ones;
     dynamic's second is that of `max_context`. A model that is never longer keeps the first alone.
     """
-    original = int(spec.parameters["original_max_position_embeddings"])
+    original = int(spec.parameters.positive("original_max_position_embeddings"))
     variants: tuple[RopeVariant, ...]
     if spec.rope_type == "longrope":
         variants = (_longrope(spec, "short_factor", original), _longrope(spec, "long_factor", max_context))
@@ -140,36 +136,38 @@ def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
         return _yarn(spec)
     frequencies = _base_frequencies(spec, spec.theta)
     if spec.rope_type == "linear":
-        frequencies = np.divide(frequencies, np.float32(spec.number("factor")), dtype=np.float32)
+        frequencies = np.divide(frequencies, np.float32(spec.parameters.positive("factor")), dtype=np.float32)
     if spec.rope_type == "llama3":
         frequencies = _llama3(spec, frequencies)
     return frequencies, 1.0
 
 
 def _dynamic(spec: RopeSpec, length: int) -> Frequencies:
-    factor, size = spec.number("factor"), spec.rotary_size
+    factor, size = spec.parameters.positive("factor"), spec.rotary_size
     growth = factor * max(length, spec.max_position) / spec.max_position - (factor - 1)
     return _base_frequencies(spec, spec.theta * growth ** (size / (size - 2)))
 
 
 def _llama3(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
     """Divide long wavelengths by the factor, keep short ones, and blend between."""
-    factor, low, high = spec.number("factor"), spec.number("low_freq_factor"), spec.number("high_freq_factor")
-    turns = spec.number("original_max_position_embeddings") * frequencies / (2 * math.pi)
+    factor, low, high = (spec.parameters.positive(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise CheckpointError(f"config.json: high_freq_factor {high} must be above low_freq_factor {low}")
+    turns = spec.parameters.positive("original_max_position_embeddings") * frequencies / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
     mixed: Frequencies = ((1 - blend) * frequencies / np.float32(factor) + blend * frequencies).astype(np.float32)
     return mixed
 
 
 def _yarn(spec: RopeSpec) -> tuple[Frequencies, float]:
-    original = spec.number("original_max_position_embeddings")
-    factor = spec.number("factor", spec.max_position / original)
+    original = spec.parameters.positive("original_max_position_embeddings")
+    factor = spec.parameters.positive("factor", spec.max_position / original)
     half = spec.rotary_size // 2
 
     def dimension(rotations: float) -> float:
         return spec.rotary_size * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = dimension(spec.number("beta_fast", 32)), dimension(spec.number("beta_slow", 1))
+    low, high = (dimension(spec.parameters.positive(*beta)) for beta in (("beta_fast", 32), ("beta_slow", 1)))
     if spec.parameters.get("truncate", True):
         low, high = float(math.floor(low)), float(math.ceil(high))
     low, high = max(low, 0), min(high, spec.rotary_size - 1)
@@ -181,26 +179,25 @@ def _yarn(spec: RopeSpec) -> tuple[Frequencies, float]:
 
 def _yarn_attention_factor(spec: RopeSpec, factor: float) -> float:
     if spec.parameters.get("attention_factor") is not None:
-        return spec.number("attention_factor")
+        return spec.parameters.positive("attention_factor")
 
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    scale, all_dims = spec.number("mscale", 0), spec.number("mscale_all_dim", 0)
+    scale, all_dims = spec.parameters.number("mscale", 0), spec.parameters.number("mscale_all_dim", 0)
     return magnitude(scale) / magnitude(all_dims) if scale and all_dims else magnitude(1)
 
 
 def _longrope(spec: RopeSpec, key: str, limit: int) -> RopeVariant:
-    original = spec.number("original_max_position_embeddings")
-    factors = spec.parameters.get(key)
-    if not isinstance(factors, list) or len(factors) != spec.rotary_size // 2:
+    original = spec.parameters.positive("original_max_position_embeddings")
+    factors = spec.parameters.positives(key)
+    if len(factors) != spec.rotary_size // 2:
         raise CheckpointError(
             f"config.json: longrope needs {spec.rotary_size // 2} numbers in {key!r}, got {factors!r}"
         )
-    factor = spec.number("factor", spec.max_position / original)
+    factor = spec.parameters.positive("factor", spec.max_position / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     powers = np.power(np.float32(spec.theta), _exponents(spec))
     frequencies = np.float32(1) / (np.array(factors, np.float32) * powers)
-    return RopeVariant(
-        limit=limit, inv_freq=_tuple(frequencies), attention_factor=spec.number("attention_factor", default)
-    )
+    attention_factor = spec.parameters.positive("attention_factor", default)
+    return RopeVariant(limit=limit, inv_freq=_tuple(frequencies), attention_factor=attention_factor)

@@ -7,10 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ortolan import contract
-from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.errors import MAX_LENGTH, ConfigError, ContractMismatchError
 
 MANIFEST_FILE = "ortolan.json"
 MODEL_FILE = "model.onnx"
@@ -133,11 +134,12 @@ class Manifest:
         """Parse the text of ortolan.json.
 
         Raises:
-            ContractMismatchError: not JSON, another format version, or missing or unknown keys.
+            ContractMismatchError: not JSON, another format version, missing or unknown keys, or values that no export
+                writes.
         """
         try:
             raw = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ContractMismatchError(f"{source} is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ContractMismatchError(f"{source} holds a {type(raw).__name__}, expected an object")
@@ -146,7 +148,12 @@ class Manifest:
             raise ContractMismatchError(
                 f"{source} has format version {version!r}, this Ortolan reads {FORMAT_VERSION}; export the model again"
             )
-        return cls(**_checked_fields(raw, source))
+        try:
+            manifest = cls(**_checked_fields(raw, source))
+        except ConfigError as error:
+            raise ContractMismatchError(f"{source}: {error}") from error
+        _check_values(manifest, source)
+        return manifest
 
 
 def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
@@ -160,18 +167,80 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
     )
     if unknown or missing:
         raise ContractMismatchError(f"{source}: unknown keys {unknown}, missing keys {missing}")
+    values = {name: _with_tuples(value) for name, value in raw.items()}
     try:
-        layers = tuple(LayerInfo(**layer) for layer in raw["layers"])
-        kinds = tuple(CacheKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in raw.get("cache_kinds", ()))
+        layers = tuple(LayerInfo(**layer) for layer in values["layers"])
+        kinds = tuple(CacheKind(**kind) for kind in values.get("cache_kinds", ()))
     except (TypeError, KeyError) as error:
         raise ContractMismatchError(
             f"{source}: layers or cache_kinds do not have the expected keys: {error}"
         ) from error
-    sequences: dict[str, Any] = {name: tuple(raw[name]) for name in ("rope_limits", "eos_token_ids") if name in raw}
-    ropes = raw.get("ropes")
-    if ropes is not None:
-        sequences["ropes"] = {name: tuple(tuple(variant) for variant in rope) for name, rope in ropes.items()}
-    return {**raw, **sequences, "layers": layers, "cache_kinds": kinds}
+    values |= {"layers": layers, "cache_kinds": kinds}
+    for name, hint in get_type_hints(Manifest).items():
+        if name in values and not _fits(values[name], hint):
+            raise ContractMismatchError(f"{source}: {name} has a value of another type than any export writes")
+    return values
+
+
+def _with_tuples(value: Any) -> Any:
+    """Turn the lists of JSON into tuples, at any depth."""
+    if isinstance(value, list):
+        return tuple(_with_tuples(each) for each in value)
+    if isinstance(value, dict):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Say whether a value is of the type that a field is annotated with."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, each) for each in arguments)
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(each, arguments[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    if hint in (LayerInfo, CacheKind):
+        return all(_fits(getattr(value, name), field) for name, field in get_type_hints(hint).items())
+    if hint in (int, float):
+        return isinstance(value, int | hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _check_values(manifest: Manifest, source: str) -> None:
+    """Raise ContractMismatchError for numbers that no export writes."""
+    limits = manifest.rope_limits
+    least = {"vocab_size": 1, "num_heads": 1, "max_context": 1, "chunk_size": 1, "sink": 0, "snapkv_window": 0}
+    checks = {name: getattr(manifest, name) >= number for name, number in least.items()} | {
+        "max_context": 1 <= manifest.max_context <= MAX_LENGTH,
+        "rope_limits": bool(limits) and list(limits) == sorted(limits) and limits[-1] >= manifest.max_context,
+        "layers": bool(manifest.layers) and all(_is_sound(layer) for layer in manifest.layers),
+    }
+    wrong = [name for name, holds in checks.items() if not holds]
+    if wrong:
+        raise ContractMismatchError(f"{source}: {', '.join(wrong)}: a value that no export writes; export it again")
+
+
+def _is_sound(layer: LayerInfo) -> bool:
+    return (layer.window == -1 or layer.window > 0) and layer.num_kv_heads > 0 and layer.head_size > 0
+
+
+def read_description(folder: Path) -> Manifest:
+    """Read `ortolan.json` of a model folder alone, whatever else is there.
+
+    Raises:
+        ContractMismatchError: no manifest, or one that `Manifest.from_json` refuses.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise ContractMismatchError(
+            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractMismatchError(f"{path} cannot be read: {error}") from error
+    return Manifest.from_json(text, str(path))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -180,12 +249,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         ContractMismatchError: no manifest, another version, or a file that is missing or has another size.
     """
-    path = folder / MANIFEST_FILE
-    if not path.is_file():
-        raise ContractMismatchError(
-            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
-        )
-    manifest = Manifest.from_json(path.read_text(encoding="utf-8"), str(path))
+    manifest = read_description(folder)
     for name, size in manifest.files.items():
         file = folder / name
         actual = file.stat().st_size if file.is_file() else None

@@ -274,7 +274,8 @@ class Model:
             providers = [(self._provider, settings), CPU_PROVIDER]
         register(options)
         try:
-            session = onnxruntime.InferenceSession(model, options, providers=providers)
+            fallback = int(self._provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
+            session = onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=fallback)
         except Exception as error:  # the binding raises its own exception types, one per status code
             if self._buffers and is_out_of_memory(error):
                 raise CapacityError(
@@ -348,7 +349,12 @@ def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
             f"{file_name} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
             "export the model again"
         )
-    shapes = {i.name: i.shape for i in ort_session.get_inputs()}
+    shapes = {i.name: i.shape for i in [*ort_session.get_inputs(), *ort_session.get_outputs()]}
+    if shapes[contract.LOGITS][-1] != manifest.vocab_size:
+        raise ContractMismatchError(
+            f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
+            f"of {manifest.vocab_size}; export the model again"
+        )
     for index, layer in enumerate(manifest.layers):
         for name in (contract.key_cache(index), contract.value_cache(index)):
             _, heads, slots, size = shapes[name]

@@ -77,7 +77,7 @@ def read_common(
         "layers": layers,
         "ropes": share_limits(ropes),
         "tied_embeddings": config.flag("tie_word_embeddings"),
-        "bos_token_id": config.get("bos_token_id"),
+        "bos_token_id": config.bos_token_id,
         "eos_token_ids": config.eos_token_ids,
     }
     return ModelConfig(**{**values, **differences})

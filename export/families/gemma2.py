@@ -41,15 +41,14 @@ def gemma_differences(config: HfConfig) -> dict[str, Any]:
         "activation": config.activation("hidden_activation", "gelu_pytorch_tanh"),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
         "embedding_scale": math.sqrt(config.integer("hidden_size")),
-        "attention_scale": config.number("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
         **attention_biases(config),
     }
 
 
 def soft_cap(config: HfConfig, key: str, default: float) -> float:
     """Read a softcap; null means none, an absent key the family's default."""
-    value = config.keys.get(key, default)
-    return float(value) if value else 0.0
+    return 0.0 if config.keys.get(key, default) is None else config.number(key, default)
 
 
 def read(config: HfConfig, max_context: int) -> ModelConfig:

@@ -15,7 +15,7 @@ def layer_types(config: HfConfig, default: list[str]) -> list[str]:
         CheckpointError: the list has another length than the model has layers.
         UnsupportedModelError: a type is neither full nor sliding attention.
     """
-    types: list[str] = config.get("layer_types", default)
+    types = config.sequence("layer_types", str, default)
     count = config.integer("num_hidden_layers")
     if len(types) != count:
         raise CheckpointError(f"config.json: layer_types lists {len(types)} layers, num_hidden_layers is {count}")

@@ -18,7 +18,7 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     count = config.integer("num_hidden_layers")
     default = [SLIDING if (i + 1) % 4 else FULL for i in range(count)]
     windows = read_layer_types(config, default, config.integer("sliding_window", 4096))
-    theta = config.number("rope_theta", DEFAULT_THETA)
+    theta = config.positive("rope_theta", DEFAULT_THETA)
     ropes = (
         build_rope("full", read_rope_spec(config, theta, FULL), max_context),
         build_rope("sliding", read_rope_spec(config, theta, SLIDING), max_context),

@@ -13,7 +13,7 @@ ARCHITECTURE = "Qwen2ForCausalLM"
 def read_layers(config: HfConfig) -> tuple[LayerConfig, ...]:
     """Read which layers have a window: `layer_types`, else those from `max_window_layers` on."""
     window = config.integer("sliding_window", 4096) if config.flag("use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
+    first = config.number("max_window_layers", 28)
     count = config.integer("num_hidden_layers")
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     return tuple(LayerConfig(window=w, rope="all") for w in read_layer_types(config, default, window))

@@ -14,7 +14,7 @@ ARCHITECTURE = "SmolLM3ForCausalLM"
 def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json; where layers slide, it is those without rope unless `layer_types` says otherwise."""
     count, interval = config.integer("num_hidden_layers"), config.integer("no_rope_layer_interval", 4)
-    has_rope = config.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
+    has_rope = config.sequence("no_rope_layers", int, [int((i + 1) % interval != 0) for i in range(count)])
     if len(has_rope) != count:
         raise CheckpointError(f"config.json: no_rope_layers lists {len(has_rope)} layers of {count}")
     slides = config.flag("use_sliding_window") and config.get("sliding_window") is not None

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except OrtolanError as error:
-        print(f"ortolan: error: {error}", file=sys.stderr)
+        print(f"ortolan: error: {' '.join(str(error).split())}", file=sys.stderr)  # ONNX Runtime's take many lines
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("ortolan."):

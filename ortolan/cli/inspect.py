@@ -11,7 +11,7 @@ from typing import Any
 
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import OrtolanError
-from ortolan.manifest import MANIFEST_FILE, MODEL_FILE, Manifest
+from ortolan.manifest import MODEL_FILE, Manifest, read_description
 
 EPILOG = """examples:
   ortolan inspect ./llama
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from ortolan.graphs.summary import load_structure
     from ortolan.runtime import plan_caches
 
-    manifest = _read_manifest(options.model_dir)
+    manifest = read_description(options.model_dir)  # unlike a run, an inspection does not need every file
     path = options.model_dir / MODEL_FILE
     plain = load_structure(path)
     verify_model(plain)
@@ -57,18 +57,6 @@ def run(options: argparse.Namespace) -> int:
     if options.netron:
         _open_netron(path)
     return 0
-
-
-def _read_manifest(folder: Path) -> Manifest:
-    """Read the manifest alone: unlike a run, an inspection does not need every file."""
-    from ortolan.errors import ContractMismatchError
-
-    path = folder / MANIFEST_FILE
-    if not path.is_file():
-        raise ContractMismatchError(
-            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
-        )
-    return Manifest.from_json(path.read_text(encoding="utf-8"), str(path))
 
 
 def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, Any] | None:

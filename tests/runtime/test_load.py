@@ -68,6 +68,12 @@ def test_a_graph_of_other_sizes_is_refused(folder):
         ortolan.load(folder, device="cpu")
 
 
+def test_a_graph_of_another_vocabulary_is_refused(folder):
+    change_manifest(folder, vocab_size=132)
+    with pytest.raises(ContractMismatchError, match="vocabulary of 132"):
+        ortolan.load(folder, device="cpu")
+
+
 def test_a_graph_with_other_inputs_is_refused(folder):
     layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
     change_manifest(folder, layers=[layer | {"evictable": False} for layer in layers])
