@@ -115,6 +115,7 @@ def export(
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or `out_dir` is in the way.
+        StorageError: the disk is full, or writing failed otherwise; what was in `out_dir` is still there.
         UnsupportedModelError: the checkpoint asks for what is not implemented.
         CheckpointError: the checkpoint is incomplete or contradicts its config.
     """

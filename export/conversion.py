@@ -98,6 +98,7 @@ def convert(
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or `target` is in the way.
+        StorageError: the disk is full, or writing failed otherwise; what was in `target` is still there.
         UnsupportedModelError: a node of the graph cannot be converted; the message names it.
         CheckpointError: weights are missing or truncated.
         ContractMismatchError: the file is no ONNX model.

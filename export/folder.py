@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
-from ortolan.errors import MAX_LENGTH, ConfigError, OrtolanError, whole_number
+from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, whole_number
 from ortolan.graphs import build_evict_model
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
 
@@ -85,26 +86,47 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
-    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away."""
+    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away.
+
+    Raises:
+        ConfigError: no folder can be made there.
+        StorageError: the disk is full, or writing failed otherwise.
+    """
+    real = _real(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        real.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{real.name}.", dir=real.parent))
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"no folder can be made at {target}: {error}") from error
     except OSError as error:
-        raise OrtolanError(f"cannot write beside {target}: {error}") from error
+        raise StorageError(f"cannot write beside {target}: {error}") from error
     try:
         yield folder
     except OSError as error:
-        raise OrtolanError(f"writing {target} failed, nothing was kept: {error}") from error
+        raise StorageError(f"writing {target} failed, nothing was kept: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename a finished folder to its target, in the place of what was there."""
+    """Rename a finished folder to its target; what was there is removed once that is done, or stays."""
     folder.chmod(0o755)
-    if target.exists():
-        shutil.rmtree(target)
-    folder.rename(target)
+    real, aside = _real(target), folder.with_name(f"{folder.name}.old")
+    if not real.exists():
+        folder.rename(real)
+        return
+    real.rename(aside)
+    try:
+        folder.rename(real)
+    except BaseException:
+        aside.rename(real)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _real(target: Path) -> Path:
+    """Follow links, and give "." its name, so that the folder itself can be renamed."""
+    return Path(os.path.realpath(target))
 
 
 def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) -> None:

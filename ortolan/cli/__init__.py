@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from ortolan.cli import bench, convert, demo, export, generate, inspect
 from ortolan.errors import OrtolanError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_SIGNALLED = 128  # and the signal's number
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,8 +39,31 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted."""
+    """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted, 143 terminated."""
     options = build_parser().parse_args(arguments)
+    with _cleaned_up_when_terminated():
+        return _run(options)
+
+
+@contextlib.contextmanager
+def _cleaned_up_when_terminated() -> Iterator[None]:
+    """Unwind when the process is told to end, so that half-written folders are removed."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(EXIT_SIGNALLED + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a command and turn what it raises into a line and an exit code."""
     try:
         code: int = options.run(options)
         sys.stdout.flush()

@@ -92,6 +92,24 @@ def test_interrupt_ends_with_130(model_dir, tmp_path):
     assert errors == "ortolan: interrupted\n"
 
 
+def test_a_command_that_is_told_to_end_cleans_up(monkeypatch):
+    unwound = []
+
+    def killed(options: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            unwound.append(options)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(generate_command, "run", killed)
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "x"])
+    assert (stopped.value.code, len(unwound)) == (143, 1)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_unexpected_errors_are_not_swallowed(monkeypatch):
     def broken(options: object) -> int:
         raise ZeroDivisionError

@@ -1,6 +1,7 @@
 """Exports are whole or absent, and refuse what they cannot do right."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
-from ortolan.errors import CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
+from ortolan.errors import CheckpointError, ConfigError, StorageError, UnsupportedModelError
 from ortolan.manifest import read_manifest
 
 PROMPT = list(range(3, 40))
@@ -215,9 +216,44 @@ def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ortolan.export.folder.build_evict_model", full_disk)
-    with pytest.raises(OrtolanError, match="nothing was kept"):
+    with pytest.raises(StorageError, match="nothing was kept"):
         ortolan.export(checkpoint, tmp_path / "model", max_context=64)
     assert_nothing_written(tmp_path)
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(checkpoint, tmp_path, monkeypatch):
+    target = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    before, rename = logits(target), Path.rename
+
+    def fail_once(path, to):
+        if (path / "ortolan.json").is_file() and path != target:
+            monkeypatch.setattr(Path, "rename", rename)
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(KeyboardInterrupt):
+        ortolan.export(checkpoint, target, max_context=32, overwrite=True)
+    np.testing.assert_array_equal(logits(target), before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
+
+
+@pytest.mark.parametrize("place", ["file/model", "file/deep/model", "/proc/none/model"])
+def test_places_for_no_folder_are_refused(checkpoint, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="no folder can be made"):
+        ortolan.export(checkpoint, tmp_path / place, max_context=64)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_a_link_goes_on_pointing_at_the_model(checkpoint, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "model")
+    for max_context in (64, 32):
+        ortolan.export(checkpoint, link, max_context=max_context, overwrite=True)
+        assert link.is_symlink()
+        assert read_manifest(tmp_path / "model").max_context == max_context
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "link", "model"]
 
 
 def test_existing_folders_are_safe(checkpoint, tmp_path):
