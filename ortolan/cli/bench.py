@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.report import check_report_target, write_report
 from ortolan.cli.table import format_bytes, format_table
-from ortolan.errors import ConfigError, StorageError
+from ortolan.errors import ConfigError
 
 EPILOG = """examples:
   ortolan bench ./llama
@@ -57,12 +57,14 @@ def run(options: argparse.Namespace) -> int:
         given = getattr(options, name)
         if min(given if isinstance(given, list) else [given]) < least:
             raise ConfigError(f"--{name} must be at least {least}")
+    check_report_target(options.json)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     rows = [_measure(model, length, options) for length in options.prompts]
     if options.json != "-":
         print(_table(rows))
     if options.json:
-        _write(options.json, {"model": str(options.model_dir), "ortolan": ortolan.__version__, "prompts": rows})
+        report = {"model": str(options.model_dir), "ortolan": ortolan.__version__, "prompts": rows}
+        write_report(options.json, report, sys.stdout)
     return 0
 
 
@@ -113,14 +115,3 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "-" if decode is None else f"{decode:.3f} ms",
         format_bytes(row["memory"]["cache_bytes"]),
     ]
-
-
-def _write(target: str, report: dict[str, Any]) -> None:
-    text = json.dumps(report, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}") from error

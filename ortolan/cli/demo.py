@@ -92,6 +92,8 @@ def _check_length(source: Path, length: int) -> None:
 def _model_folder(keep: Path | None) -> Iterator[Path]:
     """Give the folder to export to: the caller's, or a temporary one that is removed."""
     if keep is not None:
+        if keep.exists() and not keep.is_dir():
+            raise ConfigError(f"--keep-dir {keep} exists and is no folder; choose another one")
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix="ortolan-demo-") as folder:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ortolan.cli.progress import token_bar
-from ortolan.errors import ConfigError, OrtolanError
+from ortolan.cli.report import check_report_target, write_report
+from ortolan.errors import ConfigError
 
 ANSWER = "<<answer>>"  # stands for an answer in a chat template
 EPILOG = """examples:
@@ -105,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("a saved session has its own SnapKV options; leave those out beside --load-session")
     if options.save_session:
         check_target(options.save_session)
+    check_report_target(options.stats_json)
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     if options.load_session:
@@ -220,11 +221,4 @@ def _write_stats(target: str, session: Any) -> None:
         "full_length_cache_bytes": session.plan.full_length_bytes,
         "memory": session.memory_report().as_dict(),
     }
-    text = json.dumps(stats, indent=2) + "\n"
-    if target == "-":
-        sys.stderr.write(text)
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OrtolanError(f"the statistics cannot be written: {error}") from error
+    write_report(target, stats, sys.stderr)

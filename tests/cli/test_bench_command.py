@@ -47,7 +47,11 @@ def test_bad_numbers_are_one_line(model_dir, refused, given):
     refused("bench", str(model_dir), "--device", "cpu", *given)
 
 
-def test_a_file_that_cannot_be_written_is_said(model_dir, tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_said_at_once(model_dir, tmp_path, refused):
     target = tmp_path / "missing" / "bench.json"
-    assert main(["bench", str(model_dir), *SMALL, "--json", str(target)]) == 1
-    assert str(target) in capsys.readouterr().err
+    assert str(target) in refused("bench", str(model_dir), *SMALL, "--json", str(target))
+
+
+def test_a_full_disk_is_said(model_dir, capsys):
+    assert main(["bench", str(model_dir), *SMALL, "--json", "/dev/full"]) == 1
+    assert capsys.readouterr().err.startswith("ortolan: error: /dev/full cannot be written")

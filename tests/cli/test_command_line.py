@@ -74,6 +74,15 @@ def test_closed_pipe_is_quiet(model_dir, tmp_path):
     assert process.returncode == 1
 
 
+def test_full_disk_behind_standard_output_is_one_line(model_dir, tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ortolan", "inspect", str(model_dir)]
+        process = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert process.returncode == 1
+    assert process.stderr.startswith("ortolan: error: ")
+    assert process.stderr.count("\n") == 1
+
+
 def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
     process = start("inspect", str(tmp_path), folder=Path(__file__).parents[2])
     output, errors = process.communicate(timeout=60)

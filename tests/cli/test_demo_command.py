@@ -42,6 +42,7 @@ def test_kept_folder_is_an_exported_model_and_is_used_again(tmp_path, capsys):
         ["--depth", "1.5"],
         ["--budget", "5"],
         ["--device", "tpu"],
+        ["--keep-dir", __file__],
     ],
 )
 def test_bad_option_is_one_line(arguments, refused):

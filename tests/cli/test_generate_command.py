@@ -95,6 +95,8 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
         (["--stop", ""], "stop"),
         (["--chat"], "chat template"),
         (["--prompt-file", "x"], "--prompt"),
+        (["--stats-json", "/none/stats.json"], "/none"),
+        (["--stats-json", "/tmp"], "/tmp"),
     ],
 )
 def test_bad_option_is_one_line(arguments, named, model_dir, refused):

@@ -1,0 +1,38 @@
+"""Writes the JSON that commands report, to a file or a standard stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from ortolan.errors import ConfigError, StorageError
+
+STANDARD = "-"  # in place of a file's name
+
+
+def check_report_target(target: str | None) -> None:
+    """Refuse a name that no file can have, before the work that is to be reported. Raises ConfigError."""
+    if target is None or target == STANDARD:
+        return
+    if Path(target).is_dir():
+        raise ConfigError(f"{target} is a folder; give the name of the file to write")
+    if not Path(target).parent.is_dir():
+        raise ConfigError(f"{Path(target).parent} is no folder; make it, or give another name than {target}")
+
+
+def write_report(target: str, report: Mapping[str, Any], standard: TextIO) -> None:
+    """Write a report to a file, or to a stream where `target` is "-".
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    text = json.dumps(report, indent=2) + "\n"
+    if target == STANDARD:
+        standard.write(text)
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
