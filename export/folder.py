@@ -73,7 +73,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     Raises:
         ConfigError: something is in the way.
     """
-    if not target.exists():
+    if not os.path.exists(target):  # unlike Path's, it takes names that are too long
         return
     if not target.is_dir():
         raise ConfigError(f"{target} exists and is no folder; choose another output folder")

@@ -6,6 +6,7 @@ Source: the folder layout of onnxruntime-genai's model builder (genai_config.jso
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,7 @@ def open_source(path: Path) -> ForeignSource:
         UnsupportedModelError: the model is split into several graphs.
         ContractMismatchError: the file is no ONNX model.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path's, it takes names that are too long
         raise ConfigError(f"{path} does not exist; give the folder of a model, or its .onnx file")
     folder = path if path.is_dir() else path.parent
     if (folder / MANIFEST_FILE).is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +149,7 @@ def read_hf_config(folder: Path) -> HfConfig:
         CheckpointError: the folder has none, or it is not a JSON object.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))

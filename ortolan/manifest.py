@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,7 +233,7 @@ def read_description(folder: Path) -> Manifest:
         ContractMismatchError: no manifest, or one that `Manifest.from_json` refuses.
     """
     path = folder / MANIFEST_FILE
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
         raise ContractMismatchError(
             f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
         )

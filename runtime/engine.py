@@ -143,8 +143,8 @@ class Engine:
             token_ids: [T], at least one.
             max_new_tokens: the most to generate.
             sampling: how tokens are chosen; None takes the most likely.
-            stop: texts, token ids and sequences of these, that end the request. They are not yielded, nor is a token
-                in which a text begins; `Stream.text` has what comes before it.
+            stop: texts, token ids and sequences of these, or one text or id, that end the request. They are not
+                yielded, nor is a token in which a text begins; `Stream.text` has what comes before it.
             ignore_eos: generate past end-of-sequence tokens.
             snapkv: eviction after the prompt; None never evicts. Its pages beyond the budget become free then.
 

@@ -85,7 +85,7 @@ class Model:
         """The tokenizer of the model folder.
 
         Raises:
-            ContractMismatchError: the folder has none.
+            ContractMismatchError: the folder has none, or its files are damaged.
         """
         if self._tokenizer is None:
             self._tokenizer = Tokenizer(self.folder)
@@ -310,7 +310,7 @@ def load(
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling, or num_threads is no number of threads.
+        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number.
     """
     folder, num_threads = Path(folder), whole_number("num_threads", num_threads, 0)
     manifest = read_manifest(folder)
@@ -323,6 +323,11 @@ def load(
         provider = resolve_device(device)
     except ModuleNotFoundError as error:
         raise OpLibraryError(onnxruntime_problem() or str(error)) from error
+    if provider == CPU_PROVIDER and manifest.dtype == "bfloat16":
+        raise ConfigError(
+            f"{folder} is a bfloat16 model, which no CPU kernel computes; load it on CUDA, or export it as float32 or "
+            "float16"
+        )
     buffers = None
     if provider == CUDA_PROVIDER:
         number = device_number(device)

@@ -55,9 +55,9 @@ class Tensor:
 
 def check_target(path: Path) -> None:
     """Raise ConfigError where no file can be written under that name."""
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # unlike Path's, they take names that are too long
         raise ConfigError(f"{path} is no regular file; give the name of the file to write")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ConfigError(f"{path.parent} is no folder; make it, or give another name")
 
 

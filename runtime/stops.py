@@ -10,7 +10,7 @@ from ortolan.errors import ConfigError
 from ortolan.runtime.text import first_stop, possible_stop
 from ortolan.runtime.tokenizer import DetokenizerStream
 
-Stops = Sequence[int | str | Sequence[int]]
+Stops = int | str | Sequence[int | str | Sequence[int]]
 Detokenize = Callable[[], DetokenizerStream]
 
 
@@ -26,7 +26,7 @@ class StopFilter:
         """Take token ids, sequences of them, and texts.
 
         Args:
-            stops: in any order; a single id is a sequence of one.
+            stops: in any order; a single id is a sequence of one. One text or id may come without a list.
             vocab_size: V.
             detokenize: starts to decode ids; called where a stop is a text. None: there is no tokenizer.
 
@@ -34,7 +34,7 @@ class StopFilter:
             ConfigError: one is empty, or neither a text nor token ids; a text, and there is no tokenizer.
         """
         if isinstance(stops, str) or not isinstance(stops, Iterable):
-            raise ConfigError(f"stop is {stops!r}; it must be a list of texts, token ids and sequences of these")
+            stops = [stops]
         stops = list(stops)
         strings = [stop for stop in stops if isinstance(stop, str)]
         self._stops = [_checked(stop, vocab_size) for stop in stops if not isinstance(stop, str)]

@@ -8,17 +8,18 @@ from ortolan.errors import ConfigError
 from ortolan.runtime.tokenizer import Tokenizer
 
 
-def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: Sequence[str] = ()) -> Iterator[str]:
+def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: str | Sequence[str] = ()) -> Iterator[str]:
     """Yield text piece by piece: whole characters only, and nothing of a stop string.
 
     Args:
         tokenizer: of the model.
         token_ids: as `Session.generate` yields them; not consumed further once a stop string is complete.
-        stop: texts at which to end.
+        stop: texts at which to end, or one.
 
     Raises:
         ConfigError: a stop string is empty.
     """
+    stop = [stop] if isinstance(stop, str) else stop
     if any(not text for text in stop):
         raise ConfigError("a stop string is empty; it would stop before the first token")
     stream = tokenizer.stream()

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer as HfTokenizer
 
 from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.runtime.chat import render_chat, special_tokens
 
 _REPLACEMENT = "\ufffd"
 
@@ -23,12 +22,14 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ContractMismatchError(f"{folder} has no tokenizer.json; use token ids, or add one and export again")
-        self._tokenizer = HfTokenizer.from_file(str(path))
-        config = folder / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            self._config["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            self._tokenizer = HfTokenizer.from_file(str(path))
+        except Exception as error:  # the binding has no type of its own
+            raise ContractMismatchError(f"{path} is no tokenizer: {error}") from error
+        self._config = _read_json(folder / "tokenizer_config.json")
+        template = _read_text(folder / "chat_template.jinja")
+        if template is not None:
+            self._config["chat_template"] = template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -59,20 +60,13 @@ class Tokenizer:
             variables: further names that the template may use.
 
         Raises:
-            ConfigError: the model has no chat template, or the template refuses the messages.
+            ConfigError: the model has no chat template, messages are no mappings, or the template refuses them.
         """
         template = self._config.get("chat_template")
         if not isinstance(template, str):
             raise ConfigError("this model has no chat template; pass a plain prompt")
-        names = {key: _token_text(self._config.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        try:
-            text = (
-                _environment()
-                .from_string(template)
-                .render(messages=list(messages), add_generation_prompt=add_generation_prompt, **names, **variables)
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template refuses the messages: {error}") from error
+        names = special_tokens(self._config) | {"add_generation_prompt": add_generation_prompt} | variables
+        text = render_chat(template, messages, names)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
@@ -109,18 +103,20 @@ class DetokenizerStream:
         return now[len(before) :]
 
 
-def _token_text(value: Any) -> str:
-    """Read a special token, which may be a text or an object with its text in "content"."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one where there is none."""
+    try:
+        value = json.loads(_read_text(path) or "{}")
+    except ValueError as error:
+        raise ContractMismatchError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ContractMismatchError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _read_text(path: Path) -> str | None:
+    """Return the text of a file; None where there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractMismatchError(f"{path} cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,9 +17,9 @@ def check_report_target(target: str | None) -> None:
     """Refuse a name that no file can have, before the work that is to be reported. Raises ConfigError."""
     if target is None or target == STANDARD:
         return
-    if Path(target).is_dir():
+    if os.path.isdir(target):
         raise ConfigError(f"{target} is a folder; give the name of the file to write")
-    if not Path(target).parent.is_dir():
+    if not os.path.isdir(Path(target).parent):
         raise ConfigError(f"{Path(target).parent} is no folder; make it, or give another name than {target}")
 
 

@@ -117,3 +117,9 @@ def test_snapkv_on_a_model_that_cannot_evict_is_refused(tmp_path):
 def test_a_context_beyond_the_export_is_refused(full_model):
     with pytest.raises(ConfigError, match="513"):
         full_model.session(max_context=513)
+
+
+def test_bfloat16_on_the_cpu_is_explained(folder):
+    change_manifest(folder, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"bfloat16 model.*float16"):
+        ortolan.load(folder, device="cpu")

@@ -116,9 +116,12 @@ def test_an_interrupted_save_leaves_no_file(session, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "named"), [("", "no regular file"), ("no/such/folder", "no folder")])
-def test_names_that_no_file_can_have(session, tmp_path, name, named):
-    with pytest.raises(ConfigError, match=named):
+@pytest.mark.parametrize(
+    ("name", "error", "named"),
+    [("", ConfigError, "regular file"), ("no/folder", ConfigError, "no folder"), ("n" * 300, StorageError, "long")],
+)
+def test_names_that_no_file_can_have(session, tmp_path, name, error, named):
+    with pytest.raises(error, match=named):
         session.save(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

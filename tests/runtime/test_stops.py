@@ -128,10 +128,17 @@ def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stoppe
     assert run_filter(StopFilter(stops, 10), pushed) == (seen if stopped else pushed, stopped, len(pushed))
 
 
-@pytest.mark.parametrize("stop", [[[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], 5, "ab"])
+@pytest.mark.parametrize(
+    "stop", [[[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], 10, True, None, ""]
+)
 def test_stops_that_are_no_tokens_are_refused(stop):
     with pytest.raises(ConfigError, match="stop"):
         StopFilter(stop, 10)
+
+
+def test_one_stop_needs_no_list(tokenizer):
+    assert run_filter(StopFilter(5, 10), [1, 5, 2])[:2] == ([1], True)
+    assert run_filter(StopFilter("bc", 300, tokenizer.stream), tokenizer.encode("abca"))[1]
 
 
 def test_an_empty_stop_string_is_refused(tokenizer):

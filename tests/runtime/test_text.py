@@ -1,6 +1,7 @@
 """Tokenizer, incremental decoding and stop strings, on a tokenizer of single bytes."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -93,6 +94,10 @@ def test_no_token_is_taken_after_a_stop_string(tokenizer):
     assert tokenizer.decode(list(tokens)) == "ef"
 
 
+def test_one_stop_string_needs_no_list(tokenizer):
+    assert "".join(stream_text(tokenizer, tokenizer.encode("abcdef"), "cd")) == "ab"
+
+
 def test_an_empty_stop_string_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="empty"):
         list(stream_text(tokenizer, [], [""]))
@@ -124,6 +129,24 @@ def test_a_template_cannot_reach_python(folder, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(ConfigError, match="unsafe"):
         Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[1]"),
+        ("tokenizer_config.json", b"\xff"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_damaged_files_are_named(folder, tmp_path, name, content):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ContractMismatchError, match=re.escape(name)):
+        Tokenizer(tmp_path)
 
 
 def test_missing_files_are_named(folder, tmp_path):
