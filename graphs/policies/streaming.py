@@ -17,7 +17,8 @@ def keep_streaming(parts: EvictParts) -> dict[int, Kept]:
     graph = parts.graph
     recent = graph.node("recent/Sub", "Sub", [parts.budget, parts.sink])
     recent = graph.node("recent", "Max", [recent, graph.constant("int64/none", [0], np.int64)])
-    return {i: parts.keep_best(i, _no_score(parts, i), parts.budget, recent) for i in parts.layers}
+    scores = parts.shared_scores(lambda i: _no_score(parts, i))
+    return {i: parts.keep_best(i, score, parts.budget, recent) for i, score in scores.items()}
 
 
 def _no_score(parts: EvictParts, i: int) -> Tensor:

@@ -10,7 +10,7 @@ from tolerances import LOGITS_RELATIVE
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import ConfigError
-from ortolan.runtime.options import POLICIES
+from ortolan.runtime.options import GRANULARITIES, POLICIES, UNEVEN_POLICIES
 
 BUDGET, WINDOW, SINK = 40, 8, 2
 TURNS = [(150, 6), (21, 5), (1, 5)]  # tokens of the prompt, and tokens decoded after it
@@ -72,6 +72,21 @@ def test_what_a_policy_keeps_fits_its_budget(exported, policy):
         assert counts[layers[0]][0] > BUDGET > counts[layers[-1]][0]
     else:
         assert all((count == BUDGET).all() for count in counts.values())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_granularity_evicts_or_is_refused_before_anything_is_read(exported, policy, granularity):
+    _, model = exported
+    options = SnapKv(budget=BUDGET, window=WINDOW, sink=SINK, policy=policy, granularity=granularity)
+    if policy in UNEVEN_POLICIES and granularity != "kv_head" and (policy, granularity) != ("pyramidkv", "layer"):
+        with pytest.raises(ConfigError, match="granularity must be"):
+            model.session(snapkv=options)
+        return
+    session = model.session(snapkv=options)
+    session.prefill(tokens_of(150))
+    assert session.stats.evictions == 1
+    assert np.isfinite(session.step(5)).all()
 
 
 @pytest.mark.parametrize(("decoded", "back"), [(20, 150), (20, 153), (3, 152)])

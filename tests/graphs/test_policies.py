@@ -34,10 +34,12 @@ def scores_of(feeds, layer, **options):
     return pooled_scores([inputs], **settings)[0]
 
 
-def test_streaming_keeps_the_first_and_the_last():
+@pytest.mark.parametrize("granularity", ["kv_head", "layer", "model"])
+def test_streaming_keeps_the_first_and_the_last(granularity):
     feeds = draw_feeds(np.random.default_rng(0), LENGTHS)
-    results = evict("streaming", feeds)
+    results = evict("streaming", feeds, granularity=granularity)
     for layer in (0, 2):
+        assert results[f"layer.{layer}.keep"].shape[1] == (KV_HEADS if granularity == "kv_head" else 1)
         for head in range(KV_HEADS):
             expected = [*range(SINK), *range(90 - (BUDGET - SINK), 90)]
             np.testing.assert_array_equal(kept(results, layer, 0, head), expected)
