@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -64,6 +65,8 @@ def _cleaned_up_when_terminated() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     """Run a command and turn what it raises into a line and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
         code: int = options.run(options)
         sys.stdout.flush()

@@ -201,7 +201,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
         text = options.prompt
     else:
         try:
-            text = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else sys.stdin.read()
+            text = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else _read_standard_input()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
     if not text and not options.load_session:
@@ -211,6 +211,10 @@ def _read_prompt(options: argparse.Namespace) -> str:
     except UnicodeEncodeError as error:  # undecodable bytes of an argument arrive as lone surrogates
         raise ConfigError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
     return str(text)
+
+
+def _read_standard_input() -> str:
+    return sys.stdin.read() if sys.stdin else ""  # it may be closed
 
 
 def _write_stats(target: str, session: Any) -> None:

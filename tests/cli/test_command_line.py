@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from ortolan.cli import generate as generate_command
 from ortolan.cli import main
+from ortolan.cli.demo import shipped_model
 
 COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo")
 
@@ -81,6 +83,21 @@ def test_full_disk_behind_standard_output_is_one_line(model_dir, tmp_path):
     assert process.returncode == 1
     assert process.stderr.startswith("ortolan: error: ")
     assert process.stderr.count("\n") == 1
+
+
+def test_output_that_the_terminal_cannot_encode_is_replaced(tmp_path):
+    command = ["export", str(shipped_model()), "mödel", "--weights", "random", "--max-context", "64"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = subprocess.run(
+        [sys.executable, "-m", "ortolan", *command], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, b"m?del\n", b"")
+
+
+def test_a_closed_standard_input_is_an_empty_prompt(model_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", str(model_dir)]) == 2
+    assert "prompt is empty" in capsys.readouterr().err
 
 
 def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
