@@ -6,6 +6,9 @@ Source: the safetensors format (huggingface/safetensors): eight bytes of header 
 from __future__ import annotations
 
 import json
+import math
+import operator
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +65,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     entries: dict[str, TensorEntry] = {}
     for file in _files(folder):
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike Path's, it takes names that are too long
             raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
         entries |= _read_header(file)
     return Checkpoint(entries)
@@ -74,7 +77,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -93,22 +96,26 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{file} is truncated: {size} bytes do not hold its header")
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} has a malformed header: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a malformed header: found a {type(header).__name__}, expected an object")
     header.pop("__metadata__", None)
     return {name: _entry(file, name, raw, 8 + length, size) for name, raw in header.items()}
 
 
 def _entry(file: Path, name: str, raw: Mapping[str, Any], data: int, size: int) -> TensorEntry:
     try:
-        begin, end = raw["data_offsets"]
-        shape, element_type = tuple(raw["shape"]), raw["dtype"]
+        begin, end = (operator.index(offset) for offset in raw["data_offsets"])
+        shape, element_type = tuple(operator.index(size) for size in raw["shape"]), str(raw["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: the header's entry of {name} is malformed: {error!r}") from error
+    if begin < 0 or min(shape, default=0) < 0:
+        raise CheckpointError(f"{file}: the header's entry of {name} is malformed: {begin} .. {end}, shape {shape}")
     if data + end > size:
         raise CheckpointError(f"{file} is truncated: {name} ends at byte {data + end}, the file has {size}")
     if element_type in ELEMENT_TYPES:
-        expected = int(np.prod(shape, dtype=np.int64)) * ELEMENT_TYPES[element_type].itemsize
+        expected = math.prod(shape) * ELEMENT_TYPES[element_type].itemsize
         if end - begin != expected:
             raise CheckpointError(
                 f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}"

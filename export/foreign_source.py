@@ -116,7 +116,7 @@ def _read_config(folder: Path, side: Path) -> Mapping[str, Any]:
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         return _object(path, json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

@@ -153,7 +153,7 @@ def read_hf_config(folder: Path) -> HfConfig:
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(keys, dict):
         raise CheckpointError(f"{path} holds a {type(keys).__name__}, expected an object")

@@ -107,7 +107,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, an empty one where there is none."""
     try:
         value = json.loads(_read_text(path) or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ContractMismatchError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ContractMismatchError(f"{path} holds a {type(value).__name__}, expected an object")

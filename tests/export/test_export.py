@@ -174,6 +174,38 @@ def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (None, [1]),
+        (None, None),
+        ("dtype", ["F32"]),
+        ("shape", ["x"]),
+        ("shape", [None, 4]),
+        ("shape", [2**70, 1]),
+        ("shape", [-1, 4]),
+        ("data_offsets", [None, 4]),
+        ("data_offsets", ["0", 4]),
+        ("data_offsets", [-4, 0]),
+        ("data_offsets", [1, 2, 3]),
+    ],
+)
+def test_headers_that_are_none_are_refused(checkpoint, tmp_path, key, value):
+    path = checkpoint / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    if key is None:
+        header = value
+    else:
+        header["lm_head.weight"][key] = value
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    with pytest.raises(CheckpointError, match="safetensors"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
 def test_the_manifest_tells_a_chosen_chunk_from_the_default(checkpoint, tmp_path):
     chunks = {None: (2048, False), 2048: (2048, True), 16: (16, True)}
     for number, (given, expected) in enumerate(chunks.items()):
