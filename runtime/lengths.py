@@ -56,6 +56,8 @@ class Lengths:
         self.advance(-removed)
         self.captured_from = min(self.captured_from, length)
         self.discard(removed, capture_rows)
+        if length <= self._sink:  # sinks are never overwritten, and all else will be written anew
+            self.highest, self.rings_from = length, 0
 
     def discard(self, count: int, capture_rows: int) -> None:
         """Record that `count` tokens were written past the logical length, and do not count."""

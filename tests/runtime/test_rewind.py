@@ -127,3 +127,21 @@ def test_a_failed_chunk_counts_for_the_captured_queries(full_model, draw_tokens,
     assert relative_difference(logits, expected) <= SAME_LOGITS
     for layer in range(4):
         np.testing.assert_array_equal(session.kept_positions(layer), straight.kept_positions(layer))
+
+
+@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_sequence_goes_on_from_its_sinks(mixed_model, draw_tokens, tmp_path, length, restored):
+    """What a ring has overwritten, or a file left out, is written anew before anything looks back on it."""
+    prompt, other = draw_tokens(140), draw_tokens(90, seed=1)
+    session = mixed_model.session()
+    session.prefill(prompt)
+    if restored:
+        session.save(tmp_path / "session")
+        session = mixed_model.restore(tmp_path / "session")
+    session.rewind(length)
+    for begin, end in ((0, 1), (1, 7), (7, 90)):
+        logits = session.prefill(other[begin:end])
+        expected = mixed_model.session().prefill(prompt[:length] + other[:end])
+        assert relative_difference(logits, expected) <= SAME_LOGITS
+    session.rewind(length + 85)
