@@ -134,7 +134,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-            ("temperature", lambda value: value >= 0, "at least 0"),
+            ("temperature", lambda value: value >= 0, "of at least 0"),
             ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
             ("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
             ("repetition_penalty", lambda value: value > 0, "above 0"),
