@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import SupportsFloat
 
-from ortolan.errors import ConfigError, whole_number
+from ortolan.errors import MAX_LENGTH, ConfigError, whole_number
 
 POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
 UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
@@ -54,8 +54,9 @@ class SnapKv:
     during_prefill: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("budget", 1), ("window", 1), ("kernel", 1), ("sink", 0)):
-            _set(self, name, whole_number(f"SnapKv {name}", getattr(self, name), least))
+        _set(self, "budget", whole_number("SnapKv budget", self.budget))  # one beyond any length never evicts
+        for name, least in (("window", 1), ("kernel", 1), ("sink", 0)):
+            _set(self, name, whole_number(f"SnapKv {name}", getattr(self, name), least, MAX_LENGTH))
         if self.kernel % 2 == 0:
             raise ConfigError(f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length")
         if self.budget < self.window + self.sink:
@@ -80,7 +81,7 @@ class SnapKv:
             return
         if self.policy != "expected":
             raise ConfigError(f"SnapKv queries is {given!r}; only policy 'expected' takes it, others score by window")
-        _set(self, "queries", whole_number("SnapKv queries", given))
+        _set(self, "queries", whole_number("SnapKv queries", given, 1, MAX_LENGTH))
 
     def _check_during_prefill(self) -> None:
         if not isinstance(self.during_prefill, bool):

@@ -12,6 +12,7 @@ BAD_SNAPKV = [
     {"budget": 2048.0},
     {"budget": 67},
     {"window": 0},
+    {"window": 2**31, "budget": 2**40},
     {"kernel": 4},
     {"kernel": 0},
     {"sink": -1},
