@@ -219,7 +219,7 @@ def _read_standard_input() -> str:
 
 def _write_stats(target: str, session: Any) -> None:
     stats = session.stats.as_dict() | {
-        "finish_reason": session.finish_reason,
+        "finish_reason": session.finish_reason or "stop",  # a stop text leaves the generation before its end
         "logical_length": session.logical_length,
         "cache_bytes": session.cache_bytes,
         "full_length_cache_bytes": session.plan.full_length_bytes,

@@ -103,6 +103,13 @@ def test_bad_option_is_one_line(arguments, named, model_dir, refused):
     assert named in refused("generate", str(model_dir), "--prompt", "def f():", *arguments)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("e", "stop"), ("\0never", "length")])
+def test_statistics_tell_why_the_text_ended(stop, reason, model_dir, capsys):
+    options = ["--prompt", "def ", "--max-new-tokens", "12", "--stop", stop, "--stats-json", "-"]
+    assert main(["generate", str(model_dir), *options]) == 0
+    assert json.loads(capsys.readouterr().err)["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("prompt", ["", "\udcff"])
 def test_prompt_that_is_no_text(prompt, model_dir, capsys):
     assert main(["generate", str(model_dir), "--prompt", prompt]) == 2
