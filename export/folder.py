@@ -119,7 +119,10 @@ def put_in_place(folder: Path, target: Path) -> None:
     try:
         folder.rename(real)
     except BaseException:
-        aside.rename(real)
+        if not real.exists():
+            aside.rename(real)
+        else:  # another process was quicker
+            shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
