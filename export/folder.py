@@ -52,9 +52,9 @@ class CacheOptions:
         check_numbers(self, sink=0, snapkv_window=0)
         if not isinstance(self.paged, bool):
             raise ConfigError(f"paged is {self.paged!r}; it must be True or False")
-        check_numbers(self, page_size=0)
-        if self.page_size not in PAGE_SIZES:
+        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
             raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+        check_numbers(self, page_size=1)
 
     @property
     def planned_chunk(self) -> int:

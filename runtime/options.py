@@ -122,7 +122,7 @@ class Sampling:
         top_k: keep that many; 0 keeps all.
         top_p: keep the smallest set with that much probability.
         min_p: keep tokens with at least that share of the best one's probability.
-        repetition_penalty: above 1 makes tokens of the sequence so far less likely.
+        repetition_penalty: above 1 makes tokens of the sequence so far less likely; from 1e-6 to 1e6.
         seed: of the random numbers; None draws a fresh one.
     """
 
@@ -138,7 +138,7 @@ class Sampling:
             ("temperature", lambda value: value >= 0, "of at least 0"),
             ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
             ("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
-            ("repetition_penalty", lambda value: value > 0, "above 0"),
+            ("repetition_penalty", lambda value: 1e-6 <= value <= 1e6, "from 1e-6 to 1e6"),
         )
         for name, holds, rule in rules:
             value = getattr(self, name)

@@ -67,10 +67,11 @@ class Sampler:
 
 
 def penalize(logits: npt.NDArray[np.float32], history: Sequence[int], penalty: float) -> npt.NDArray[np.float32]:
-    """Divide positive logits of tokens in `history` by the penalty, and multiply negative ones."""
-    result = logits.copy()
+    """Divide positive logits of tokens in `history` by the penalty, and multiply negative ones; all stay finite."""
+    result, largest, penalty = logits.copy(), np.finfo(np.float32).max, float(np.float32(penalty))
     seen = np.unique(np.asarray(history, np.int64))
-    result[seen] = np.where(result[seen] > 0, result[seen] / penalty, result[seen] * penalty)
+    given = result[seen].astype(np.float64)
+    result[seen] = np.where(given > 0, given / penalty, given * penalty).clip(-largest, largest)
     return result
 
 

@@ -45,6 +45,8 @@ BAD_SAMPLING = [
     {"top_k": None},
     {"top_p": "a"},
     {"repetition_penalty": []},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e7},
     {"seed": "a"},
 ]
 

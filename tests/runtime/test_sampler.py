@@ -54,6 +54,14 @@ def test_penalty_is_that_of_transformers(penalty):
     np.testing.assert_array_equal(logits, draw_logits(0))
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_an_extreme_penalty_leaves_numbers(penalty):
+    logits, options = np.array([3e38, -3e38, 1, 0], np.float32), Sampling(temperature=1.0, repetition_penalty=penalty)
+    penalized = penalize(logits, [0, 1], penalty)
+    assert np.isfinite(penalized).all()
+    assert np.isfinite(distribution(penalized, options)).all()
+
+
 def test_temperature_zero_takes_the_first_of_the_largest():
     assert Sampler(Sampling()).choose(np.array([1, 4, 4, 0], np.float32), []) == 1
 
