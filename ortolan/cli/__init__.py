@@ -17,6 +17,7 @@ from ortolan.errors import OrtolanError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_SIGNALLED = 128  # and the signal's number
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,11 +57,14 @@ def _cleaned_up_when_terminated() -> Iterator[None]:
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(EXIT_SIGNALLED + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    unhandled = [number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -118,22 +118,31 @@ def test_interrupt_ends_with_130(model_dir, tmp_path):
     assert errors == "ortolan: interrupted\n"
 
 
-def test_a_command_that_is_told_to_end_cleans_up(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_cleans_up(monkeypatch, number):
     unwound = []
 
     def killed(options: object) -> int:
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         finally:
             unwound.append(options)
         return 0
 
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(generate_command, "run", killed)
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "x"])
-    assert (stopped.value.code, len(unwound)) == (143, 1)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (stopped.value.code, len(unwound)) == (128 + number, 1)
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    monkeypatch.setattr(generate_command, "run", lambda _: signal.raise_signal(signal.SIGHUP) or 0)
+    try:
+        assert main(["generate", "x"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_unexpected_errors_are_not_swallowed(monkeypatch):
