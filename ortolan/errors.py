@@ -39,8 +39,16 @@ class OpLibraryError(OrtolanError, RuntimeError):
     """The operator library or ONNX Runtime is missing, unusable or of the wrong kind."""
 
 
+class DeviceError(OpLibraryError, ValueError):
+    """A device was named that cannot be used here."""
+
+
 class CapacityError(OrtolanError, RuntimeError):
     """A cache cannot hold what was asked for, or no longer holds it."""
+
+
+class ContextLengthError(CapacityError, ValueError):
+    """A sequence would be longer than the context it was planned for."""
 
 
 class NumericError(OrtolanError, ArithmeticError):

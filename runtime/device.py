@@ -9,7 +9,7 @@ import re
 
 from ortolan.custom_ops import library_info
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import ConfigError, OpLibraryError
+from ortolan.errors import ConfigError, DeviceError
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -20,7 +20,7 @@ def resolve_device(device: str | None) -> str:
 
     Raises:
         ConfigError: the name is none of "cpu", "cuda", "cuda:N".
-        OpLibraryError: CUDA is asked for and something of it is missing.
+        DeviceError: CUDA is asked for and something of it is missing.
     """
     if device is None:
         return CPU_PROVIDER if cuda_problem() else CUDA_PROVIDER
@@ -30,7 +30,7 @@ def resolve_device(device: str | None) -> str:
         raise ConfigError(f"device is {device!r}; allowed: cpu, cuda, cuda:N")
     problem = cuda_problem()
     if problem:
-        raise OpLibraryError(f"device {device!r} cannot be used: {problem}")
+        raise DeviceError(f"device {device!r} cannot be used: {problem}")
     return CUDA_PROVIDER
 
 

@@ -15,8 +15,8 @@ from typing import Any, SupportsFloat, TypeVar
 import numpy.typing as npt
 
 from ortolan.errors import (
-    CapacityError,
     ConfigError,
+    ContextLengthError,
     ContractMismatchError,
     EngineClosedError,
     OrtolanError,
@@ -151,7 +151,8 @@ class Engine:
         Raises:
             ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed, or a text in `stop` where
                 the model has no tokenizer.
-            CapacityError: the prompt is longer than `max_context`, or could not finish in the whole pool.
+            ContextLengthError: the prompt is longer than `max_context`.
+            CapacityError: it could not finish in the whole pool.
             EngineClosedError: the engine is closed.
         """
         tokens = self._checked(token_ids)
@@ -213,7 +214,7 @@ class Engine:
     def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> list[int]:
         given, context = check_token_ids(token_ids, self._manifest.vocab_size), self.plan.max_context
         if given.size > context:
-            raise CapacityError(
+            raise ContextLengthError(
                 f"the prompt has {given.size} tokens, more than max_context = {context}; shorten it, or make the "
                 "engine with a larger max_context"
             )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError, whole_number
+from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, OrtolanError, whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.evictor import evict
@@ -112,7 +112,8 @@ class Session(GeneratingSession):
 
         Raises:
             ConfigError: no tokens, or ids outside the vocabulary; nothing was read.
-            CapacityError: the sequence would pass `max_context`, or ring history is gone; nothing was read.
+            CapacityError: ring history is gone, or, as ContextLengthError, `max_context` would be passed; nothing was
+                read.
             NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
                 before the chunk that failed; `logical_length` says where.
         """
@@ -245,7 +246,7 @@ class Session(GeneratingSession):
         tokens = np.concatenate([np.array(self._pending, np.int64), given])
         after = self.logical_length + len(tokens)
         if after > self.plan.max_context:
-            raise CapacityError(
+            raise ContextLengthError(
                 f"{len(tokens)} more tokens make {after}, past max_context = {self.plan.max_context} "
                 f"({self.logical_length} are read); make the session with a larger max_context"
             )

@@ -130,9 +130,10 @@ def test_checkpoint_folder_gets_a_hint_to_export(capsys):
     assert "ortolan export" in capsys.readouterr().err
 
 
-def test_prompt_longer_than_the_context_fails(model_dir, capsys):
-    assert main(["generate", str(model_dir), "--prompt", "x" * 65, "--max-context", "64"]) == 1
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.count("\n") == 1
-    assert "max_context" in output.err
+def test_prompt_longer_than_the_context_is_one_line(model_dir, refused):
+    assert "max_context" in refused("generate", str(model_dir), "--prompt", "x" * 65, "--max-context", "64")
+
+
+def test_a_device_that_is_not_there_is_one_line(model_dir, refused, monkeypatch):
+    monkeypatch.setattr("ortolan.runtime.device.cuda_problem", lambda: "no kernels")
+    assert "no kernels" in refused("generate", str(model_dir), "--prompt", "x", "--device", "cuda")
