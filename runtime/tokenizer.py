@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Tokenizer:
             self._tokenizer = HfTokenizer.from_file(str(path))
         except Exception as error:  # the binding has no type of its own
             raise ContractMismatchError(f"{path} is no tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
+        self._tokenizer.no_padding()
         self._config = _read_json(folder / "tokenizer_config.json")
         template = _read_text(folder / "chat_template.jinja")
         if template is not None:
@@ -35,9 +37,10 @@ class Tokenizer:
         """Return the token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+    def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, or of one."""
+        listed = list(ids) if isinstance(ids, Iterable) else [ids]
+        return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
     def stream(self) -> DetokenizerStream:
         """Start to decode ids as they come."""

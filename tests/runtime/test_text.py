@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +108,18 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer):
     ids = tokenizer.encode("<bos>hi")
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<bos>hi"
+
+
+def test_prompts_are_not_cut_off_or_padded(folder, tmp_path):
+    saved = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=16)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("abcdefgh")) == 8
+
+
+def test_one_id_needs_no_list(tokenizer):
+    assert [tokenizer.decode(token) for token in np.array(tokenizer.encode("ab"))] == ["a", "b"]
 
 
 def test_chat_template(tokenizer):
