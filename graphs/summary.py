@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -37,9 +38,27 @@ def load_structure(path: Path) -> onnx.ModelProto:
         ContractMismatchError: the file is not an ONNX model.
     """
     try:
-        return onnx.load(str(path), load_external_data=False)
+        model = onnx.load(str(path), load_external_data=False)
+        is_sound = _has_sound_texts(model)
     except Exception as error:  # protobuf's own exception types differ between its versions
         raise ContractMismatchError(f"{path} cannot be read as an ONNX model: {error}") from error
+    if not is_sound:
+        raise ContractMismatchError(f"{path} cannot be read as an ONNX model: a name in it is no UTF-8 text")
+    return model
+
+
+def _has_sound_texts(message: Any) -> bool:
+    """Say whether all texts of a protobuf message are UTF-8; the parser hands on others as bytes."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            texts = [value] if isinstance(value, str | bytes) else value
+            if any(isinstance(text, bytes) for text in texts):
+                return False
+        elif field.type == field.TYPE_MESSAGE:
+            parts = [value] if hasattr(value, "ListFields") else value
+            if not all(_has_sound_texts(part) for part in parts):
+                return False
+    return True
 
 
 def summarize_model(path: Path) -> ModelSummary:

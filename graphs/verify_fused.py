@@ -57,7 +57,7 @@ class _Checker:
     def linear(self, node: onnx.NodeProto) -> None:
         """Check a FusedLinear: weights, activation, and that one output is asked for."""
         x, weight, norm_weight, bias, residual = _ports(node.input, 5)
-        activation = _attribute(node, "activation", b"none").decode()
+        activation = _attribute(node, "activation", b"none").decode(errors="replace")
         if activation not in ACTIVATIONS:
             raise _mismatch(node, f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
         rows, columns = self._weight_dims(node, "weight", weight, 2)

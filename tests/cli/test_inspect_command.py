@@ -73,6 +73,15 @@ def test_folder_that_is_no_model(tmp_path, capsys):
     assert "ortolan export" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", [b"layers.0/attention/SwaAttention", b"layer.0.key_cache", b"Gather"])
+def test_names_that_are_no_text_are_refused(name, bare_dir, refused):
+    path = bare_dir / "model.onnx"
+    content = path.read_bytes()
+    assert name in content
+    path.write_bytes(content.replace(name, b"\xff" + name[1:], 1))
+    assert "UTF-8" in refused("inspect", str(bare_dir))
+
+
 def test_model_file_that_is_no_graph(bare_dir, capsys):
     (bare_dir / "model.onnx").write_bytes(b"\x00not a graph")
     assert main(["inspect", str(bare_dir)]) == 2
