@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted, 143 terminated."""
+    sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))  # either may be closed
     options = build_parser().parse_args(arguments)
     with _cleaned_up_when_terminated():
         return _run(options)

@@ -100,6 +100,13 @@ def test_a_closed_standard_input_is_an_empty_prompt(model_dir, monkeypatch, caps
     assert "prompt is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_closed_output_is_no_error(name, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, name, None)
+    assert main(["inspect", str(model_dir)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 2
+
+
 def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
     process = start("inspect", str(tmp_path), folder=Path(__file__).parents[2])
     output, errors = process.communicate(timeout=60)
