@@ -84,9 +84,10 @@ struct Sm90TileCopy {
 #pragma unroll 1
     for (int i = lane; i < kKeys * kHeadSize / 8; i += 32) {
       const int row = i / (kHeadSize / 8), chunk = i % (kHeadSize / 8);
-      const bool valid = first + row < end;
-      copy_async_16(swizzled_place(target, kKeys, row, chunk),
-                    source + (valid ? rows.offset(first_slot + row) + chunk * 8 : 0), valid);
+      // Negative too where a row that nobody sees has no page.
+      const int64_t offset = first + row < end ? rows.offset(first_slot + row) : -1;
+      copy_async_16(swizzled_place(target, kKeys, row, chunk), source + (offset < 0 ? 0 : offset + chunk * 8),
+                    offset >= 0);
     }
     copy_async_commit();
     copy_async_wait<0>();
