@@ -209,18 +209,27 @@ def test_threads_do_not_change_bits():
 
 
 @pytest.mark.parametrize(
-    ("size", "capacity", "kv_heads", "group"),
-    [(64, 4096, 8, 2), (128, 2048, 8, 2), (128, 1000, 8, 4), (64, 2200, 2, 8), (256, 900, 1, 4), (128, 700, 1, 12)],
+    ("sequences", "size", "capacity", "kv_heads", "group"),
+    [
+        (24, 64, 4096, 8, 2),
+        (24, 128, 2048, 8, 2),
+        (24, 128, 1000, 8, 4),
+        (24, 64, 2200, 2, 8),
+        (24, 256, 900, 1, 4),
+        (24, 128, 700, 1, 12),
+        (40, 128, 300, 8, 16),
+        (60, 64, 520, 8, 8),
+    ],
 )
-def test_a_long_batch_equals_its_sequences_alone(size, capacity, kv_heads, group):
+def test_a_long_batch_equals_its_sequences_alone(sequences, size, capacity, kv_heads, group):
     """Decode cuts a batch's keys into one piece a multiprocessor, elsewhere than the keys of one sequence.
 
-    Where a sequence alone has few tiles of keys, a cluster of blocks sums and combines each head's.
+    Where a sequence alone has few tiles of keys, a cluster of blocks sums and combines each head's. Many sequences of
+    many heads leave less shared memory for tiles of keys.
     """
     if devices.current() == "cpu" or devices.element() == np.float32:
         pytest.skip("only the 16-bit CUDA kernels cut by what the batch holds")
     rng = np.random.default_rng(0)
-    sequences = 24
     history = rng.standard_normal((2, kv_heads, capacity, size), np.float32).astype(devices.element())
     keys, values = (np.stack([np.roll(h, b, axis=1) for b in range(sequences)]) for h in history)
     past = capacity - 1 - rng.integers(0, capacity // 4, sequences).astype(np.int32)

@@ -37,13 +37,12 @@ __device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>&
   using Stage = DecodeStage<kHeadSize>;
   const DecodeShape& shape = self.shape;
   DecodeCursor cursor{.tile = piece.begin};
-  for (; cursor.tile < piece.end; cursor.advance(shape.stages)) {
+  for (; cursor.tile < piece.end; cursor.advance(shape)) {
     cursor.settle(self.params, shape, piece.line);
-    shared.merged[cursor.stage].wait(cursor.parity ^ 1);
-    unsigned char* target = shared.stages + cursor.stage * Stage::bytes(shape.tile_keys) +
-                            is_values * shape.tile_keys * Stage::kStride * 2;
-    self.load(cursor, reinterpret_cast<Element*>(target));
-    shared.loaded[cursor.stage].arrive_after_copies();
+    shared.multiplied[cursor.stage.place].wait(cursor.stage.parity ^ 1);
+    self.load(cursor, shared_address(shared.stages) + cursor.stage.place * Stage::bytes(shape.tile_keys) +
+                          is_values * shape.tile_keys * Stage::kRowBytes);
+    shared.loaded[cursor.stage.place].arrive_after_copies();
   }
   copy_async_wait<0>();
 }
@@ -52,12 +51,12 @@ template <typename Element, int kHeadSize, int kRowTiles, typename Line>
 __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kRowTiles>& self,
                                                const DecodePiece<Line>& piece) {
   DecodeCursor cursor{.tile = piece.begin};
-  for (; cursor.tile < piece.end; cursor.advance(self.shape.stages)) {
+  for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     if (cursor.settle(self.params, self.shape, piece.line)) self.take_queries(cursor.of);
-    self.shared.loaded[cursor.stage].wait(cursor.parity);
+    self.shared.loaded[cursor.stage.place].wait(cursor.stage.parity);
     __syncwarp();
     self.sum(cursor);
-    self.shared.summed[cursor.stage].arrive();
+    self.arrive(self.shared.summed[cursor.buffer.place]);
   }
 }
 
@@ -69,15 +68,16 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
   DecodeCursor cursor{.tile = piece.begin};
   DecodeSpan span;
   self.clear();
-  for (; cursor.tile < piece.end; cursor.advance(self.shape.stages)) {
+  for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     const bool is_new = cursor.settle(self.params, self.shape, piece.line);
     span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
-    self.shared.summed[cursor.stage].wait(cursor.parity);
-    self.find_factors(factors[cursor.tile % 2], cursor.stage, span.is_whole);
+    const int buffer = cursor.buffer.place;
+    self.shared.summed[buffer].wait(cursor.buffer.parity);
+    self.find_factors(factors[cursor.tile % 2], buffer, span.is_whole);
     sync_threads<1, kMergeThreads>();
     self.merge_tile(factors[cursor.tile % 2], cursor, span);
     __syncwarp();
-    if (self.thread % 32 == 0) self.shared.merged[cursor.stage].arrive();
+    if (self.thread % 32 == 0) self.shared.merged[buffer].arrive();
   }
 }
 
@@ -114,11 +114,13 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
                   const __grid_constant__ DecodeShape shape,
                   const __grid_constant__ DecodeWorkspace workspace) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const DecodeShared shared =
-      DecodeShared::of(shared_memory, shape, DecodeStage<kHeadSize>::bytes(shape.tile_keys), 8 * kRowTiles);
+  const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, 8 * kRowTiles);
   if (threadIdx.x < shape.stages) {
     shared.loaded[threadIdx.x].init(kLoadWarps * 32);
-    shared.summed[threadIdx.x].init(shape.warps * 32);
+    shared.multiplied[threadIdx.x].init(shape.warps);
+  }
+  if (threadIdx.x < shape.buffers) {
+    shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
   if constexpr (kClusters) __syncthreads();  // else while tiles are counted

@@ -58,21 +58,22 @@ struct PartialRow {
     sum.state = workspace.states[source];
     sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
   }
+  // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
   __device__ __forceinline__ PartialSum sum_span(int index) const {
     PartialSum sum;
     const SpanTiles span = SpanTiles::of(tiles, index);
     if (span.begin >= span.end) return sum;
     const int owner = line.owner(start() + span.begin);
-    if (is_whole(span, owner)) {
-      load(sum, workspace.span_place(entry, span_number(tiles, index, workspace.max_spans)));
-      return sum;
-    }
+    const bool whole = is_whole(span, owner);
+    const int64_t place = whole ? workspace.span_place(entry, span_number(tiles, index, workspace.max_spans))
+                                : workspace.tile_place(owner, index * kSpanTiles);
     PartialSum parts[kSpanTiles];
 #pragma unroll
     for (int t = 0; t < kSpanTiles; ++t) {
       const int tile = index * kSpanTiles + t;
-      if (tiles.rank(tile + 1) > tiles.rank(tile)) load(parts[t], workspace.tile_place(owner, tile));
+      if (whole ? t == 0 : tiles.rank(tile + 1) > tiles.rank(tile)) load(parts[t], place + t);
     }
+    if (whole) return parts[0];
 #pragma unroll
     for (int t = 0; t < kSpanTiles; ++t) sum.merge(parts[t]);
     return sum;

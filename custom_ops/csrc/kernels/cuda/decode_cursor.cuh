@@ -60,15 +60,27 @@ __device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, co
   __syncthreads();
 }
 
-// A place on the line of tiles, and the stage that holds the tile; both move forward.
+// Walks a ring of places in shared memory; the parity is that of their barriers in this round.
+struct DecodeRing {
+  int place = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int places) {
+    if (++place < places) return;
+    place = 0;
+    parity ^= 1;
+  }
+};
+
+// A place on the line of tiles, the stage that holds the tile and the buffer of its sums; all move forward.
 struct DecodeCursor {
   int tile;            // on the line
   bool is_new = true;  // whether the tile is the first of its entry, or of the block
   int entry = 0;
   int number = 0;  // of the tile among those of its entry
   int end = 0;     // of the entry on the line
-  int stage = 0;
-  uint32_t parity = 0;  // of the stage's barriers, for this round of the stages
+  DecodeRing stage;
+  DecodeRing buffer;
   DecodeEntry of{};
 
   // Looks the entry up where it is new; returns whether it was. Line: DecodeLine or ClusterLine.
@@ -83,12 +95,11 @@ struct DecodeCursor {
     is_new = false;
     return true;
   }
-  __device__ __forceinline__ void advance(int stages) {
+  __device__ __forceinline__ void advance(const DecodeShape& shape) {
     ++number;
     is_new = ++tile == end;
-    if (++stage < stages) return;
-    stage = 0;
-    parity ^= 1;
+    stage.advance(shape.stages);
+    buffer.advance(shape.buffers);
   }
   __device__ __forceinline__ int key_tile() const { return of.tiles.at(number); }
 };

@@ -12,13 +12,38 @@ namespace ortolan::cuda {
 
 template <int kHeadSize, int kRowTiles>
 int decode_shared_bytes(const DecodeShape& shape) {
-  return DecodeShared::bytes(shape, DecodeStage<kHeadSize>::bytes(shape.tile_keys), 8 * kRowTiles);
+  return DecodeShared::bytes<kHeadSize>(shape, 8 * kRowTiles);
 }
 
-// As many warps as leave three stages in shared memory; with few, fewer stages will do.
+// As many warps as leave three stages in shared memory beside the sums of four rows; with few, fewer stages
+// will do. Sums depend on the size of a tile, so it is the same for any number of rows and sequences.
+template <int kHeadSize>
+int decode_warps(const Device& device) {
+  constexpr int kGoodStages = 3, kOtherBytes = 4096;
+  int warps = kMaxDecodeWarps<kHeadSize>;
+  for (; warps > 1; warps /= 2) {
+    const int sums = warps * DecodeSums<kHeadSize>::floats(4) * static_cast<int>(sizeof(float));
+    const int stage = DecodeStage<kHeadSize>::bytes(warps * kWarpKeys<kHeadSize>);
+    if (std::min(kGoodStages, 1 + warps) * stage + sums + kOtherBytes <= device.shared_bytes_per_block) break;
+  }
+  return warps;
+}
+
+// Sets stages and buffers to what there is room for, stages first; they are 0 where not even one fits.
+template <int kHeadSize, int kRowTiles>
+void fill_shared(DecodeShape& shape, const Device& device) {
+  constexpr int kMaxStages = 6, kStaticBytes = 2048;
+  const auto fits = [&] {
+    return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
+  };
+  shape.buffers = 1;
+  for (shape.stages = kMaxStages; shape.stages > 0 && !fits();) --shape.stages;
+  shape.buffers = 2;
+  if (!fits()) shape.buffers = 1;
+}
+
 template <int kHeadSize, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
-  constexpr int kMaxStages = 6, kGoodStages = 3, kStaticBytes = 2048;
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
   const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, kDecodeTokens));
   DecodeShape shape{};
@@ -28,15 +53,10 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.pairs = static_cast<int>(params.packing.num_sequences) * kv_heads;
   shape.entries = shape.pairs * shape.row_tiles;
-  for (shape.warps = kMaxDecodeWarps<kHeadSize>; shape.warps > 0; shape.warps /= 2) {
-    shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
-    const auto fits = [&] {
-      return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
-    };
-    for (shape.stages = kMaxStages; shape.stages > 0 && !fits();) --shape.stages;
-    if (shape.stages >= std::min(kGoodStages, 1 + shape.warps)) break;
-  }
-  const int64_t tiles = params.cache.capacity / std::max(shape.tile_keys, 1) + 4;  // of an entry, at most
+  shape.warps = decode_warps<kHeadSize>(device);
+  shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
+  fill_shared<kHeadSize, kRowTiles>(shape, device);
+  const int64_t tiles = params.cache.capacity / shape.tile_keys + 4;  // of an entry, at most
   shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
   while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
@@ -105,6 +125,7 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   if (std::min<int64_t>(rows, shape.entries * shape.entry_rows) * (kHeadSize / 32) >
       2 * launch.device.num_multiprocessors)
     return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+  if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }
 
@@ -151,7 +172,7 @@ cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape
 template <typename Element, int kHeadSize, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
   DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
-  if (shape.warps < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
+  if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
   if constexpr (kHasClusters<kHeadSize, kRowTiles>) {
     const cudaError_t error = choose_clusters<Element, kHeadSize, kRowTiles>(params, shape, launch.device);

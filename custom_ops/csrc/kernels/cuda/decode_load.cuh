@@ -2,6 +2,8 @@
 // sequences.
 #pragma once
 
+#include <utility>
+
 #include "decode_cursor.cuh"
 #include "decode_shared.cuh"
 #include "key_rows.cuh"
@@ -12,10 +14,9 @@ constexpr int kLoadWarps = 2;
 
 template <typename Element, int kHeadSize>
 struct DecodeLoad {
-  static constexpr int kStride = DecodeStage<kHeadSize>::kStride;
+  using Stage = DecodeStage<kHeadSize>;
   static constexpr int kCopyRows = 16;
   static constexpr int kChunks = kHeadSize / 8;  // 16-byte pieces of a row
-  using Copy = KeyTileCopy<kHeadSize, kCopyRows, kStride, 32>;
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
@@ -24,8 +25,8 @@ struct DecodeLoad {
   uint64_t policy;       // of L2
   int lane;
 
-  // One tile; the rows of a warp that nobody sees are left as they are.
-  __device__ __forceinline__ void load(const DecodeCursor& cursor, Element* target) const {
+  // One tile, to an address in shared memory; the rows of a warp that nobody sees are left as they are.
+  __device__ __forceinline__ void load(const DecodeCursor& cursor, uint32_t target) const {
     const DecodeEntry& entry = cursor.of;
     const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
     const SeenPositions seen = SeenPositions::of(visibility, entry.first_position, entry.last_position);
@@ -41,53 +42,65 @@ struct DecodeLoad {
       if (rows.pages)
         load_pages(rows, slot, whole, target);
       else
-        load_rows(shared_address(target), cache + rows.offset(slot), whole);
-      load_cut(rows, seen, first, slot, whole, target);
+        load_rows(target, cache + rows.offset(slot), whole);
+      load_cut(rows, seen, first, whole, target);
     } else {
-      for (int row = 0; row < shape.tile_keys; row += kCopyRows) {
-        const int32_t of_warp = first + row / kWarpKeys<kHeadSize> * kWarpKeys<kHeadSize>;
-        if (seen.hold_any(of_warp, of_warp + kWarpKeys<kHeadSize>))
-          Copy(rows, seen, first + row).start(target + row * kStride, cache, lane);
-      }
+      load_cut(rows, seen, first, 0, target);
     }
   }
 
   // Adjacent rows that all are seen, kCopyRows at a time.
   __device__ __forceinline__ void load_rows(uint32_t target, const Element* source, int num_rows) const {
-    target += (lane / kChunks * kStride + lane % kChunks * 8) * 2;
+    const uint32_t piece = (lane % kChunks % 8 ^ lane / kChunks) * 16;
+    target += lane / kChunks * Stage::kRowBytes + lane % kChunks / 8 * 128;
     source += lane * 8;
-    for (int row = 0; row < num_rows; row += kCopyRows) {
-      Copy::start_regular(target, source, policy);
-      target += kCopyRows * kStride * 2;
+#pragma unroll 1
+    for (int first = 0; first < num_rows; first += kCopyRows) {
+      start_copies(target, piece, source, std::make_integer_sequence<int, kCopyRows * kChunks / 32>{});
+      target += kCopyRows * Stage::kRowBytes;
       source += kCopyRows * kHeadSize;
     }
   }
 
-  // The rows of a tile from `row` on, of which not all are seen.
+  // `target` and `source` of the lane's first piece, but for the order of pieces; copies of lane 0 begin a
+  // row or, where rows are longer than what all lanes copy at once, are a part of one.
+  template <int... kNumbers>
+  __device__ __forceinline__ void start_copies(uint32_t target, uint32_t piece, const Element* source,
+                                               std::integer_sequence<int, kNumbers...>) const {
+    (copy_async_16_at<kNumbers * 32 / kChunks * Stage::kRowBytes + kNumbers * 32 % kChunks * 16,
+                      kNumbers * 512>(target + (piece ^ kNumbers * 32 / kChunks % 8 * 16), source, policy),
+     ...);
+  }
+
+  // The rows of a tile from `row` on, wherever they lie, seen or not, and of whatever length.
   __device__ __forceinline__ void load_cut(const KeyRows& rows, const SeenPositions& seen, int32_t first,
-                                           int32_t slot, int row, Element* target) const {
-    const uint32_t start = shared_address(target + lane / kChunks * kStride + lane % kChunks * 8);
+                                           int row, uint32_t target) const {
 #pragma unroll 1
     for (; row < shape.tile_keys; row += kCopyRows) {
       const int32_t of_warp = first + row / kWarpKeys<kHeadSize> * kWarpKeys<kHeadSize>;
       if (!seen.hold_any(of_warp, of_warp + kWarpKeys<kHeadSize>)) continue;
-      const Element* source = cache + rows.offset(slot + row);
-      if (seen.hold_all(first + row, first + row + kCopyRows)) {
-        load_rows(shared_address(target + row * kStride), source, kCopyRows);
+      const int32_t slot = rows.first_slot(first + row);
+      const bool is_adjacent = params.cache.head_size == kHeadSize && rows.are_adjacent(slot, kCopyRows);
+      const Element* source = is_adjacent ? cache + rows.offset(slot) : nullptr;
+      if (is_adjacent && seen.hold_all(first + row, first + row + kCopyRows)) {
+        load_rows(target + row * Stage::kRowBytes, source, kCopyRows);
         continue;
       }
 #pragma unroll 4
-      for (int n = 0; n < kCopyRows * kChunks; n += 32) {
-        const bool valid = seen.holds(first + row + (n + lane) / kChunks);
-        copy_async_16(start + ((row + n / kChunks) * kStride + n % kChunks * 8) * 2,
-                      source + (valid ? (n + lane) * 8 : 0), valid);
+      for (int n = lane; n < kCopyRows * kChunks; n += 32) {
+        const int piece_row = row + n / kChunks, piece = n % kChunks;
+        const bool valid = seen.holds(first + piece_row) && piece * 8 < params.cache.head_size;
+        const Element* of_row = !valid        ? cache
+                                : is_adjacent ? source + n / kChunks * kHeadSize
+                                              : cache + rows.offset(slot + n / kChunks);
+        copy_async_16(target + Stage::place(piece_row, piece), of_row + (valid ? piece * 8 : 0), valid);
       }
     }
   }
 
   // The same of a paged tile whose copies lie in one page each. Lanes look up a page each.
   __device__ __forceinline__ void load_pages(const KeyRows& rows, int32_t slot, int num_rows,
-                                             Element* target) const {
+                                             uint32_t target) const {
     const auto page_slots = static_cast<int32_t>(params.cache.page_slots);
     const int32_t first_page = slot / page_slots;
     const int32_t last_page = (slot + num_rows - 1) / page_slots;
@@ -98,7 +111,7 @@ struct DecodeLoad {
     for (int row = 0; row < num_rows; row += kCopyRows) {
       const int64_t offset =
           __shfl_sync(~0u, page, number) * page_size + rows.head_offset + page_row * kHeadSize;
-      load_rows(shared_address(target + row * kStride), cache + offset, kCopyRows);
+      load_rows(target + row * Stage::kRowBytes, cache + offset, kCopyRows);
       page_row += kCopyRows;
       if (page_row < page_slots) continue;
       page_row = 0;

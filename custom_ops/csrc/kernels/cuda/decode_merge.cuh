@@ -26,7 +26,7 @@ struct alignas(16) TileFactors {
 
 template <typename Element, int kHeadSize, int kRowTiles>
 struct DecodeMerge {
-  using Stage = DecodeStage<kHeadSize>;
+  using Sums = DecodeSums<kHeadSize>;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kColumns = kHeadSize < kMergeThreads ? 1 : kHeadSize / kMergeThreads;  // of a thread
   static constexpr int kQuads = kRows / 4 * kHeadSize / kColumns / kMergeThreads;             // of a thread
@@ -54,10 +54,10 @@ struct DecodeMerge {
   }
 
   // First step. Parts are added in a tree, which fixes their order.
-  __device__ __forceinline__ void find_factors(Factors& factors, int stage, bool is_whole) {
+  __device__ __forceinline__ void find_factors(Factors& factors, int buffer, bool is_whole) {
     const int row = thread / kParts, part = thread % kParts;
     const bool is_there = row < kRows && part < shape.warps;
-    const int state = (stage * shape.warps + part) * kRows + row;
+    const int state = (buffer * shape.warps + part) * kRows + row;
     const RowState mine = is_there ? RowState{shared.maxima[state], shared.totals[state]} : kNoKeys;
     RowState tile = mine;
 #pragma unroll
@@ -87,13 +87,12 @@ struct DecodeMerge {
 
   // Second step, for one quad: the tile's sums from the parts of all warps, in ascending order.
   __device__ __forceinline__ void sum_tile(float4 (&tile)[kColumns], const Factors& factors, int quad,
-                                           int stage) const {
+                                           int buffer) const {
+    const int warp_floats = Sums::floats(shape.entry_rows);
     const float* parts[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int row = column(c) < kHeadSize / 2 ? 0 : shape.tile_keys;
-      parts[c] = reinterpret_cast<const float*>(shared.stages + stage * Stage::bytes(shape.tile_keys)) +
-                 row * (Stage::kStride / 2) + Stage::sum_at(quad, column(c));
+      parts[c] = shared.sums + buffer * shape.warps * warp_floats + Sums::at(quad, column(c));
       tile[c] = float4{};
     }
 #pragma unroll 4
@@ -101,8 +100,7 @@ struct DecodeMerge {
       const float4 weights = load(factors.weights[part] + quad * 4);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        tile[c] =
-            scale_add(load(parts[c] + part * (kWarpKeys<kHeadSize> * Stage::kStride / 2)), weights, tile[c]);
+        tile[c] = scale_add(load(parts[c] + part * warp_floats), weights, tile[c]);
     }
   }
 
@@ -116,7 +114,7 @@ struct DecodeMerge {
     for (int q = 0; q < kQuads; ++q) {
       if (quad(q) * 4 >= cursor.of.rows) continue;
       float4 tile[kColumns];
-      sum_tile(tile, factors, quad(q), cursor.stage);
+      sum_tile(tile, factors, quad(q), cursor.buffer.place);
       if (!span.is_whole) {
         store_partial(factors, place, quad(q), tile);
         continue;

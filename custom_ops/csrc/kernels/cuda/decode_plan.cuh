@@ -46,6 +46,7 @@ struct DecodeShape {
   int kv_heads;
   int warps;      // that multiply
   int stages;     // tiles in flight
+  int buffers;    // tiles whose sums wait to be merged, at most
   int tile_keys;  // a power of two
   int tile_shift;
   int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4

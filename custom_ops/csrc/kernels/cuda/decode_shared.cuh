@@ -6,49 +6,62 @@
 
 namespace ortolan::cuda {
 
-// A stage holds a tile's keys and then its values, rows of kStride elements. Once a warp has multiplied its
-// rows of both, they become its sums, in float32: first half of the columns in the rows of keys, second half
-// in the rows of values.
+// A stage holds a tile's keys and then its values. Of each eight 16-byte pieces of a row, 128 bytes, the
+// order depends on the row, so that a column of eight rows is spread over all banks.
 template <int kHeadSize>
 struct DecodeStage {
-  static constexpr int kStride = kHeadSize + 8;  // elements; spreads rows over all banks
+  static constexpr int kRowBytes = kHeadSize * 2;
 
-  static __host__ __device__ constexpr int bytes(int tile_keys) { return 2 * tile_keys * kStride * 2; }
+  static __host__ __device__ constexpr int bytes(int tile_keys) { return 2 * tile_keys * kRowBytes; }
 
-  // Float number, in the warp's rows of keys or of values, of a quad of rows in a column.
-  static __device__ __forceinline__ int sum_at(int quad, int column) {
-    column %= kHeadSize / 2;
-    if constexpr (kHeadSize <= 128) return quad * (2 * kHeadSize + 16) + column * 4;
-    // Values whose columns are still to be read must stay: 8 columns of a pass take the start of one row of
-    // 128 or, where a half is 256 columns, one half of it.
-    const int row = column % 128 / 8, part = column / 128;
-    return row * (kStride / 2) + part * 128 + quad * 32 + column % 8 * 4;
+  // Where a piece of a row lies, from the tile's first row; rows are counted from a multiple of 8.
+  static __device__ __forceinline__ int place(int row, int piece) {
+    return row * kRowBytes + piece / 8 * 128 + (piece % 8 ^ row % 8) * 16;
   }
+};
+
+// The sums of one warp's keys of a tile, in float32: [quads of rows, columns, 4].
+template <int kHeadSize>
+struct DecodeSums {
+  static constexpr int kQuadFloats = 4 * kHeadSize + 16;  // quads lie in different banks
+
+  static __host__ __device__ constexpr int floats(int entry_rows) { return entry_rows / 4 * kQuadFloats; }
+  static __device__ __forceinline__ int at(int quad, int column) { return quad * kQuadFloats + column * 4; }
 };
 
 struct DecodeShared {
   unsigned char* stages;  // [stages, DecodeStage::bytes]
-  float* maxima;          // [stages, warps, rows]
-  float* totals;          // [stages, warps, rows]
+  float* sums;            // [buffers, warps, DecodeSums::floats]
+  float* maxima;          // [buffers, warps, rows]
+  float* totals;          // [buffers, warps, rows]
   Barrier* loaded;        // [stages]
-  Barrier* summed;        // [stages]: sums, maxima and totals of all warps are there
-  Barrier* merged;        // [stages]: and have been read
+  Barrier* multiplied;    // [stages]: by all warps, so the stage may be loaded again
+  Barrier* summed;        // [buffers]: sums, maxima and totals of all warps are there
+  Barrier* merged;        // [buffers]: and have been read
   int* starts;            // [entries + 1]
 
-  static __host__ __device__ int bytes(const DecodeShape& shape, int stage_bytes, int rows) {
-    return shape.stages * (stage_bytes + 2 * shape.warps * rows * static_cast<int>(sizeof(float)) +
-                           3 * static_cast<int>(sizeof(Barrier))) +
+  template <int kHeadSize>
+  static __host__ __device__ int bytes(const DecodeShape& shape, int rows) {
+    const int warp_floats = DecodeSums<kHeadSize>::floats(shape.entry_rows) + 2 * rows;
+    return shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) +
+           shape.buffers * shape.warps * warp_floats * static_cast<int>(sizeof(float)) +
+           2 * (shape.stages + shape.buffers) * static_cast<int>(sizeof(Barrier)) +
            (shape.entries + 1) * static_cast<int>(sizeof(int));
   }
+  template <int kHeadSize>
   static __device__ __forceinline__ DecodeShared of(unsigned char* memory, const DecodeShape& shape,
-                                                    int stage_bytes, int rows) {
+                                                    int rows) {
+    const int buffered_warps = shape.buffers * shape.warps;
     DecodeShared shared{.stages = memory};
-    shared.maxima = reinterpret_cast<float*>(memory + shape.stages * stage_bytes);
-    shared.totals = shared.maxima + shape.stages * shape.warps * rows;
-    shared.loaded = reinterpret_cast<Barrier*>(shared.totals + shape.stages * shape.warps * rows);
-    shared.summed = shared.loaded + shape.stages;
-    shared.merged = shared.summed + shape.stages;
-    shared.starts = reinterpret_cast<int*>(shared.merged + shape.stages);
+    shared.sums =
+        reinterpret_cast<float*>(memory + shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys));
+    shared.maxima = shared.sums + buffered_warps * DecodeSums<kHeadSize>::floats(shape.entry_rows);
+    shared.totals = shared.maxima + buffered_warps * rows;
+    shared.loaded = reinterpret_cast<Barrier*>(shared.totals + buffered_warps * rows);
+    shared.multiplied = shared.loaded + shape.stages;
+    shared.summed = shared.multiplied + shape.stages;
+    shared.merged = shared.summed + shape.buffers;
+    shared.starts = reinterpret_cast<int*>(shared.merged + shape.buffers);
     return shared;
   }
 };

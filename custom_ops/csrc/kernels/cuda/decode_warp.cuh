@@ -2,8 +2,8 @@
 //
 // Keys are the rows of the first product, [keys, queries], and the columns of values those of the second,
 // [columns, queries], so that 8 queries cost no more than they must. Logits, weights and sums stay in the
-// warp's registers; the sums end in the shared memory that its keys and values have left. It meets no other
-// warp: those of decode_merge.cuh take the sums from there.
+// warp's registers; the sums end in a buffer, so that keys and values leave their stage as soon as they are
+// multiplied. It meets no other warp: those of decode_merge.cuh take the sums from there.
 #pragma once
 
 #include "decode_cursor.cuh"
@@ -15,11 +15,11 @@ namespace ortolan::cuda {
 template <typename Element, int kHeadSize, int kRowTiles>
 struct DecodeWarp {
   using Stage = DecodeStage<kHeadSize>;
+  using Sums = DecodeSums<kHeadSize>;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kSteps = kHeadSize / 16;
-  // Columns of the sums in registers at once. A pass's sums must not take the place of values that later
-  // passes read: see DecodeStage.
-  static constexpr int kPassColumns = kHeadSize < 128 || (kHeadSize == 128 && kRowTiles == 2) ? 64 : 128;
+  // Columns of the sums in registers at once.
+  static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 ? 64 : 128;
   static constexpr int kKeys = kWarpKeys<kHeadSize>;
   static constexpr int kKeyTiles = kKeys / 16;
   using LogitTile = float[kRowTiles][4];              // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
@@ -35,14 +35,24 @@ struct DecodeWarp {
   uint32_t query[kRowTiles][kSteps][2];  // right operand of a product
   int32_t positions[kRowTiles][2];       // of queries lane % 4 * 2 and + 1
 
-  __device__ __forceinline__ Element* keys(int stage) const {
-    return reinterpret_cast<Element*>(shared.stages + stage * Stage::bytes(shape.tile_keys)) +
-           warp * kKeys * Stage::kStride;
+  // Addresses of the warp's own rows in a stage.
+  __device__ __forceinline__ uint32_t keys(int stage) const {
+    return shared_address(shared.stages) + stage * Stage::bytes(shape.tile_keys) +
+           warp * kKeys * Stage::kRowBytes;
   }
-  __device__ __forceinline__ Element* values(int stage) const {
-    return keys(stage) + shape.tile_keys * Stage::kStride;
+  __device__ __forceinline__ uint32_t values(int stage) const {
+    return keys(stage) + shape.tile_keys * Stage::kRowBytes;
   }
-  __device__ __forceinline__ int state(int stage) const { return (stage * shape.warps + warp) * kRows; }
+  __device__ __forceinline__ int state(int buffer) const { return (buffer * shape.warps + warp) * kRows; }
+
+  // Once for the warp; what its lanes have read and written before is done.
+  __device__ __forceinline__ void arrive(Barrier& barrier) const {
+    __syncwarp();
+    if (lane == 0) barrier.arrive();
+  }
+  __device__ __forceinline__ void wait_merged(const DecodeCursor& cursor) const {
+    shared.merged[cursor.buffer.place].wait(cursor.buffer.parity ^ 1);
+  }
 
   __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
     const auto* source = static_cast<const Element*>(params.query);
@@ -70,31 +80,35 @@ struct DecodeWarp {
     const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
     if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
              .hold_any(first, first + kKeys)) {
+      arrive(shared.multiplied[cursor.stage.place]);
+      wait_merged(cursor);
       if (lane < kRows) {
-        shared.maxima[state(cursor.stage) + lane] = -INFINITY;
-        shared.totals[state(cursor.stage) + lane] = 0;
+        shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
+        shared.totals[state(cursor.buffer.place) + lane] = 0;
       }
-      clear_sums(entry.rows, cursor.stage);
+      clear_sums(entry.rows, cursor.buffer.place);
       return;
     }
     LogitTile z[kKeyTiles] = {};
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
-      multiply_keys(z[m], keys(cursor.stage) + m * 16 * Stage::kStride);
+      multiply_keys(z[m], keys(cursor.stage.place) + m * 16 * Stage::kRowBytes);
       finish_logits(z[m], entry, first + m * 16);
     }
     Weights weights;
-    weigh(z, weights, cursor.stage);
-    multiply_values(weights, entry.rows, cursor.stage);
+    RowState states[kRowTiles];
+    weigh(z, weights, states);
+    multiply_values(weights, states, cursor);
   }
 
-  __device__ __forceinline__ void multiply_keys(LogitTile& z, const Element* rows) const {
-    const uint32_t address = shared_address(rows + lane % 16 * Stage::kStride + lane / 16 * 8);
+  __device__ __forceinline__ void multiply_keys(LogitTile& z, uint32_t rows) const {
+    rows += lane % 16 * Stage::kRowBytes;
+    const uint32_t piece = (lane / 16 ^ lane % 8) * 16;
     LogitTile odd = {};  // two chains of sums are done in half the time of one
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t key[4];
-      load_matrix_x4(key, address + k * 32);
+      load_matrix_x4(key, rows + k / 4 * 128 + (piece ^ k % 4 * 32));
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
         Half<Element>::multiply_add(k % 2 ? odd[t] : z[t], key, query[t][k][0], query[t][k][1]);
@@ -128,7 +142,9 @@ struct DecodeWarp {
     return operation(value, __shfl_xor_sync(~0u, value, 16));
   }
 
-  __device__ __forceinline__ void weigh(const LogitTile (&z)[kKeyTiles], Weights& weights, int stage) const {
+  // `states`: of rows t * 8 + lane % 4 * 2 + lane / 4, in the first 8 lanes.
+  __device__ __forceinline__ void weigh(const LogitTile (&z)[kKeyTiles], Weights& weights,
+                                        RowState (&states)[kRowTiles]) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
@@ -147,17 +163,24 @@ struct DecodeWarp {
           sums[0] += low;
           sums[1] += high;
         }
-      const float total = reduce(sums[0], sums[1], [](float a, float b) { return a + b; });
-      if (lane >= 8) continue;
-      const int row = state(stage) + t * 8 + lane % 4 * 2 + lane / 4;
-      shared.maxima[row] = maximum;
-      shared.totals[row] = total;
+      states[t] = {maximum, reduce(sums[0], sums[1], [](float a, float b) { return a + b; })};
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const Weights& weights, int rows, int stage) const {
-    const uint32_t address =
-        shared_address(values(stage) + (lane / 16 * 8 + lane % 8) * Stage::kStride + lane / 8 % 2 * 8);
+  __device__ __forceinline__ void store_states(const RowState (&states)[kRowTiles], int buffer) const {
+    if (lane >= 8) return;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const int row = state(buffer) + t * 8 + lane % 4 * 2 + lane / 4;
+      shared.maxima[row] = states[t].maximum;
+      shared.totals[row] = states[t].total;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Weights& weights, const RowState (&states)[kRowTiles],
+                                                  const DecodeCursor& cursor) const {
+    const uint32_t rows = values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
+    const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
       float o[kRowTiles][kPassColumns / 16][4] = {};
@@ -166,37 +189,41 @@ struct DecodeWarp {
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m) {
           uint32_t value[4];
-          load_matrix_x4_transposed(value, address + (m * 16 * Stage::kStride + pass + n * 16) * 2);
+          const int column = pass + n * 16;
+          load_matrix_x4_transposed(
+              value, rows + m * 16 * Stage::kRowBytes + column / 64 * 128 + (piece ^ column % 64 * 2));
 #pragma unroll
           for (int t = 0; t < kRowTiles; ++t)
             Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
         }
       }
-      __syncwarp();
+      if (pass + kPassColumns >= kHeadSize) arrive(shared.multiplied[cursor.stage.place]);
+      if (pass == 0) {
+        wait_merged(cursor);
+        store_states(states, cursor.buffer.place);
+      }
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) store_sums(o[t], pass, t, rows, stage);
+      for (int t = 0; t < kRowTiles; ++t) store_sums(o[t], pass, t, cursor.of.rows, cursor.buffer.place);
     }
   }
 
   __device__ __forceinline__ void store_sums(const float (&o)[kPassColumns / 16][4], int pass, int tile,
-                                             int rows, int stage) const {
+                                             int rows, int buffer) const {
     const int row = tile * 8 + lane % 4 * 2;
     if (row / 4 * 4 >= rows) return;
+    float* sums = shared.sums + (buffer * shape.warps + warp) * Sums::floats(shape.entry_rows) +
+                  Sums::at(row / 4, pass + lane / 4) + row % 4;
 #pragma unroll
-    for (int n = 0; n < kPassColumns / 8; ++n) {
-      const int column = pass + n * 8 + lane / 4;
-      auto* half = reinterpret_cast<float*>(pass + n * 8 < kHeadSize / 2 ? keys(stage) : values(stage));
-      *reinterpret_cast<float2*>(half + Stage::sum_at(row / 4, column) + row % 4) =
-          make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
-    }
+    for (int n = 0; n < kPassColumns / 8; ++n)
+      *reinterpret_cast<float2*>(sums + n * 32) = make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
   }
 
-  __device__ __forceinline__ void clear_sums(int rows, int stage) const {
+  __device__ __forceinline__ void clear_sums(int rows, int buffer) const {
     const float none[kPassColumns / 16][4] = {};
 #pragma unroll 1
     for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
 #pragma unroll 1
-      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, stage);
+      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, buffer);
   }
 };
 

@@ -104,7 +104,8 @@ struct KeyTileCopy {
     if (is_plain && kIsRegular) {
       const uint32_t first_target =
           shared_address(target + thread / kChunks * kStride + thread % kChunks * 8);
-      start_regular(first_target, source + offset + thread * 8);
+      start_numbers(first_target, source + offset + thread * 8,
+                    std::make_integer_sequence<int, kKeys * kChunks / kThreads>{});
       return;
     }
     if (is_plain) {
@@ -126,20 +127,13 @@ struct KeyTileCopy {
     }
   }
 
-  // `target` and `source`: the thread's first pieces. `policy`: of L2, if any.
-  template <typename... Policy>
-  static __device__ __forceinline__ void start_regular(uint32_t target, const void* source,
-                                                       Policy... policy) {
-    start_numbers(target, source, std::make_integer_sequence<int, kKeys * kChunks / kThreads>{}, policy...);
-  }
-
  private:
-  template <int... kNumbers, typename... Policy>
+  // `target` and `source`: the thread's first pieces.
+  template <int... kNumbers>
   static __device__ __forceinline__ void start_numbers(uint32_t target, const void* source,
-                                                       std::integer_sequence<int, kNumbers...>,
-                                                       Policy... policy) {
+                                                       std::integer_sequence<int, kNumbers...>) {
     (copy_async_16_at<(kNumbers * kThreads / kChunks * kStride + kNumbers * kThreads % kChunks * 8) * 2,
-                      kNumbers * kThreads * 16>(target, source, policy...),
+                      kNumbers * kThreads * 16>(target, source),
      ...);
   }
 };
