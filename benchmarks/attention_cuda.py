@@ -144,8 +144,8 @@ def measure(case: Case, flex: bool) -> dict[str, object]:
 
 
 def copies(case: Case) -> int:
-    """How many sets of inputs a decode case rotates among."""
-    return max(4, -(-3 * L2_BYTES // case.cache_bytes)) if case.decode else 1
+    """How many sets of inputs a decode case rotates among, and calls a graph makes: they share its launch."""
+    return max(8, -(-3 * L2_BYTES // case.cache_bytes)) if case.decode else 1
 
 
 class Inputs:

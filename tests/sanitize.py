@@ -1,7 +1,9 @@
 """Runs small cases of every operator on a GPU once, without tests around them, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tests/sanitize.py
-compute-sanitizer --tool racecheck python tests/sanitize.py
+compute-sanitizer --tool racecheck python tests/sanitize.py cuda-float16
+
+Names of targets, after the script's, choose element types; each takes minutes.
 """
 
 from __future__ import annotations
@@ -93,11 +95,14 @@ def selections() -> None:
 
 
 def main() -> None:
-    """Run everything for every element type."""
+    """Run everything for every element type, or for those that are named."""
     if problem := devices.cuda_problem():
         raise SystemExit(f"no CUDA here: {problem}")
+    known = [name for name, target in devices.TARGETS.items() if target.device == "cuda"]
+    if unknown := set(sys.argv[1:]) - set(known):
+        raise SystemExit(f"no targets: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name, target in devices.TARGETS.items():
-        if target.device == "cuda":
+        if name in (sys.argv[1:] or known):
             with devices.using(target):
                 attention()
                 copies()
