@@ -324,6 +324,28 @@ def rope_angles(
     return operator_node("RopeAngles", inputs, outputs, name, {"factor": factor})
 
 
+def last_rows(
+    x: str,
+    query_start: str,
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+) -> onnx.NodeProto:
+    """Build a LastRows node.
+
+    The last row of each sequence: y[b] = x[query_start[b + 1] - 1], of a sequence without rows zeros.
+
+    Args:
+        x: [T, I] T1. Packed rows.
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        outputs: names of y [B, I].
+        name: name of the node.
+    """
+    inputs = (x, query_start,)
+    return operator_node("LastRows", inputs, outputs, name, {})
+
+
 def rms_norm_add(
     x: str,
     norm_weight: str,

@@ -157,6 +157,16 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         cuda_only=True,
     ),
     Operator(
+        name="LastRows",
+        doc="The last row of each sequence: y[b] = x[query_start[b + 1] - 1], of a sequence without rows zeros.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Packed rows."),
+            QUERY_START,
+        ),
+        outputs=(Port(name="y", shape="[B, I]", type=ELEMENT, doc="The rows."),),
+        cuda_only=True,
+    ),
+    Operator(
         name="RmsNormAdd",
         doc="A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.",
         inputs=(

@@ -11,6 +11,7 @@ from ortolan.custom_ops import register_schemas
 from ortolan.custom_ops.schema import OPERATORS
 from ortolan.graphs.fusions.angles import fuse_angles, list_angles_late
 from ortolan.graphs.fusions.gated_mlp import fuse_gated_mlp
+from ortolan.graphs.fusions.last_rows import fuse_last_rows
 from ortolan.graphs.fusions.linear import fuse_linears
 from ortolan.graphs.fusions.norm_add import fuse_norm_adds
 from ortolan.graphs.fusions.qkv import fuse_qkv
@@ -24,7 +25,8 @@ _PLAIN = ("Gemm", "RMSNormalization", "RotaryEmbedding", "RingKvAppend")
 def fuse_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """Fuse a decoder graph for CUDA; inputs, outputs and the bytes of the weights stay what they are.
 
-    The rewrites, in order: `fusions.qkv`, `fusions.angles`, `fusions.gated_mlp`, `fusions.linear`, `fusions.norm_add`.
+    The rewrites, in order: `fusions.qkv`, `fusions.angles`, `fusions.gated_mlp`, `fusions.linear`, `fusions.norm_add`,
+    `fusions.last_rows`.
     A part whose pattern, uses or weight layout differ stays plain. Joined weights point at the range of bytes that
     their parts have in common, so a session of the fused graph holds each weight once.
 
@@ -39,7 +41,7 @@ def fuse_model(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     register_schemas()
     rewriter = GraphRewriter(model)
-    for rewrite in (fuse_qkv, fuse_angles, fuse_gated_mlp, fuse_linears, fuse_norm_adds):
+    for rewrite in (fuse_qkv, fuse_angles, fuse_gated_mlp, fuse_linears, fuse_norm_adds, fuse_last_rows):
         rewrite(rewriter)
         rewriter.sweep()
     fused = rewriter.finish()

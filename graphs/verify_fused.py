@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 
-from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.contract import OPERATOR_DOMAIN, QUERY_START
 from ortolan.errors import ContractMismatchError
 
 ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")
@@ -25,6 +25,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "QkvRopeAppend": checker.qkv,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
+        "LastRows": checker.last_rows,
     }
     for node in graph.node:
         if node.domain == OPERATOR_DOMAIN and node.op_type in checks:
@@ -109,6 +110,14 @@ class _Checker:
         self._expect(node, "x", x, size)
         self._expect(node, "residual", residual, size)
         self._features[node.output[0]] = size
+
+    def last_rows(self, node: onnx.NodeProto) -> None:
+        """Check a LastRows: it reads the graph's own sequences."""
+        x, query_start = _ports(node.input, 2)
+        if query_start != QUERY_START:
+            raise _mismatch(node, f"query_start is '{query_start}', not the graph's input '{QUERY_START}'")
+        if x in self._features:
+            self._features[node.output[0]] = self._features[x]
 
     def _weight_dims(self, node: onnx.NodeProto, port: str, name: str, rank: int) -> list[int]:
         dims = self._dims.get(name)

@@ -70,6 +70,14 @@ def heads() -> None:
         run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
 
 
+def last_rows() -> None:
+    """Rows in pieces of 16 bytes and of 2."""
+    for size in (64, 7):
+        x = np.ones((9, size), devices.element())
+        feeds = {"x": x, "query_start": np.array([0, 3, 3, 9], np.int32)}
+        run_fused("LastRows", feeds, {"y": ((3, size), devices.element())})
+
+
 def scores() -> None:
     """Scores of lengths around the window."""
     rng = np.random.default_rng(0)
@@ -108,6 +116,7 @@ def main() -> None:
                 copies()
                 products()
                 heads()
+                last_rows()
                 scores()
                 selections()
             print(name, flush=True)

@@ -69,6 +69,7 @@ def test_patterns_fuse_wherever_they_hold(exported):
         "FusedLinear": 4 * LAYERS + 1,
         "QkvRopeAppend": 0 if projection else LAYERS,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
+        "LastRows": 1,
         "RmsNormAdd": 2 * LAYERS if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
         "RMSNormalization": 2 * LAYERS if projection else 0,

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import onnx
 import pytest
 from families import tiny_checkpoint
@@ -113,6 +114,28 @@ def test_angles_that_are_read_elsewhere_stay_plain(plain, name):
     fused = fuse_model(plain)
     verify_model(fused)
     assert count_fusions(fused)["RopeAngles"] == 0
+
+
+def set_constant(model, name, value):
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    array = onnx.numpy_helper.to_array(tensor)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(np.full_like(array, value), name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: set_constant(model, "head/one", 2),
+        lambda model: set_constant(model, "slice/end", 3),
+        lambda model: set_constant(model, "slice/one", 0),
+        lambda model: set_attribute(model, "head/Gather", axis=1),
+    ],
+    ids=["rows before the last", "some sequences", "starts", "columns"],
+)
+def test_other_rows_than_the_last_are_gathered(plain, change):
+    assert count_fusions(fuse_model(plain))["LastRows"] == 1
+    change(plain)
+    assert count_fusions(fuse_model(plain))["LastRows"] == 0
 
 
 def test_an_unplaced_weight_is_named(plain):

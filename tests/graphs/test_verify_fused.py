@@ -104,6 +104,10 @@ def norm_of_an_input(model):
     find(model, "attention_residual/RmsNormAdd").input[1] = "vector"
 
 
+def rows_of_other_sequences(model):
+    find(model, "head/LastRows").input[1] = "past_len"
+
+
 def narrow_norm_add(model):
     weight(model, "0.attention_post_norm.weight").dims[0] = 8
 
@@ -127,6 +131,7 @@ def narrow_norm_add(model):
         (two_rows_of_frequencies, r"rule 7.*RopeAngles: inv_freq .* has the shape \[2, .*expected \[1, R\]"),
         (norm_of_a_value, "rule 1.*'norm_weight' has rank 2"),
         (norm_of_an_input, "rule 7.*norm_weight .* must be a weight of rank 1; it is no weight"),
+        (rows_of_other_sequences, "rule 7.*LastRows: query_start is 'past_len'"),
         (narrow_norm_add, "rule 7.*RmsNormAdd.*48 features, expected 8"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -277,6 +277,23 @@ def test_angles_have_the_bits_of_standard_operators(tokens, pairs, factor):
         assert np.abs(results[name] - wide).max(initial=0) <= 2**-22 * factor
 
 
+@pytest.mark.parametrize("size", [7, 64, 2048, 5001])
+@pytest.mark.parametrize("tokens", [(1,), (9,), (0, 3, 0, 0, 5, 1), (1,) * 300, (0,)])
+def test_last_rows_are_copies(tokens, size):
+    rng, total = np.random.default_rng(0), sum(tokens)
+    x = rng.standard_normal((total, size)).astype(devices.element())
+    feeds = {"x": x, "query_start": np.cumsum([0, *tokens]).astype(np.int32)}
+    y = run_fused("LastRows", feeds, {"y": ((len(tokens), size), devices.element())})["y"]
+    np.testing.assert_array_equal(bits(y), bits(reference.last_rows(**feeds)))
+
+
+def test_last_rows_refuse_other_ranks():
+    feeds = {"x": np.zeros((3, 4, 2), devices.element()), "query_start": np.array([0, 3], np.int32)}
+    with pytest.raises(Exception, match="x' has shape") as error:
+        run_fused("LastRows", feeds, {"y": ((1, 4), devices.element())})
+    assert "LastRows" in str(error.value)
+
+
 REFUSALS = {
     "exactly one of the outputs": ({}, {"y": (2, 8), "y_float32": (2, 8)}, {}),
     "weight' has shape": ({"weight": (8, 15)}, {"y": (2, 8)}, {}),

@@ -58,6 +58,14 @@ def test_norm_add():
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 
+def test_last_rows():
+    x = np.random.default_rng(0).standard_normal((9, 40), np.float32)
+    feeds = {"x": x, "query_start": np.array([0, 3, 4, 9], np.int32)}
+    y = run_expanded("LastRows", feeds, {"y": ((3, 40), np.dtype(np.float32))})["y"]
+    np.testing.assert_array_equal(y, reference.last_rows(**feeds))
+    np.testing.assert_array_equal(y, x[[2, 3, 8]])
+
+
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_rope_angles(factor):
     feeds = angle_feeds(40, 16)

@@ -46,6 +46,16 @@ struct RopeAnglesParams {
   float* sine = nullptr;    // [T, R]
 };
 
+// output[b] = input[query_start[b + 1] - 1]; zeros where sequence b has no rows.
+struct LastRowsParams {
+  int64_t row_bytes = 0;                 // of I elements
+  int64_t num_tokens = 0;                // T
+  int64_t num_sequences = 0;             // B
+  const void* input = nullptr;           // [T, I]
+  const int32_t* query_start = nullptr;  // [B+1]
+  void* output = nullptr;                // [B, I]
+};
+
 // output = residual + input * rsqrt(mean(input^2) + epsilon) * weight, in float32, rounded once.
 struct RmsNormAddParams {
   ElementType element = ElementType::kFloat32;

@@ -1,6 +1,7 @@
 #include <string>
 
 #include "../kernels/cuda/kernels.h"
+#include "../kernels/cuda/last_rows.h"
 #include "../kernels/cuda/linear.h"
 #include "../kernels/cuda/qkv.h"
 #include "../kernels/cuda/rope.h"
@@ -65,6 +66,7 @@ const Computes& cuda_computes() {
                                              cuda::fused_linear_workspace>,
       .qkv_rope_append = compute<read_qkv_rope_append, cuda::qkv_rope_append>,
       .rope_angles = compute<read_rope_angles, cuda::rope_angles>,
+      .last_rows = compute<read_last_rows, cuda::last_rows>,
       .rms_norm_add = compute<read_rms_norm_add, cuda::rms_norm_add>,
   };
   return computes;

@@ -101,6 +101,19 @@ RopeAnglesParams read_rope_angles(const Context& context) {
   return params;
 }
 
+LastRowsParams read_last_rows(const Context& context) {
+  const Tensor input = context.input(0, {-1, -1});
+  const Packing packing = read_packing(context, 1, input.dim(0));
+  LastRowsParams params;
+  params.row_bytes = input.dim(1) * element_bytes(context.node().element);
+  params.num_tokens = input.dim(0);
+  params.num_sequences = packing.num_sequences;
+  params.input = input.data;
+  params.query_start = packing.query_start;
+  params.output = context.output(0, {params.num_sequences, input.dim(1)}).data;
+  return params;
+}
+
 RmsNormAddParams read_rms_norm_add(const Context& context) {
   const Tensor input = context.input(0, {-1, -1});
   RmsNormAddParams params{};

@@ -176,6 +176,7 @@ void define_all(std::vector<Operator>& list, const Computes& computes, Provider 
   list.push_back(define<kQkvRopeAppendSchema>(computes.qkv_rope_append, provider, element));
   if (element == ElementType::kFloat32)
     list.push_back(define<kRopeAnglesSchema>(computes.rope_angles, provider, element));
+  list.push_back(define<kLastRowsSchema>(computes.last_rows, provider, element));
   list.push_back(define<kRmsNormAddSchema>(computes.rms_norm_add, provider, element));
 }
 

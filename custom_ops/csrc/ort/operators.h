@@ -20,6 +20,7 @@ struct Computes {
   Compute fused_linear = nullptr;
   Compute qkv_rope_append = nullptr;
   Compute rope_angles = nullptr;
+  Compute last_rows = nullptr;
   Compute rms_norm_add = nullptr;
 };
 

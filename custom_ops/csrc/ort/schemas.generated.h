@@ -148,6 +148,17 @@ inline constexpr std::array<std::string_view, 1> kRopeAnglesAttributes = {"facto
 inline constexpr Schema kRopeAnglesSchema = {"RopeAngles", kRopeAnglesInputs,
                                   kRopeAnglesOutputs, kRopeAnglesAttributes, true};
 
+inline constexpr Port kLastRowsInputs[] = {
+    {"x", "[T, I]", PortType::kElement, false, -1},
+    {"query_start", "[B+1]", PortType::kInt32, false, -1},
+};
+inline constexpr Port kLastRowsOutputs[] = {
+    {"y", "[B, I]", PortType::kElement, false, -1},
+};
+inline constexpr std::array<std::string_view, 0> kLastRowsAttributes = {};
+inline constexpr Schema kLastRowsSchema = {"LastRows", kLastRowsInputs,
+                                  kLastRowsOutputs, kLastRowsAttributes, true};
+
 inline constexpr Port kRmsNormAddInputs[] = {
     {"x", "[T, I]", PortType::kElement, false, -1},
     {"norm_weight", "[I]", PortType::kElement, false, -1},
