@@ -12,6 +12,7 @@
 #include "decode_cluster.cuh"
 #include "decode_load.cuh"
 #include "decode_merge.cuh"
+#include "decode_prefetch.cuh"
 #include "decode_warp.cuh"
 
 namespace ortolan::cuda {
@@ -45,6 +46,7 @@ __device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>&
     shared.loaded[cursor.stage.place].arrive_after_copies();
   }
   copy_async_wait<0>();
+  launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
 }
 
 template <typename Element, int kHeadSize, int kRowTiles, typename Line>
@@ -124,8 +126,8 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
   if constexpr (kClusters) __syncthreads();  // else while tiles are counted
+  if (shape.guesses) prefetch_first_tile(params, shape);
   wait_for_previous_kernel();
-  launch_dependents();
 
   if constexpr (kClusters) {
     const int entry = static_cast<int>(blockIdx.x) / shape.cluster;

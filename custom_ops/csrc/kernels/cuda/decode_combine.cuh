@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
                           const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
                           bool by_token) {
   constexpr int kSpanThreads = kColumns / 4;
+  launch_dependents();  // who comes next waits for this kernel, and so for the one before
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ int counted[kCountedEntries + 1];
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
@@ -241,7 +242,6 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   if (counts) count_tiles(params, shape, counted);
   const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
   wait_for_previous_kernel();
-  launch_dependents();
 
   const DecodeLine line(counts ? counted : workspace.starts, shape);
   const PartialRow<kHeadSize, DecodeLine> partial{

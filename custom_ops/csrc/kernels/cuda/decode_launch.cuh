@@ -42,6 +42,12 @@ void fill_shared(DecodeShape& shape, const Device& device) {
   if (!fits()) shape.buffers = 1;
 }
 
+// Whether a block can tell its first tile from a length and its own number.
+inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
+  return device.compute_capability >= 90 && params.packing.num_sequences == 1 && shape.row_tiles == 1 &&
+         params.past_len.head_stride == 0 && !params.cache.block_table;
+}
+
 template <int kHeadSize, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
@@ -60,6 +66,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
   while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
+  shape.guesses = can_guess(params, shape, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
   shape.by_pairs = Divisor::of(shape.pairs);

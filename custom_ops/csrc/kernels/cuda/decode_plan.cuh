@@ -56,6 +56,7 @@ struct DecodeShape {
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
+  bool guesses;   // a block's first tile before the kernel in front has ended; see decode_prefetch.cuh
   Divisor by_group, by_kv_heads, by_pairs;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 

@@ -212,6 +212,18 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       "l"(global), "r"(bytes), "r"(shared_address(&barrier.state)), "l"(policy)
       : "memory");
 }
+// Brings a multiple of 16 bytes to L2. Nothing is read: what other kernels write there later is seen.
+__device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+// Loads what another kernel may be writing: past L1, where the old value would stay.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* global) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];\n" : "=r"(value) : "l"(global) : "memory");
+  return value;
+}
 // Copies a multiple of 16 bytes from shared memory, in this thread's open group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global), "r"(shared),
