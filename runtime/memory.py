@@ -125,3 +125,23 @@ def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, in
         f"{total} are free, {needed - free} too few; lower max_context (about {plan.bytes // plan.max_context} bytes "
         "a token) or chunk_size, or free memory on the device"
     )
+
+
+def check_pools(plan: EnginePlan, memory: tuple[int, int], device: str) -> None:
+    """Refuse an engine's page pools that do not fit the device, before any of them takes what others need.
+
+    Args:
+        plan: the pools.
+        memory: free and all bytes of the device.
+        device: its name.
+
+    Raises:
+        CapacityError: they are more than what is free.
+    """
+    free, total = memory
+    if plan.bytes > free:
+        raise CapacityError(
+            f"an engine of {plan.max_sequences} sequences and max_context {plan.max_context} needs {plan.bytes} bytes "
+            f"of page pools on {device}; {free} of {total} are free, {plan.bytes - free} too few; lower "
+            "max_cache_bytes, or leave it out to take what is free"
+        )

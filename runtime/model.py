@@ -32,6 +32,7 @@ from ortolan.runtime.engine_plan import EnginePlan, plan_engine
 from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.memory import (
     capture_bytes,
+    check_pools,
     check_room,
     estimate_chunk_bytes,
     estimate_evict_bytes,
@@ -193,17 +194,23 @@ class Model:
         plan = plan_engine(self.manifest, max_sequences, max_cache_bytes, chunk_tokens, max_context, cuda=on_cuda)
         if self._device is None or max_cache_bytes is not None:
             return plan
-        free = self._device.buffers.memory()[0] - estimate_chunk_bytes(self.manifest, plan)
-        if plan.bytes <= int(free * POOL_SHARE):
+        self._device.buffers.trim()
+        free = self._device.buffers.memory()[0]
+        most = int((free - estimate_chunk_bytes(self.manifest, plan)) * POOL_SHARE)
+        if plan.bytes <= most:
             return plan
-        most = max(1, int(free * POOL_SHARE))
-        return plan_engine(self.manifest, max_sequences, most, chunk_tokens, max_context, cuda=True)
+        try:
+            return plan_engine(self.manifest, max_sequences, max(1, most), chunk_tokens, max_context, cuda=True)
+        except CapacityError as error:
+            raise CapacityError(f"{self._device.name} has {free} bytes free, too few for an engine: {error}") from error
 
     def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
         """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
         if self._device is None:
             return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
         device = self._device
+        device.buffers.trim()
+        check_pools(plan, device.buffers.memory(), device.name)
         return CudaBatchStepper(
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )

@@ -4,12 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda
+from fake_cuda import TOTAL_BYTES, FakeCuda
 
 from ortolan import Engine, Sampling, SnapKv
-from ortolan.errors import NumericError
+from ortolan.errors import CapacityError, NumericError
 from ortolan.runtime import cuda_batch
 from ortolan.runtime.cuda_batch import CudaBatchStepper, batch_sizes, draw_rules
+from ortolan.runtime.device_session import DeviceModel
 from ortolan.runtime.engine_plan import plan_engine
 from ortolan.runtime.request import make_choice
 from ortolan.runtime.sampler import distribution, penalize
@@ -231,3 +232,25 @@ def test_rules_of_a_draw_change_with_length_and_seed():
     assert len(set(seeds[:3])) == 3
     assert seeds[0] == seeds[3]
     assert seeds[4] != seeds[0]
+
+
+@pytest.fixture
+def device(model, monkeypatch):
+    """A stand-in that the model believes to be its device, and that nothing may be allocated on."""
+    device = FakeCuda()
+    monkeypatch.setattr(device, "allocate", lambda *_: pytest.fail("memory is taken"))
+    monkeypatch.setattr(model, "_device", DeviceModel(device, itertools.count(1), TOTAL_BYTES, 0))
+    return device
+
+
+def test_pools_that_do_not_fit_are_refused_before_any_is_made(model, device):
+    with pytest.raises(CapacityError, match=rf"of page pools on cuda:0; {TOTAL_BYTES} of {TOTAL_BYTES} are free"):
+        Engine(model, 10**6, 2 * TOTAL_BYTES)
+    assert device.trims
+
+
+def test_a_full_device_is_named(model, device, monkeypatch):
+    monkeypatch.setattr(device, "memory", lambda: (10, TOTAL_BYTES))
+    with pytest.raises(CapacityError, match="cuda:0 has 10 bytes free, too few for an engine"):
+        Engine(model, 4)
+    assert device.trims
