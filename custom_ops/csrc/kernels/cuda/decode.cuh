@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
     self.shared.loaded[cursor.stage.place].wait(cursor.stage.parity);
     __syncwarp();
     self.sum(cursor);
-    self.arrive(self.shared.summed[cursor.buffer.place]);
+    self.shared.summed[cursor.buffer.place].arrive_once(self.lane);
   }
 }
 
@@ -78,8 +78,7 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
     self.find_factors(factors[cursor.tile % 2], buffer, span.is_whole);
     sync_threads<1, kMergeThreads>();
     self.merge_tile(factors[cursor.tile % 2], cursor, span);
-    __syncwarp();
-    if (self.thread % 32 == 0) self.shared.merged[buffer].arrive();
+    self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
 }
 

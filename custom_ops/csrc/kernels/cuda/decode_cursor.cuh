@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_plan.cuh"
+#include "ptx.cuh"
 
 namespace ortolan::cuda {
 
@@ -60,18 +61,6 @@ __device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, co
   __syncthreads();
 }
 
-// Walks a ring of places in shared memory; the parity is that of their barriers in this round.
-struct DecodeRing {
-  int place = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int places) {
-    if (++place < places) return;
-    place = 0;
-    parity ^= 1;
-  }
-};
-
 // A place on the line of tiles, the stage that holds the tile and the buffer of its sums; all move forward.
 struct DecodeCursor {
   int tile;            // on the line
@@ -79,8 +68,8 @@ struct DecodeCursor {
   int entry = 0;
   int number = 0;  // of the tile among those of its entry
   int end = 0;     // of the entry on the line
-  DecodeRing stage;
-  DecodeRing buffer;
+  RingPlace stage;
+  RingPlace buffer;
   DecodeEntry of{};
 
   // Looks the entry up where it is new; returns whether it was. Line: DecodeLine or ClusterLine.

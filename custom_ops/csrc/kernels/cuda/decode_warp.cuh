@@ -45,11 +45,6 @@ struct DecodeWarp {
   }
   __device__ __forceinline__ int state(int buffer) const { return (buffer * shape.warps + warp) * kRows; }
 
-  // Once for the warp; what its lanes have read and written before is done.
-  __device__ __forceinline__ void arrive(Barrier& barrier) const {
-    __syncwarp();
-    if (lane == 0) barrier.arrive();
-  }
   __device__ __forceinline__ void wait_merged(const DecodeCursor& cursor) const {
     shared.merged[cursor.buffer.place].wait(cursor.buffer.parity ^ 1);
   }
@@ -80,7 +75,7 @@ struct DecodeWarp {
     const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
     if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
              .hold_any(first, first + kKeys)) {
-      arrive(shared.multiplied[cursor.stage.place]);
+      shared.multiplied[cursor.stage.place].arrive_once(lane);
       wait_merged(cursor);
       if (lane < kRows) {
         shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
@@ -197,7 +192,7 @@ struct DecodeWarp {
             Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
         }
       }
-      if (pass + kPassColumns >= kHeadSize) arrive(shared.multiplied[cursor.stage.place]);
+      if (pass + kPassColumns >= kHeadSize) shared.multiplied[cursor.stage.place].arrive_once(lane);
       if (pass == 0) {
         wait_merged(cursor);
         store_states(states, cursor.buffer.place);

@@ -3,6 +3,7 @@
 #include "last_rows.h"
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "row_vectors.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -29,7 +30,7 @@ template <typename Piece>
 cudaError_t launch_pieces(const LastRowsParams& p, const Launch& launch) {
   constexpr int64_t kMaxGridY = 65535;
   const int64_t pieces = p.row_bytes / static_cast<int64_t>(sizeof(Piece));
-  const dim3 grid(static_cast<unsigned>((pieces + kThreads - 1) / kThreads),
+  const dim3 grid(static_cast<unsigned>(divide_up(pieces, kThreads)),
                   static_cast<unsigned>(p.num_sequences < kMaxGridY ? p.num_sequences : kMaxGridY));
   return launch_overlapped(last_rows_kernel<Piece>, grid, dim3(kThreads), 0, launch, p);
 }

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "linear_gemv.cuh"
+#include "row_vectors.cuh"
 #include "wgmma.cuh"
 
 namespace ortolan::cuda {
@@ -87,8 +88,7 @@ struct GemvWeights {
   Barrier* full;
   int rounds;           // buffers in the ring
   GemvUnit next, unit;  // to be fetched, and to be multiplied
-  int round = 0;
-  uint32_t parity = 0;
+  RingPlace at;
 
   __device__ __forceinline__ GemvWeights(const FusedLinearParams& p, const GemvStream& stream, char* shared)
       : p(p), stream(stream), row_bytes(static_cast<int>(p.num_inputs * sizeof(Element))) {
@@ -135,20 +135,18 @@ struct GemvWeights {
     return buffers + round * kGemvWarps * GemvStream::kBufferBytes;
   }
   __device__ __forceinline__ const char* wait() const {
-    full[round * kGemvWarps].wait(parity);
-    return buffer(round);
+    full[at.place * kGemvWarps].wait(at.parity);
+    return buffer(at.place);
   }
   // Hands the unit's buffer to a later one; moves on.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (!all_fetched()) {
-      fetch(round);
+      fetch(at.place);
       if (all_fetched()) launch_dependents();
     }
     unit.advance(kGemvWarps, stream.slices);
-    if (++round < rounds) return;
-    round = 0;
-    parity ^= 1;
+    at.advance(rounds);
   }
 };
 
@@ -310,7 +308,7 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
   constexpr int kOutputs = GemvWeights<Element, kTokens, kGated>::kOutputs;
   const int64_t row_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
   const int64_t limit = device.shared_bytes_per_block;
-  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b)); };
   if (row_bytes < kMinRowBytes || row_bytes > kMaxRowBytes || p.num_outputs > kMaxOutputs) return false;
   const int all_groups = ceil(p.num_outputs, kOutputs);
   stream.blocks = std::min(device.num_multiprocessors, all_groups);

@@ -28,9 +28,9 @@ struct Sm90Group {
   Turns<Shape> turns;
   Ring<Shape::kStages> key_at, value_at;
 
-  __device__ __forceinline__ uint32_t key_tile() const { return keys + key_at.stage * Shape::kTileBytes; }
+  __device__ __forceinline__ uint32_t key_tile() const { return keys + key_at.place * Shape::kTileBytes; }
   __device__ __forceinline__ uint32_t value_tile() const {
-    return values + value_at.stage * Shape::kTileBytes;
+    return values + value_at.place * Shape::kTileBytes;
   }
 
   static __device__ __forceinline__ int row_of_thread() {
@@ -116,11 +116,11 @@ struct Sm90Group {
     turns.begin();
     for (;;) {
       shared.handed_works.wait_full(work_at);
-      const Sm90Work<Shape>& work = shared.works[work_at.stage];
+      const Sm90Work<Shape>& work = shared.works[work_at.place];
       if (work.tile.sequence < 0) break;
       rows.clear();
       shared.queries.wait_full(query_at);
-      visit(rows, work, queries + query_at.stage * Shape::kQueryBytes + group * 64 * 128);
+      visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
       shared.queries.release(query_at);
       rows.store(params, work, group * 64 + row_of_thread(), logits.factor);
       shared.handed_works.release(work_at);

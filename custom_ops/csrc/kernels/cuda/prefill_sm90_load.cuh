@@ -38,9 +38,9 @@ struct Sm90Loader {
     Ring<Shape::kQueryStages> query_at;
     Ring<Shape::kStages> key_at;
     const auto hand_over = [&](const Sm90Work<Shape>& work) {
-      if (lane == 0) shared.works[work_at.stage] = work;
+      if (lane == 0) shared.works[work_at.place] = work;
       __syncwarp();
-      if (lane == 0) shared.handed_works.full[work_at.stage].arrive();
+      if (lane == 0) shared.handed_works.full[work_at.place].arrive();
     };
     unsigned following = 0;
     for (unsigned number = blockIdx.x; number < queue.works; number = __shfl_sync(~0u, following, 0)) {
@@ -49,17 +49,17 @@ struct Sm90Loader {
       if (!found.find(params, number, queue.tiles, queue.section_heads, visibility)) continue;
       shared.handed_works.wait_empty(work_at);
       hand_over(found);
-      const Sm90Work<Shape>& work = shared.works[work_at.stage];  // registers are few
+      const Sm90Work<Shape>& work = shared.works[work_at.place];  // registers are few
       work_at.advance();
       shared.queries.wait_empty(query_at);
       if (lane == 0)
-        load_queries(queries + query_at.stage * Shape::kQueryBytes, work,
-                     shared.queries.full[query_at.stage]);
+        load_queries(queries + query_at.place * Shape::kQueryBytes, work,
+                     shared.queries.full[query_at.place]);
       query_at.advance();
       for (int n = 0; n < work.visits.count(); ++n, key_at.advance()) {
         shared.keys.wait_empty(key_at);
-        load(keys + key_at.stage * Shape::kTileBytes, maps.keys, params.key_cache, work, work.visits.at(n),
-             shared.keys.full[key_at.stage]);
+        load(keys + key_at.place * Shape::kTileBytes, maps.keys, params.key_cache, work, work.visits.at(n),
+             shared.keys.full[key_at.place]);
       }
     }
     if (lane == 0) queue.leave();
@@ -73,12 +73,12 @@ struct Sm90Loader {
     Ring<Shape::kStages> value_at;
     for (;;) {
       shared.handed_works.wait_full(work_at);
-      const Sm90Work<Shape>& work = shared.works[work_at.stage];
+      const Sm90Work<Shape>& work = shared.works[work_at.place];
       if (work.tile.sequence < 0) return;
       for (int n = 0; n < work.visits.count(); ++n, value_at.advance()) {
         shared.values.wait_empty(value_at);
-        load(values + value_at.stage * Shape::kTileBytes, maps.values, params.value_cache, work,
-             work.visits.at(n), shared.values.full[value_at.stage]);
+        load(values + value_at.place * Shape::kTileBytes, maps.values, params.value_cache, work,
+             work.visits.at(n), shared.values.full[value_at.place]);
       }
       shared.handed_works.release(work_at);
     }

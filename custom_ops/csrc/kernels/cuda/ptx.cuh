@@ -167,6 +167,11 @@ struct Barrier {
         "{\n.reg .b64 ignored;\nmbarrier.arrive.shared.b64 ignored, [%0];\n}\n" ::"r"(shared_address(&state))
         : "memory");
   }
+  // For whole warps, which arrive once; what their lanes have read and written before is done.
+  __device__ __forceinline__ void arrive_once(int lane) {
+    __syncwarp();
+    if (lane == 0) arrive();
+  }
   // Arrives once the copies that this thread has started are done.
   __device__ __forceinline__ void arrive_after_copies() {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];\n" ::"r"(shared_address(&state))
@@ -190,6 +195,18 @@ struct Barrier {
           : "memory");
 #endif
     }
+  }
+};
+
+// Walks a ring of places in shared memory; the parity is that of their barriers in this round.
+struct RingPlace {
+  int place = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int places) {
+    if (++place < places) return;
+    place = 0;
+    parity ^= 1;
   }
 };
 

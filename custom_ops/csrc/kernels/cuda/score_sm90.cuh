@@ -99,8 +99,8 @@ struct ScoreSm90Block {
     KeyRing at;
     for (int n = 0; n < tiles; ++n, at.advance()) {
       handover.wait_empty(at);
-      copy.start(keys + at.stage * Shape::kTileBytes, map.keys, p.key_cache, tile(n) * Shape::kKeys,
-                 handover.full[at.stage]);
+      copy.start(keys + at.place * Shape::kTileBytes, map.keys, p.key_cache, tile(n) * Shape::kKeys,
+                 handover.full[at.place]);
     }
   }
 
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
       if (head >= plan.group) break;
       float z[64];
       Block::multiply(z, block.queries + head * Shape::kQueries * 128, rows,
-                      block.keys + at.stage * Shape::kTileBytes, Shape::kKeys);
+                      block.keys + at.place * Shape::kTileBytes, Shape::kKeys);
       if (logits.mapped) logits.map(z);
       if (hides) {
 #pragma unroll
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
 #pragma unroll 1
     for (int head = 0; head < plan.group; head += 2) {
       float z[64];
-      Block::multiply(z, block.keys + at.stage * Shape::kTileBytes + group * 64 * 128, Shape::kKeys,
+      Block::multiply(z, block.keys + at.place * Shape::kTileBytes + group * 64 * 128, Shape::kKeys,
                       block.queries + head * Shape::kQueries * 128, rows);
       if (logits.mapped) logits.map(z);
       const auto* states = reinterpret_cast<const float4*>(block.states + head * Shape::kQueries + column);

@@ -6,17 +6,10 @@
 
 namespace ortolan::cuda {
 
-// Walks a ring of buffers; the parity is that of the phase in which the current one is filled.
+// A place in a ring of so many buffers.
 template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage < kStages) return;
-    stage = 0;
-    parity ^= 1;
-  }
+struct Ring : RingPlace {
+  __device__ __forceinline__ void advance() { RingPlace::advance(kStages); }
 };
 
 // Buffers that one warp fills and others read.
@@ -32,12 +25,11 @@ struct Handover {
     }
   }
   // For the one who fills: the buffer may be overwritten.
-  __device__ __forceinline__ void wait_empty(const Ring<kStages>& at) { empty[at.stage].wait(at.parity ^ 1); }
-  __device__ __forceinline__ void wait_full(const Ring<kStages>& at) { full[at.stage].wait(at.parity); }
+  __device__ __forceinline__ void wait_empty(const Ring<kStages>& at) { empty[at.place].wait(at.parity ^ 1); }
+  __device__ __forceinline__ void wait_full(const Ring<kStages>& at) { full[at.place].wait(at.parity); }
   // For whole warps that read.
   __device__ __forceinline__ void release(Ring<kStages>& at) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[at.stage].arrive();
+    empty[at.place].arrive_once(threadIdx.x % 32);
     at.advance();
   }
 };
