@@ -52,10 +52,7 @@ class HfConfig:
         Raises:
             CheckpointError: the key is absent without a default, or no such number.
         """
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-            raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
-        return float(value)
+        return _finite(key, self.get(key, default))
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0.
@@ -63,10 +60,7 @@ class HfConfig:
         Raises:
             CheckpointError: the key is absent without a default, or no such number.
         """
-        number = self.number(key, default)
-        if number <= 0:
-            raise CheckpointError(f"config.json: {key} is {number!r}; expected a number above 0")
-        return number
+        return _above_zero(key, self.number(key, default))
 
     def positives(self, key: str) -> list[float]:
         """Return a list of finite numbers above 0, none where it is absent.
@@ -74,7 +68,7 @@ class HfConfig:
         Raises:
             CheckpointError: the value is no such list.
         """
-        return [HfConfig({key: value}).positive(key) for value in self.sequence(key, object, [])]
+        return [_above_zero(key, _finite(key, value)) for value in self.sequence(key, object, [])]
 
     def section(self, key: str) -> HfConfig:
         """Return the keys of an object, none where it is absent.
@@ -140,6 +134,18 @@ class HfConfig:
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
             raise CheckpointError(f"config.json: {key} is {value!r}; expected a token id, or a list of them")
         return tuple(ids)
+
+
+def _finite(key: str, value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
+    return float(value)
+
+
+def _above_zero(key: str, number: float) -> float:
+    if number <= 0:
+        raise CheckpointError(f"config.json: {key} is {number!r}; expected a number above 0")
+    return number
 
 
 def read_hf_config(folder: Path) -> HfConfig:

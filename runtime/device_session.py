@@ -68,6 +68,11 @@ class DeviceModel:
         """The device's name."""
         return f"cuda:{self.buffers.device_id}"
 
+    def free_memory(self) -> tuple[int, int]:
+        """Give back what no array uses; return the device's free and all bytes."""
+        self.buffers.trim()
+        return self.buffers.memory()
+
     def used_bytes(self) -> int:
         """Device memory taken since the model began to open; other programs on the device blur it."""
         return max(0, self._free_before - self.buffers.memory()[0])

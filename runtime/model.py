@@ -194,8 +194,7 @@ class Model:
         plan = plan_engine(self.manifest, max_sequences, max_cache_bytes, chunk_tokens, max_context, cuda=on_cuda)
         if self._device is None or max_cache_bytes is not None:
             return plan
-        self._device.buffers.trim()
-        free = self._device.buffers.memory()[0]
+        free, _ = self._device.free_memory()
         most = int((free - estimate_chunk_bytes(self.manifest, plan)) * POOL_SHARE)
         if plan.bytes <= most:
             return plan
@@ -209,8 +208,7 @@ class Model:
         if self._device is None:
             return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
         device = self._device
-        device.buffers.trim()
-        check_pools(plan, device.buffers.memory(), device.name)
+        check_pools(plan, device.free_memory(), device.name)
         return CudaBatchStepper(
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )
@@ -228,11 +226,11 @@ class Model:
     def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
         """Refuse a plan that the device has no memory for."""
         assert self._device is not None
-        self._device.buffers.trim()
+        memory = self._device.free_memory()
         captured = capture_bytes(self.manifest, snapkv.captured_queries if snapkv else 0)
         largest = max(estimate_chunk_bytes(self.manifest, plan), estimate_evict_bytes(self.manifest, plan, snapkv))
         chunk = max(0, largest - self._device.arena_bytes())
-        check_room(plan, captured, chunk, self._device.buffers.memory(), self._device.name)
+        check_room(plan, captured, chunk, memory, self._device.name)
 
     def _choose_file(self, fused: bool | None) -> str:
         """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""
