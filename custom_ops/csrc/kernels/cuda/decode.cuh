@@ -65,8 +65,7 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
 template <typename Element, int kHeadSize, int kRowTiles, typename Line>
 __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRowTiles>& self,
                                             const DecodePiece<Line>& piece) {
-  // In turn: threads may find the next tile's factors while others still read the last one's.
-  __shared__ TileFactors<8 * kRowTiles> factors[2];
+  __shared__ TileFactors<8 * kRowTiles> factors;
   DecodeCursor cursor{.tile = piece.begin};
   DecodeSpan span;
   self.clear();
@@ -75,9 +74,10 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
     span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
-    self.find_factors(factors[cursor.tile % 2], buffer, span.is_whole);
+    sync_threads<1, kMergeThreads>();  // all have read the last tile's factors
+    self.find_factors(factors, buffer, span.is_whole);
     sync_threads<1, kMergeThreads>();
-    self.merge_tile(factors[cursor.tile % 2], cursor, span);
+    self.merge_tile(factors, cursor, span);
     self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
 }
