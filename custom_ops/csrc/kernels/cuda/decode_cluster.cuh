@@ -61,6 +61,7 @@ __device__ __forceinline__ void combine_cluster(const SwaAttentionParams& params
   const PartialRow<kHeadSize, ClusterLine> first_row{workspace, line, tiles, line.index, 0, 0};
   if (first_row.is_stored(SpanTiles::of(tiles, tiles.at(0) / kSpanTiles))) return;
   cluster_sync();
+  __syncthreads();  // says nothing new, but to racecheck
   const int rank = static_cast<int>(blockIdx.x) - line.first_block;
   if (line.own.rows * (kHeadSize / 32) <= shape.cluster)
     combine_columns<Element, kHeadSize, 32>(params, shape, workspace, line, memory, rank);
