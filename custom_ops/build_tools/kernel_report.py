@@ -40,14 +40,17 @@ class Kernel:
 
 
 def read_kernels(text: str) -> list[Kernel]:
-    """Read the output of one `ptxas -v`; what it says belongs to the entry it named last."""
+    """Read the output of one `ptxas -v`; what it says belongs to the entry it named last.
+
+    Functions that a kernel calls have stacks and spills of their own, named after the kernel's; they add to it.
+    """
     kernels: list[Kernel] = []
     for line in text.splitlines():
         if match := ENTRY.search(line):
             kernels.append(Kernel(match[1], match[2]))
         elif kernels and (match := STACK.search(line)):
-            kernels[-1].stack_bytes = int(match[1])
-            kernels[-1].spill_bytes = int(match[2]) + int(match[3])
+            kernels[-1].stack_bytes += int(match[1])
+            kernels[-1].spill_bytes += int(match[2]) + int(match[3])
         elif kernels and (match := USED.search(line)):
             kernels[-1].registers = int(match[1])
             shared = SHARED.search(line)
