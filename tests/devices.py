@@ -83,6 +83,13 @@ def cuda_problem() -> str | None:
         return f"cupy finds no GPU: {error}"
 
 
+def compute_capability() -> int:
+    """Return the GPU's compute capability, ten times its major number plus the minor one."""
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
+
+
 def run(
     session: ort.InferenceSession,
     feeds: Mapping[str, np.ndarray],

@@ -73,6 +73,30 @@ def test_linear_is_as_good_as_plain_operators(case, size, outputs):
         assert_as_good_as_plain(y, plain_linear(case, feeds), expected)
 
 
+GATES = [c for c in LINEARS if c.activation != "none" and not c.bias and not c.residual]
+
+
+@pytest.mark.parametrize("tokens", [240, 241, 255, 256, 257, 482, 511, 723, 1000, 4099])  # two tiles have 256 rows
+@pytest.mark.parametrize(("size", "outputs"), [(8, 8), (64, 64), (200, 136), (1160, 72), (2048, 1032)])
+@pytest.mark.parametrize("case", GATES, ids=str)
+def test_gates_of_many_rows_are_as_good_as_plain_operators(case, size, outputs, tokens):
+    feeds = linear_feeds(case, tokens, size, outputs)
+    (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+    assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+
+
+@pytest.mark.parametrize("case", GATES, ids=str)
+def test_a_row_of_a_gated_layer_does_not_depend_on_the_others(case):
+    if devices.element() == np.float32 or devices.compute_capability() != 90:
+        pytest.skip("cuBLAS, which multiplies here, sums in an order that it chooses by the number of rows")
+    feeds = linear_feeds(case, 5000, 1160, 264)
+    every = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
+    for first, count in [(0, 256), (77, 500), (3, 1024), (4010, 990), (1, 4999)]:
+        some = feeds | {"x": feeds["x"][first : first + count]}
+        y = run_fused("FusedLinear", some, linear_outputs(case, some), **case.attributes)["y"]
+        np.testing.assert_array_equal(bits(y), bits(every[first : first + count]))
+
+
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("activation", ["none", "silu_mul"])
 def test_an_output_does_not_depend_on_how_many_there_are(activation, tokens):
@@ -134,10 +158,19 @@ def test_sums_in_the_buffers_of_their_residuals_are_the_same(tokens):
     np.testing.assert_array_equal(bits(results["y4"]), bits(values["y4"]))
 
 
-@pytest.mark.parametrize("activation", ["none", "silu_mul"])
-def test_a_step_of_several_slices_has_no_seam(activation):
-    case, tokens = LinearCase(norm=True, bias=activation == "none", activation=activation), 12_301
-    feeds = linear_feeds(case, tokens, 64, 9600 if activation == "none" else 4800)
+@pytest.mark.parametrize(
+    ("case", "size", "outputs"),
+    [
+        (LinearCase(norm=True, bias=True), 64, 9600),
+        (LinearCase(norm=True, activation="silu_mul"), 64, 4800),
+        (LinearCase(norm=True, bias=True, activation="silu_mul"), 64, 4800),
+        (LinearCase(norm=True, activation="silu_mul"), 4200, 24),  # normalised rows fill slices
+    ],
+    ids=str,
+)
+def test_a_step_of_several_slices_has_no_seam(case, size, outputs):
+    tokens = 12_301
+    feeds = linear_feeds(case, tokens, size, outputs)
     y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
     rows = np.unique([*range(0, tokens, 97), *range(0, tokens, 128), *range(127, tokens, 128), tokens - 1])
     some = feeds | {"x": feeds["x"][rows]}
@@ -151,9 +184,10 @@ def test_linear_of_no_tokens_is_empty():
     assert run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"].shape == (0, 32)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_a_row_of_nan_stays_in_its_row(tokens):
-    case = LinearCase(norm=True)
+@pytest.mark.parametrize("tokens", [*TOKENS, 250])
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+def test_a_row_of_nan_stays_in_its_row(activation, tokens):
+    case = LinearCase(norm=True, activation=activation)
     feeds = linear_feeds(case, tokens, 104, 40)
     feeds["x"][tokens // 2] = np.nan
     y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]

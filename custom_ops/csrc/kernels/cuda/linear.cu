@@ -1,4 +1,5 @@
-// Linear layers: by GEMV for a few tokens, by cuBLAS with our norm and epilogue around it for many.
+// Linear layers: by GEMV for a few tokens; for many, gated ones by a kernel of our own where wgmma is, and
+// the others by cuBLAS with our norm and epilogue around it.
 #include <algorithm>
 
 #include "cublas.h"
@@ -12,12 +13,15 @@ namespace ortolan::cuda {
 
 template <typename Element>
 cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
+template <typename Element>
+cudaError_t launch_gated_sm90(const FusedLinearParams& p, const Launch& launch);
 
 namespace {
 
 constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
 constexpr int64_t kSliceBytes = int64_t{96} << 20;  // bounds the rows that wait beside cuBLAS's workspace
 constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
+constexpr int64_t kGatedRowTile = 256;              // rows that our gated product takes together
 constexpr int kThreads = 256;
 constexpr int64_t kManyRows = 4096;  // from here on a norm's blocks take several rows each
 
@@ -222,24 +226,39 @@ bool waits_in_output(const FusedLinearParams& p) {
          further >= 0 && further % 16 == 0;
 }
 
+// Whether our gated product takes the call. It reads and writes whole pieces of 16 bytes. While its tiles are
+// full it is 7 % or more ahead of cuBLAS and a gate: a sixteenth of their rows may be wasted.
+bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
+  uint64_t bits = static_cast<uint64_t>(p.num_inputs | p.num_outputs) * 2;
+  for (const void* data : {p.input, p.weight, static_cast<const void*>(p.output)})
+    bits |= reinterpret_cast<uint64_t>(data);
+  const int64_t rows = (p.num_tokens + kGatedRowTile - 1) / kGatedRowTile * kGatedRowTile;
+  return device.compute_capability == 90 && p.element != ElementType::kFloat32 && !p.output_float32 &&
+         p.activation != GatedActivation::kNone && !p.bias && !p.residual && bits % 16 == 0 &&
+         (rows - p.num_tokens) * 16 <= p.num_tokens;
+}
+
 // How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
 struct Slices {
   int64_t rows;
   int64_t normalised_bytes;
   int64_t product_bytes;
 
-  static Slices of(const FusedLinearParams& p) {
+  static Slices of(const FusedLinearParams& p, const Device& device) {
     const int64_t bytes = element_bytes(p.element);
-    const int64_t normalised = p.norm_weight && !waits_in_output(p) ? p.num_inputs * bytes : 0;
-    const int64_t products = is_direct(p) ? 0
-                                          : p.num_outputs * (p.output_float32 ? 4 : bytes) *
-                                                (p.activation == GatedActivation::kNone ? 1 : 2);
+    const bool gates = multiplies_gates(p, device);
+    const bool waits_apart = gates || !waits_in_output(p);  // outputs of our product come in no order
+    const int64_t normalised = p.norm_weight && waits_apart ? p.num_inputs * bytes : 0;
+    const int64_t products = gates || is_direct(p) ? 0
+                                                   : p.num_outputs * (p.output_float32 ? 4 : bytes) *
+                                                         (p.activation == GatedActivation::kNone ? 1 : 2);
     if (normalised + products == 0) return {p.num_tokens, 0, 0};
     // Slices of about equal size: a small last one would read all weights for a few rows.
-    const int64_t most = std::max<int64_t>(kSliceBytes / (normalised + products), kRowTile);
+    const int64_t tile = gates ? kGatedRowTile : kRowTile;
+    const int64_t most = std::max<int64_t>(kSliceBytes / (normalised + products), tile);
     const int64_t count = std::max<int64_t>((p.num_tokens + most - 1) / most, 1);
     const int64_t equal = (p.num_tokens + count - 1) / count;
-    const int64_t whole_tiles = (equal + kRowTile - 1) / kRowTile * kRowTile;
+    const int64_t whole_tiles = (equal + tile - 1) / tile * tile;
     const int64_t rows = std::min(p.num_tokens, whole_tiles <= most ? whole_tiles : equal);
     const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
     return {rows, aligned(rows * normalised), aligned(rows * products)};
@@ -303,10 +322,33 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   return finish_slice<Element>(p, static_cast<const Element*>(products), first_row, rows, launch);
 }
 
-// All rows through cuBLAS.
+// All rows of a gated layer through our own product.
+template <typename Element>
+cudaError_t multiply_gated(const FusedLinearParams& p, const Launch& launch) {
+  const Slices slices = Slices::of(p, launch.device);
+  auto* normalised = static_cast<unsigned char*>(launch.workspace) + Cublas::kWorkspaceBytes;
+  for (int64_t first = 0; first < p.num_tokens; first += slices.rows) {
+    FusedLinearParams slice = p;
+    slice.num_tokens = std::min(slices.rows, p.num_tokens - first);
+    slice.input = static_cast<const Element*>(p.input) + first * p.num_inputs;
+    slice.output = static_cast<Element*>(p.output) + first * p.num_outputs;
+    cudaError_t error = cudaSuccess;
+    if (p.norm_weight) {
+      error = normalise<Element>(p, first, slice.num_tokens, normalised, launch);
+      slice.input = normalised;
+    }
+    if (error == cudaSuccess) error = launch_gated_sm90<Element>(slice, launch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// All rows, through cuBLAS where our gated product does not take them.
 template <typename Element>
 cudaError_t multiply(const FusedLinearParams& p, const Launch& launch) {
-  const Slices slices = Slices::of(p);
+  if constexpr (sizeof(Element) == 2)
+    if (multiplies_gates(p, launch.device)) return multiply_gated<Element>(p, launch);
+  const Slices slices = Slices::of(p, launch.device);
   Element* waiting = nullptr;
   if (waits_in_output(p)) {
     waiting = static_cast<Element*>(p.output) + p.num_tokens * (p.num_outputs - p.num_inputs);
@@ -329,9 +371,9 @@ cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
                       [&]<typename Element>() { return launch_rms_norm<Element>(params, launch); });
 }
 
-size_t fused_linear_workspace(const FusedLinearParams& params, const Device&) {
+size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device) {
   if (params.num_tokens <= kGemvTokens || !params.cublas) return 0;
-  const Slices slices = Slices::of(params);
+  const Slices slices = Slices::of(params, device);
   return Cublas::kWorkspaceBytes + slices.normalised_bytes + slices.product_bytes;
 }
 

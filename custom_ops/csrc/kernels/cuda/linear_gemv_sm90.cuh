@@ -69,11 +69,6 @@ struct GemvUnit {
   }
 };
 
-// Makes initialised barriers visible to asynchronous copies.
-__device__ __forceinline__ void fence_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-
 // The weights of a block on their way through a warp's ring of buffers. Lines of a gated layer are outputs'
 // gates, then their factors.
 template <typename Element, int kTokens, bool kGated>

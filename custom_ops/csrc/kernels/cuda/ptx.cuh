@@ -153,6 +153,13 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// This block's place in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
 // A barrier in shared memory that counts arrivals, of threads and of asynchronous copies. Its phases
 // alternate in parity.
 struct Barrier {
@@ -171,6 +178,15 @@ struct Barrier {
   __device__ __forceinline__ void arrive_once(int lane) {
     __syncwarp();
     if (lane == 0) arrive();
+  }
+  // Arrives at the barrier in the same place of a block of the cluster. Releases nothing to other blocks: for
+  // buffers that were read.
+  __device__ __forceinline__ void arrive_at(int block) {
+    asm volatile(
+        "{\n.reg .b32 place;\nmapa.shared::cluster.u32 place, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [place];\n}\n" ::"r"(shared_address(&state)),
+        "r"(block)
+        : "memory");
   }
   // Arrives once the copies that this thread has started are done.
   __device__ __forceinline__ void arrive_after_copies() {
@@ -248,6 +264,10 @@ __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32
                : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Until all groups have read what they store.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
+}
 // Until all groups have written.
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory");

@@ -43,7 +43,15 @@ __device__ __forceinline__ void lower_registers() {
 
 // Makes ordinary writes to shared memory visible to wgmma and tensor copies.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async;\n" ::: "memory"); }
+// The same where nothing else has been written: it waits for no global memory.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
 
+// Makes initialised barriers visible to asynchronous copies and to the cluster.
+__device__ __forceinline__ void fence_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
 __device__ __forceinline__ void arrive_expecting(Barrier& barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier.state)),
                "r"(bytes)
@@ -57,6 +65,31 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       "[%5];\n" ::"r"(target),
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state))
       : "memory");
+}
+
+// The same, to the same place in each block of the cluster that `blocks` has a bit for; there the barrier in
+// the same place counts its bytes.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
+                                         int32_t z, Barrier& barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state)), "h"(blocks)
+      : "memory");
+}
+// Copies a box from shared memory, in this thread's open group; what lies outside the tensor is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int32_t x, int32_t y, int32_t z,
+                                          uint32_t source) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(&map), "r"(x),
+      "r"(y), "r"(z), "r"(source)
+      : "memory");
+}
+// Stores four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&tile)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
+               "r"(tile[0]), "r"(tile[1]), "r"(tile[2]), "r"(tile[3])
+               : "memory");
 }
 
 // sum[64 x kColumns] (+)= a[64 x 16] * b[16 x kColumns], float32 sums; a warp's rows lie as in an m16n8k16
