@@ -121,7 +121,7 @@ struct Sm90Group {
       shared.queries.wait_full(query_at);
       visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
       shared.queries.release(query_at);
-      rows.store(params, work, group * 64 + row_of_thread(), plan.logits.factor);
+      rows.store(params, work, group * 64 + row_of_thread());
       shared.handed_works.release(work_at);
     }
     turns.end();
