@@ -154,9 +154,8 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
     return;
   }
   raise_registers<Shape::kComputeRegisters>();
-  Sm90Group<Element, kHeadSize, Shape> computing{params, plan,  shared,
-                                                 keys,   values, group,
-                                                 Turns<Shape>{group}};
+  Sm90Group<Element, kHeadSize, Shape> computing{
+      params, plan, shared, keys, values, group, Turns<Shape>{group}};
   computing.compute(queries);
 #endif
 }
