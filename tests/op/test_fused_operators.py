@@ -80,6 +80,8 @@ GATES = [c for c in LINEARS if c.activation != "none" and not c.bias and not c.r
 @pytest.mark.parametrize(("size", "outputs"), [(8, 8), (64, 64), (200, 136), (1160, 72), (2048, 1032)])
 @pytest.mark.parametrize("case", GATES, ids=str)
 def test_gates_of_many_rows_are_as_good_as_plain_operators(case, size, outputs, tokens):
+    if devices.element() == np.float32:
+        pytest.skip("the tiles are those of the 16-bit kernel")
     feeds = linear_feeds(case, tokens, size, outputs)
     (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
     assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
