@@ -19,11 +19,12 @@ template <typename Element, int kHeadSize, typename Shape>
 struct Sm90Group {
   using Rows = Sm90Rows<Element, kHeadSize, Shape>;
   const SwaAttentionParams& params;
-  const Sm90Plan& plan;
   Sm90Shared<Shape>& shared;
   uint32_t keys;  // addresses of the rings
   uint32_t values;
   int group;
+  Visibility visibility;
+  Logits logits;
   Turns<Shape> turns;
   Ring<Shape::kStages> key_at, value_at;
 
@@ -48,11 +49,11 @@ struct Sm90Group {
 
   // Products with tile `tile` become weights.
   __device__ __forceinline__ void weigh(Rows& rows, int32_t first_row, int32_t tile) const {
-    if (plan.logits.mapped) plan.logits.map(rows.z);
+    if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys;
-    if (plan.visibility.cuts(first_row, first_row + 63, first_key, first_key + Shape::kKeys))
-      rows.mask(plan.visibility, first_row + row_of_thread(), first_key);
-    rows.weigh(plan.logits.factor);
+    if (visibility.cuts(first_row, first_row + 63, first_key, first_key + Shape::kKeys))
+      rows.mask(visibility, first_row + row_of_thread(), first_key);
+    rows.weigh(logits.factor);
   }
 
   // Key tiles begin .. end, all of which the group's rows see; `first_row`: the position of its first row.
@@ -92,7 +93,7 @@ struct Sm90Group {
   // All tiles of a work, in ascending order.
   __device__ __forceinline__ void visit(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries) {
     const int count = min(64, work.tile.count - group * 64);
-    const KeyTiles own = count > 0 ? work.of_rows(group * 64, count, plan.visibility) : KeyTiles{};
+    const KeyTiles own = count > 0 ? work.of_rows(group * 64, count, visibility) : KeyTiles{};
     const int32_t first_row = work.first + group * 64;
     const bool has_gap = own.sink_end < own.begin;
     for (int n = 0; n < work.visits.count();) {
@@ -121,7 +122,7 @@ struct Sm90Group {
       shared.queries.wait_full(query_at);
       visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
       shared.queries.release(query_at);
-      rows.store(params, work, group * 64 + row_of_thread());
+      rows.store(params, work, group * 64 + row_of_thread(), logits.factor);
       shared.handed_works.release(work_at);
     }
     turns.end();
@@ -131,7 +132,7 @@ struct Sm90Group {
 template <typename Element, int kHeadSize, int kKeyRows>
 __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
     sm90_prefill_kernel(const __grid_constant__ SwaAttentionParams params,
-                        const __grid_constant__ Sm90Plan plan, const __grid_constant__ WorkQueue queue) {
+                        const __grid_constant__ Sm90Maps maps, const __grid_constant__ WorkQueue queue) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   extern __shared__ unsigned char shared_memory[];
@@ -147,15 +148,21 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();
-    const Sm90Loader<Element, kHeadSize, Shape> loader{params, plan};
+    const Sm90Loader<Element, kHeadSize, Shape> loader{params, maps};
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) loader.bring_keys(shared, queries, keys, queue);
     if (warp == 1) loader.bring_values(shared, values);
     return;
   }
   raise_registers<Shape::kComputeRegisters>();
-  Sm90Group<Element, kHeadSize, Shape> computing{
-      params, plan, shared, keys, values, group, Turns<Shape>{group}};
+  Sm90Group<Element, kHeadSize, Shape> computing{params,
+                                                 shared,
+                                                 keys,
+                                                 values,
+                                                 group,
+                                                 Visibility::of(params),
+                                                 Logits::of(params.scale, params.softcap),
+                                                 Turns<Shape>{group}};
   computing.compute(queries);
 #endif
 }

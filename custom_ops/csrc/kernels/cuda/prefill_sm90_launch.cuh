@@ -14,16 +14,14 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   const CacheLayout& cache = params.cache;
   const auto element = params.element;
-  Sm90Plan plan;
-  plan.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
-  plan.visibility = Visibility::of(params);
-  plan.logits = Logits::of(params.scale, params.softcap);
+  Sm90Maps maps;
+  maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
   const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
-  cudaError_t error = make_tensor_map(plan.query, element, params.query, queries, {64, 1, 64});
+  cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
   if (error == cudaSuccess)
-    error = make_cache_map(plan.keys, element, params.key_cache, cache, plan.box_rows);
+    error = make_cache_map(maps.keys, element, params.key_cache, cache, maps.box_rows);
   if (error == cudaSuccess)
-    error = make_cache_map(plan.values, element, params.value_cache, cache, plan.box_rows);
+    error = make_cache_map(maps.values, element, params.value_cache, cache, maps.box_rows);
   if (error != cudaSuccess) return error;
 
   const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
@@ -36,7 +34,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   queue.taken = launch.counters;
   const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
   return launch_overlapped(kernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
-                           plan, queue);
+                           maps, queue);
 }
 
 // One source file per element type keeps a build parallel.

@@ -9,12 +9,12 @@ namespace ortolan::cuda {
 template <typename Element, int kHeadSize, typename Shape>
 struct Sm90Loader {
   const SwaAttentionParams& params;
-  const Sm90Plan& plan;
+  const Sm90Maps& maps;
 
   __device__ __forceinline__ void load(uint32_t target, const CUtensorMap& map, const void* cache,
                                        const Sm90Work<Shape>& work, int32_t tile, Barrier& full) const {
     const Sm90TileCopy<Element, kHeadSize, Shape::kKeys> copy{params.cache, work.tile.sequence, work.kv_head,
-                                                              work.end, plan.box_rows};
+                                                              work.end, maps.box_rows};
     copy.start(target, map, cache, tile * Shape::kKeys, full);
   }
 
@@ -25,13 +25,14 @@ struct Sm90Loader {
     for (int box = 0; box < Shape::kBoxes; ++box)
 #pragma unroll
       for (int group = 0; group < Shape::kGroups; ++group)
-        copy_box(target + (box * Shape::kRows + group * 64) * 128, plan.query, box * 64, work.head,
+        copy_box(target + (box * Shape::kRows + group * 64) * 128, maps.query, box * 64, work.head,
                  work.tile.first + group * 64, full);
   }
 
   // All of a block's works: what they are, their queries and keys.
   __device__ __forceinline__ void bring_keys(Sm90Shared<Shape>& shared, uint32_t queries, uint32_t keys,
                                              const WorkQueue& queue) const {
+    const Visibility visibility = Visibility::of(params);
     const int lane = threadIdx.x % 32;
     Ring<Sm90Shared<Shape>::kWorks> work_at;
     Ring<Shape::kQueryStages> query_at;
@@ -45,7 +46,7 @@ struct Sm90Loader {
     for (unsigned number = blockIdx.x; number < queue.works; number = __shfl_sync(~0u, following, 0)) {
       if (lane == 0) following = queue.take();
       Sm90Work<Shape> found;
-      if (!found.find(params, number, queue.tiles, queue.section_heads, plan.visibility)) continue;
+      if (!found.find(params, number, queue.tiles, queue.section_heads, visibility)) continue;
       shared.handed_works.wait_empty(work_at);
       hand_over(found);
       const Sm90Work<Shape>& work = shared.works[work_at.place];  // registers are few
@@ -57,7 +58,7 @@ struct Sm90Loader {
       query_at.advance();
       for (int n = 0; n < work.visits.count(); ++n, key_at.advance()) {
         shared.keys.wait_empty(key_at);
-        load(keys + key_at.place * Shape::kTileBytes, plan.keys, params.key_cache, work, work.visits.at(n),
+        load(keys + key_at.place * Shape::kTileBytes, maps.keys, params.key_cache, work, work.visits.at(n),
              shared.keys.full[key_at.place]);
       }
     }
@@ -76,7 +77,7 @@ struct Sm90Loader {
       if (work.tile.sequence < 0) return;
       for (int n = 0; n < work.visits.count(); ++n, value_at.advance()) {
         shared.values.wait_empty(value_at);
-        load(values + value_at.place * Shape::kTileBytes, plan.values, params.value_cache, work,
+        load(values + value_at.place * Shape::kTileBytes, maps.values, params.value_cache, work,
              work.visits.at(n), shared.values.full[value_at.place]);
       }
       shared.handed_works.release(work_at);

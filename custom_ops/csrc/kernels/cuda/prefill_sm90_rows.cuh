@@ -8,9 +8,8 @@ namespace ortolan::cuda {
 template <typename Element, int kHeadSize, typename Shape>
 struct Sm90Rows {
   static constexpr int kKeys = Shape::kKeys;
-  static constexpr float kLowest = -3e38f;  // of no keys; it can be subtracted
   float sums[kHeadSize / 2];
-  float maxima[2];  // in units of log2
+  float maxima[2];
   float totals[2];
   float rescale[2];                 // of what was summed before the newest weights
   float z[kKeys / 2];               // logits, then weights
@@ -19,7 +18,7 @@ struct Sm90Rows {
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int n = 0; n < kHeadSize / 2; ++n) sums[n] = 0;
-    maxima[0] = maxima[1] = kLowest;
+    maxima[0] = maxima[1] = -INFINITY;
     totals[0] = totals[1] = 0;
   }
 
@@ -77,18 +76,19 @@ struct Sm90Rows {
             fmaxf(largest[half][n % 2], fmaxf(z[4 * n + 2 * half], z[4 * n + 2 * half + 1]));
     float maximum[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) maximum[half] = fmaxf(largest[half][0], largest[half][1]);
+    for (int half = 0; half < 2; ++half)
+      maximum[half] = fmaxf(fmaxf(largest[half][0], largest[half][1]), maxima[half]);
 #pragma unroll
     for (int step = 1; step < 4; step *= 2)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], step));
-    float total[2][2];
+    float base[2], total[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      base[half] = __fmul_rn(finite_max(maximum[half]), factor);
       // Rounded before it is subtracted: where the maximum stays, the factor is exactly 1.
-      maximum[half] = fmaxf(__fmul_rn(maximum[half], factor), maxima[half]);
-      rescale[half] = fast_exp2(maxima[half] - maximum[half]);
+      rescale[half] = fast_exp2(__fmul_rn(maxima[half], factor) - base[half]);
       maxima[half] = maximum[half];
       total[half][0] = total[half][1] = 0;
     }
@@ -98,8 +98,8 @@ struct Sm90Rows {
       for (int half = 0; half < 2; ++half) {
         float& low = z[4 * n + 2 * half];
         float& high = z[4 * n + 2 * half + 1];
-        low = fast_exp2(fmaf(low, factor, -maxima[half]));
-        high = fast_exp2(fmaf(high, factor, -maxima[half]));
+        low = fast_exp2(fmaf(low, factor, -base[half]));
+        high = fast_exp2(fmaf(high, factor, -base[half]));
         total[half][0] += low;
         total[half][1] += high;
       }
@@ -118,14 +118,15 @@ struct Sm90Rows {
   }
   // Divides and writes the rows: the four threads of a row exchange what they hold into pieces of 16 bytes.
   __device__ __forceinline__ void store(const SwaAttentionParams& params, const Sm90Work<Shape>& work,
-                                        int row) {
+                                        int row, float factor) {
     const int lane = threadIdx.x % 32, part = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = totals[half];
       total += __shfl_xor_sync(~0u, total, 1);
       total += __shfl_xor_sync(~0u, total, 2);
-      const Denominator denominator = Denominator::of(total, maxima[half], params.sink_logits, work.head);
+      const Denominator denominator =
+          Denominator::of(total, __fmul_rn(maxima[half], factor), params.sink_logits, work.head);
       const float inverse = denominator.inverse;
       const int tile_row = row + half * 8;
       const bool exists = tile_row < work.tile.count;

@@ -28,15 +28,13 @@ struct Sm90Shape {
   static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
 };
 
-// What the host prepares, since registers are few: tensor maps, how many rows of a tile one copy takes (pages
-// may be smaller than tiles), and what becomes of products.
-struct Sm90Plan {
+// What the host prepares: tensor maps, and how many rows of a tile one copy takes (pages may be smaller than
+// tiles).
+struct Sm90Maps {
   CUtensorMap query;   // [T, Hq, D], boxes of 64 rows
   CUtensorMap keys;    // [N * Hkv, P, D], boxes of box_rows slots
   CUtensorMap values;  // the same
   int box_rows;
-  Visibility visibility;
-  Logits logits;
 };
 
 // All works of a launch: a block begins with the one of its own number, and then takes whatever is next, as
