@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = 0; c < kColumnsPerThread; ++c) {
       const int column = c * kThreads + threadIdx.x;
       float tile_sums[kRows] = {};  // apart, so that rounding does not grow with every key
+#pragma unroll 2                    // for compute capability 8.0 nvcc would unroll all, and spill 25 KB
       for (int k = 0; k < kKeys; ++k) {
         const float value = column < head_size ? rows_of_keys[k * stride + column] : 0;
 #pragma unroll
