@@ -91,9 +91,10 @@ class SavedSession:
                 result.append(int(saved["capacity"]))
             else:
                 result.append(plan.grown_capacity(index, max(self._held(index), sink + 1)))
-            if layer.kind == "full" and self._held(index) > result[-1]:
+            most = result[-1] if plan.bound is None else plan.bound
+            if layer.kind == "full" and self._held(index) > most:
                 raise ConfigError(
-                    f"layer {index} holds {self._held(index)} tokens in {self._path}, and {result[-1]} in the session "
+                    f"layer {index} holds {self._held(index)} tokens in {self._path}, and {most} in the session "
                     "that was asked for; restore it with the chunk_size that it was saved with"
                 )
         return result
