@@ -109,9 +109,7 @@ def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, ope
     assert relative_difference(logits, straight.prefill(question)) <= SAME_LOGITS
 
 
-def test_an_eviction_without_memory_for_its_queries_changes_nothing(
-    full_model, open_session, draw_tokens, monkeypatch
-):
+def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, open_session, draw_tokens, monkeypatch):
     """They are copied for later turns, which would score by others if the eviction counted without them."""
 
     def refuse():
