@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.errors import ConfigError, ContractMismatchError, SessionFileError
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
@@ -21,6 +21,19 @@ from ortolan.runtime.session_state import SessionState, SlotRuns, capture_runs, 
 
 Options = TypeVar("Options", SnapKv, Sampling)
 
+# Of a file's description: a class, members of a dict, the form of a list's elements, or a choice of forms.
+DESCRIPTION: dict[str, Any] = {
+    "model": dict,
+    "plan": {"max_context": int, "chunk_size": int, "slot_tile": int},
+    "snapkv": (dict, NoneType),
+    "layers": [{"capacity": int, "planned": int, "first": int}],
+    "lengths": {"logical": int, "evicted_at": int, "captured_from": int, "physical": dict},
+    "pending": [int],
+    "variant": int,
+    "generation": ({"sampling": dict, "max_new_tokens": int, "count": int}, NoneType),
+    "finish_reason": (str, NoneType),
+}
+
 
 class SavedSession:
     """A checked file of a session."""
@@ -30,6 +43,11 @@ class SavedSession:
         self._path = path
         self._file = SessionFile(path)
         self._description = self._file.description
+        if not _has_form(self._description, DESCRIPTION):
+            self._file.close()
+            raise SessionFileError(
+                f"{path} is no session as this version of Ortolan saves it: its description has another form"
+            )
 
     def __enter__(self) -> SavedSession:
         return self
@@ -37,13 +55,16 @@ class SavedSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.__exit__(kind, error, trace)
+        self._file.close()
 
     def check_model(self, identity: Fingerprint) -> None:
         """Raise ContractMismatchError where another model saved the session."""
         problem = difference(self._description["model"], identity)
         if problem:
             raise ContractMismatchError(f"{self._path} was saved with another model: {problem}")
+        counts = len(self._description["layers"]), len(identity["layers"])
+        if counts[0] != counts[1]:
+            raise SessionFileError(f"{self._path} describes {counts[0]} layers of a model that has {counts[1]}")
 
     @property
     def logical_length(self) -> int:
@@ -91,9 +112,10 @@ class SavedSession:
                 result.append(int(saved["capacity"]))
             else:
                 result.append(plan.grown_capacity(index, max(self._held(index), sink + 1)))
-            if layer.kind == "full" and self._held(index) > result[-1]:
+            most = result[-1] if plan.bound is None else plan.bound
+            if layer.kind == "full" and self._held(index) > most:
                 raise ConfigError(
-                    f"layer {index} holds {self._held(index)} tokens in {self._path}, and {result[-1]} in the session "
+                    f"layer {index} holds {self._held(index)} tokens in {self._path}, and {most} in the session "
                     "that was asked for; restore it with the chunk_size that it was saved with"
                 )
         return result
@@ -191,3 +213,16 @@ def _options(kind: type[Options], values: dict[str, Any], path: Path) -> Options
         raise ContractMismatchError(
             f"{path} was saved with options that this Ortolan does not have: {error}"
         ) from error
+
+
+def _has_form(value: object, form: Any) -> bool:
+    """Say whether a value, as JSON holds it, is of a form as in `DESCRIPTION`."""
+    if isinstance(form, tuple):
+        return any(_has_form(value, choice) for choice in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_has_form(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(
+            name in value and _has_form(value[name], part) for name, part in form.items()
+        )
+    return isinstance(value, form) and not isinstance(value, bool)

@@ -352,6 +352,7 @@ class Session(GeneratingSession):
             return
         start = time.perf_counter()
         physical, caches, is_first = self._lengths.physical, self._caches, self._lengths.evicted_at == 0
+        captured = caches.copy_captures()  # first, so that where there is no memory for them nothing has changed
         try:
             keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length, self._variant)
             self._lengths.record_eviction(keep)
@@ -361,7 +362,7 @@ class Session(GeneratingSession):
         except BaseException:  # an interrupt leaves rows moved, and no record of which
             self.rewind(0)
             raise
-        self._captured_at_eviction, generation = caches.copy_captures(), caches.generation
+        self._captured_at_eviction, generation = captured, caches.generation
         held = self._lengths.held()
         capacities = {i: self.cache_capacity(i) for i in held}
         slots = {i: self.plan.evicted_capacity(capacities[i], held[i], is_first=is_first) for i in held}

@@ -68,6 +68,8 @@ def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequ
         ConfigError: no file can have that name.
         StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
     """
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r} holds a NUL, which no file's name can; give another name")
     path = Path(os.path.realpath(path))
     check_target(path)
     temporary = path.with_name(f".ortolan-{secrets.token_hex(8)}.tmp")
@@ -155,7 +157,7 @@ class SessionFile:
                 raise ContractMismatchError(
                     f"{path} has version {version!r} of the format, this Ortolan reads {VERSION}"
                 )
-            self.description: dict[str, Any] = json.loads(header.pop("__metadata__")["session"])
+            self.description: dict[str, Any] = dict(json.loads(header.pop("__metadata__")["session"]))
             self._entries: dict[str, Any] = header
             stack.pop_all()
 
@@ -165,6 +167,10 @@ class SessionFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def __contains__(self, name: str) -> bool:
@@ -202,7 +208,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SessionFileError, ContractMismatchError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SessionFileError(f"{path} is no session as this version of Ortolan saves it: {error!r}") from error
 
 

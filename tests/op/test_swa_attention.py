@@ -96,6 +96,24 @@ def test_logits_of_minus_infinity_weigh_nothing(logit, lse):
     np.testing.assert_allclose(got, np.full((4, 3), lse), rtol=1e-6)
 
 
+@pytest.mark.parametrize("where", ["query", "key_cache"])
+@pytest.mark.parametrize(("tokens", "past"), [(1, 70), (2, 3), (1, 2100), (40, 100)])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_nan_shows_in_all_that_sees_it(where, tokens, past, softcap):
+    """Comparisons pass over NaN, so that a maximum alone would take it for nothing seen."""
+    if devices.current() != "cpu":
+        pytest.skip("a promise of the CPU kernels alone")
+    shape = Shape(tokens=[tokens], past=[past], options={"softcap": softcap})
+    feeds = attention_feeds(shape)
+    seen = np.s_[0] if where == "query" else np.s_[:, :, 0]
+    feeds[where][seen] = np.nan
+    output, lse = run_attention(shape, feeds)
+    rows = slice(0, 1) if where == "query" else slice(None)
+    assert np.isnan(output[rows]).all()
+    assert np.isnan(lse[:, rows]).all()
+    assert np.isfinite(output[1:]).all() or where == "key_cache"
+
+
 def test_a_learned_sink_of_minus_infinity_is_none():
     shape = Shape(tokens=[3], past=[70], sink_logits=True)
     feeds = attention_feeds(shape) | {"sink_logits": np.full(4, -np.inf, np.float32)}

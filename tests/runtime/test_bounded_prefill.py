@@ -13,7 +13,7 @@ from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 import ortolan
 import ortolan.runtime.session as session_module
 from ortolan import SnapKv
-from ortolan.errors import CapacityError
+from ortolan.errors import CapacityError, ConfigError
 
 BUDGET, CHUNK = 40, 16
 SNAPKV = SnapKv(budget=BUDGET, window=8, sink=2, during_prefill=True)
@@ -203,3 +203,20 @@ def test_a_variant_of_rope_is_that_of_the_whole_prompt(tmp_path, open_session, d
     session.prefill(draw_tokens(100))
     assert variants[0] == (48, 1)
     assert {variant for _, variant in variants} == {1}
+
+
+@pytest.mark.parametrize("name", ["full_model", "paged_model"])
+def test_a_restored_session_keeps_to_its_own_bound(request, tmp_path, draw_tokens, name):
+    """A smaller chunk makes a smaller bound, also where whole pages hold more."""
+    model = request.getfixturevalue(name)
+    session = model.session(snapkv=SNAPKV)
+    session.prefill(draw_tokens(BUDGET))
+    for token in draw_tokens(5, seed=1):
+        session.step(token)
+    session.save(tmp_path / "chat.session")
+    with pytest.raises(ConfigError, match=r"holds 45 tokens .* 41 in the session"):
+        model.restore(tmp_path / "chat.session", chunk_size=1)
+    restored = model.restore(tmp_path / "chat.session", chunk_size=5)
+    assert restored.physical_length(0) == restored.plan.bound == 45
+    restored.step(7)
+    assert restored.physical_length(0) == BUDGET + 1

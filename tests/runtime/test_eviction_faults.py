@@ -11,7 +11,7 @@ from tolerances import SAME_LOGITS
 import ortolan.runtime.evictor as evictor_module
 import ortolan.runtime.session as session_module
 from ortolan import SnapKv
-from ortolan.errors import ConfigError
+from ortolan.errors import CapacityError, ConfigError
 from ortolan.runtime.device_session import CHUNKS_AHEAD
 from ortolan.runtime.options import POLICIES, UNEVEN_POLICIES
 
@@ -107,6 +107,24 @@ def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, ope
     assert session._history[60:] == [answers[0], *question[: CHUNK - 1]]
     logits = session.prefill(question[CHUNK - 1 :])
     assert relative_difference(logits, straight.prefill(question)) <= SAME_LOGITS
+
+
+def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, open_session, draw_tokens, monkeypatch):
+    """They are copied for later turns, which would score by others if the eviction counted without them."""
+
+    def refuse():
+        raise CapacityError("no memory")
+
+    session, straight = (open_session(full_model, SNAPKV) for _ in range(2))
+    tokens = draw_tokens(120)
+    with monkeypatch.context() as patch:
+        patch.setattr(session._caches, "copy_captures", refuse)
+        with pytest.raises(CapacityError, match="no memory"):
+            session.prefill(tokens[:100])
+    assert session.physical_length(0) == session.logical_length == 100
+    assert session.kept_positions(0) is None
+    assert relative_difference(session.prefill(tokens[100:]), straight.prefill(tokens)) <= SAME_LOGITS
+    np.testing.assert_array_equal(session.kept_positions(0), straight.kept_positions(0))
 
 
 @pytest.mark.parametrize("snapkv", ["after", "during"])

@@ -123,6 +123,28 @@ def test_another_version_is_named(mixed_model, path):
         mixed_model.restore(path)
 
 
+DESCRIBED = ("model", "plan", "snapkv", "layers", "lengths", "pending", "variant", "generation", "finish_reason")
+
+
+@pytest.mark.parametrize("name", [*DESCRIBED, "lengths.logical", "plan.slot_tile", "generation.count"])
+def test_descriptions_of_another_form_are_refused(mixed_model, path, name):
+    """Also where the checksum is right."""
+    *outer, inner = name.split(".")
+    content = path.read_bytes()
+    for value in (None, True, ["x"], {"x": 1}):  # none: taken out
+
+        def change(_, description, value=value):
+            target = description[outer[0]] if outer else description
+            target[inner] = value
+            if value is None:
+                del target[inner]
+
+        path.write_bytes(content)
+        rewrite(path, change)
+        with pytest.raises((SessionFileError, ContractMismatchError)):
+            mixed_model.restore(path)
+
+
 def test_unknown_options_are_named(mixed_model, path):
     rewrite(path, lambda _, description: description["snapkv"].update(policy="clairvoyant"))
     with pytest.raises(ContractMismatchError, match="clairvoyant"):

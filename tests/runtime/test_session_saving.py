@@ -118,7 +118,12 @@ def test_an_interrupted_save_leaves_no_file(session, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "error", "named"),
-    [("", ConfigError, "regular file"), ("no/folder", ConfigError, "no folder"), ("n" * 300, StorageError, "long")],
+    [
+        ("", ConfigError, "regular file"),
+        ("no/folder", ConfigError, "no folder"),
+        ("a\0b", ConfigError, "NUL"),
+        ("n" * 300, StorageError, "long"),
+    ],
 )
 def test_names_that_no_file_can_have(session, tmp_path, name, error, named):
     with pytest.raises(error, match=named):

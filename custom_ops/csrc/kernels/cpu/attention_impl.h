@@ -91,11 +91,12 @@ class AttentionTask {
       RowState state = total_[r];
       float* sums = &total_values_[r * size_];
       if (p_.sink_logits) add_sink_logit(p_.sink_logits[head], state, sums);
-      const float inverse = state.sum > 0 ? 1.0f / state.sum : 0.0f;
+      const bool sees_nothing = state.sum == 0;  // a sum that is NaN shows
+      const float inverse = sees_nothing ? 0.0f : 1.0f / state.sum;
       for (int64_t d = 0; d < size_; ++d) sums[d] *= inverse;
       store_row(sums, size_, static_cast<Element*>(p_.output) + (token(r) * p_.num_heads + head) * size_);
       if (p_.lse) {
-        const float lse = state.sum > 0 ? state.largest + std::log(state.sum) : kNegativeInfinity;
+        const float lse = sees_nothing ? kNegativeInfinity : state.largest + std::log(state.sum);
         p_.lse[head * p_.packing.num_tokens + token(r)] = lse;
       }
     }
@@ -185,7 +186,11 @@ class AttentionTask {
     for (int64_t j = kLanes; j < kTileKeys; j += kLanes) top = maximum(top, load(scores + j));
     RowState& state = span_[row];
     const float largest = std::max(state.largest, horizontal_max(top));
-    if (largest == kNegativeInfinity) return;
+    if (largest == kNegativeInfinity) {  // nothing is seen, unless comparisons passed over NaN
+      for (int64_t j = 0; j < kTileKeys; ++j)
+        if (std::isnan(scores[j])) state.largest = scores[j];
+      return;
+    }
     Vec sum = {};
     for (int64_t j = 0; j < kTileKeys; j += kLanes) {
       const Vec weight = exponential(load(scores + j) - largest);
