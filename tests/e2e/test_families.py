@@ -77,3 +77,11 @@ def test_the_window_matters(exported, tmp_path):
     prompt = prompt_of(3 * window + 5, checkpoint)
     difference = relative_difference(oracle_logits(checkpoint, prompt), oracle_logits(full, prompt))
     assert difference > 100 * LOGITS_RELATIVE
+
+
+def test_gemma3_caps_no_attention_logits(tmp_path):
+    """Its config has the key, and transformers' model reads it, but gives it to no attention."""
+    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf", attn_logit_softcapping=1.0)
+    session = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=64), device="cpu").session()
+    prompt = prompt_of(40, checkpoint)
+    assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
