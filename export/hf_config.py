@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.errors import CheckpointError, UnsupportedModelError, finite_number
 from ortolan.graphs.config import Activation
 
 Item = TypeVar("Item")
@@ -137,9 +136,10 @@ class HfConfig:
 
 
 def _finite(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    number = finite_number(value)
+    if number is None:
         raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
-    return float(value)
+    return number
 
 
 def _above_zero(key: str, number: float) -> float:

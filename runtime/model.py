@@ -12,7 +12,14 @@ from typing import Any
 from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError, whole_number
+from ortolan.errors import (
+    CapacityError,
+    ConfigError,
+    ContractMismatchError,
+    OpLibraryError,
+    file_path,
+    whole_number,
+)
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
@@ -47,6 +54,7 @@ from ortolan.runtime.tokenizer import Tokenizer
 
 SNAPKV_METADATA = "ortolan.snapkv"
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
+MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
 
 
@@ -135,7 +143,7 @@ class Model:
             ConfigError: a number is not allowed, or max_context is less than what was read.
             CapacityError: there is no memory for the caches.
         """
-        with SavedSession(Path(path)) as saved:
+        with SavedSession(file_path("path", path)) as saved:
             saved.check_model(self.fingerprint)
             context = saved.max_context if max_context is None else max_context
             plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, saved.snapkv)
@@ -317,7 +325,7 @@ def load(
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number.
     """
-    folder, num_threads = Path(folder), whole_number("num_threads", num_threads, 0)
+    folder, num_threads = file_path("folder", folder), whole_number("num_threads", num_threads, 0, MAX_THREADS)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
         raise ContractMismatchError(

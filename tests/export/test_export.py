@@ -136,6 +136,7 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id"),
         ({"bos_token_id": 1.5}, CheckpointError, "bos_token_id"),
         ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps"),
         ({"layer_types": 4}, CheckpointError, "layer_types"),
         ({"max_window_layers": "x"}, CheckpointError, "max_window_layers"),
         ({"rope_parameters": []}, CheckpointError, "rope_parameters"),
@@ -234,6 +235,11 @@ def test_a_folder_that_does_not_say_who_chose_its_chunk_keeps_it(checkpoint, tmp
         {"snapkv_window": 2**31},
         {"paged": "no"},
         {"page_size": 48},
+        {"page_size": np.array([16, 32])},
+        {"dtype": np.dtype("float32")},
+        {"weights": np.array(["random", "none"])},
+        {"fuse": "no"},
+        {"overwrite": "no"},
         {"sink": 64, "max_context": 64},
     ],
 )
@@ -276,6 +282,19 @@ def test_places_for_no_folder_are_refused(checkpoint, tmp_path, place):
     with pytest.raises(ConfigError, match="no folder can be made"):
         ortolan.export(checkpoint, tmp_path / place, max_context=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+@pytest.mark.parametrize("name", [b"model", None, 5, "model\0"])
+def test_what_is_no_path_is_refused(checkpoint, tmp_path, name):
+    for paths, named in (((name, tmp_path / "model"), "hf_dir"), ((checkpoint, name), "out_dir")):
+        with pytest.raises(ConfigError, match=named):
+            ortolan.export(*paths, max_context=64)
+    for paths, named in (((name, tmp_path / "model"), "source"), ((checkpoint, name), "target")):
+        with pytest.raises(ConfigError, match=named):
+            ortolan.convert(*paths)
+    with pytest.raises(ConfigError, match="folder"):
+        ortolan.load(name)
+    assert_nothing_written(tmp_path)
 
 
 def test_a_link_goes_on_pointing_at_the_model(checkpoint, tmp_path):

@@ -24,7 +24,7 @@ def change_manifest(folder, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, "2", True])
+@pytest.mark.parametrize("count", [-1, 1.5, "2", True, 2**31])
 def test_threads_that_are_no_number_are_refused(full_folder, count):
     with pytest.raises(ConfigError, match="num_threads"):
         ortolan.load(full_folder, device="cpu", num_threads=count)
