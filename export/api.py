@@ -14,7 +14,6 @@ from ortolan.errors import ConfigError, UnsupportedModelError, file_path, one_of
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
-    MANIFEST_METADATA,
     CacheOptions,
     check_numbers,
     check_target,
@@ -46,6 +45,7 @@ from ortolan.graphs.config import ModelConfig
 from ortolan.manifest import (
     DTYPES,
     FUSED_FILE,
+    MANIFEST_METADATA,
     MODEL_FILE,
     LayerInfo,
     Manifest,

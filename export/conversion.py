@@ -12,7 +12,6 @@ import onnx
 
 from ortolan.errors import ConfigError, file_path, truth
 from ortolan.export.folder import (
-    MANIFEST_METADATA,
     CacheOptions,
     check_numbers,
     check_target,
@@ -31,7 +30,7 @@ from ortolan.graphs import (
     convert_model,
     verify_model,
 )
-from ortolan.manifest import MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.manifest import MANIFEST_METADATA, MODEL_FILE, LayerInfo, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 

@@ -22,7 +22,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-MANIFEST_METADATA = "ortolan.manifest"
 
 
 def check_numbers(options: object, **least: int) -> None:

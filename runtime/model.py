@@ -37,6 +37,7 @@ from ortolan.runtime.device import (
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
 from ortolan.runtime.engine_plan import EnginePlan, plan_engine
 from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
+from ortolan.runtime.graph_check import check_graph
 from ortolan.runtime.memory import (
     capture_bytes,
     check_pools,
@@ -83,7 +84,7 @@ class Model:
         free_before = buffers.memory()[0] if buffers else 0
         file_name = self._choose_file(fused)
         self._session = self._open(str(folder / file_name), graph=True)
-        _check_graph(self._session, manifest, file_name)
+        check_graph(self._session, manifest, file_name)
         self._device: DeviceModel | None = None
         if buffers:
             weights = max(0, free_before - buffers.memory()[0])
@@ -348,38 +349,3 @@ def load(
         preload_cuda_libraries()
         buffers = CudaBuffers(number)
     return Model(folder, manifest, provider, num_threads, evict_builder, buffers=buffers, fused=fused)
-
-
-def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
-    """Check that the inputs of the graph in `file_name` are those that the manifest promises."""
-    inputs = {i.name for i in ort_session.get_inputs()}
-    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
-    for index, layer in enumerate(manifest.layers):
-        wanted |= {contract.key_cache(index), contract.value_cache(index)}
-        if layer.evictable:
-            wanted |= {contract.kv_len(index), contract.capture(index)}
-    wanted |= {kind.block_table for kind in manifest.cache_kinds}
-    if len(manifest.rope_limits) > 1:
-        wanted.add(contract.ROPE_VARIANT)
-    extra = inputs - wanted - {contract.POSITIONS}
-    if not wanted <= inputs or extra:
-        raise ContractMismatchError(
-            f"{file_name} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
-            "export the model again"
-        )
-    shapes = {i.name: i.shape for i in [*ort_session.get_inputs(), *ort_session.get_outputs()]}
-    if shapes[contract.LOGITS][-1] != manifest.vocab_size:
-        raise ContractMismatchError(
-            f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
-            f"of {manifest.vocab_size}; export the model again"
-        )
-    for index, layer in enumerate(manifest.layers):
-        for name in (contract.key_cache(index), contract.value_cache(index)):
-            _, heads, slots, size = shapes[name]
-            fits = not manifest.paged or slots == manifest.page_size
-            if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
-                raise ContractMismatchError(
-                    f"{file_name}: {name} has the shape {shapes[name]}, the manifest says "
-                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
-                    f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
-                )

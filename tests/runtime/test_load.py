@@ -55,6 +55,21 @@ def test_a_folder_without_a_manifest_is_refused(tmp_path):
         ortolan.load(tmp_path)
 
 
+@pytest.mark.parametrize("changes", [{"sink": 1}, {"attention_scale": 0.5}, {"num_heads": 8}])
+def test_a_manifest_of_another_graph_is_refused(folder, changes):
+    """Nothing in the graph's inputs tells of these, and with a wrong one its logits would be wrong."""
+    change_manifest(folder, **changes)
+    with pytest.raises(ContractMismatchError, match=f"another {next(iter(changes))}"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_manifest_of_other_windows_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[{**layers[0], "window": 7}, *layers[1:]])
+    with pytest.raises(ContractMismatchError, match="another layers"):
+        ortolan.load(folder, device="cpu")
+
+
 def test_another_operator_version_is_refused(folder):
     change_manifest(folder, operator_version=99)
     with pytest.raises(ContractMismatchError, match="version 99"):
