@@ -156,6 +156,23 @@ def test_configs_are_refused_before_anything_is_written(checkpoint, tmp_path, ch
     assert_nothing_written(tmp_path)
 
 
+def test_texts_end_at_the_end_tokens_of_both_configs(checkpoint, tmp_path):
+    """Chat models often name the end of a turn in generation_config.json alone."""
+    edit_config(checkpoint, eos_token_id=2)
+    for name, generation, expected in (("a", {"eos_token_id": [9, 2, 7]}, (2, 9, 7)), ("b", {}, (2,))):
+        (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+        folder = ortolan.export(checkpoint, tmp_path / name, max_context=64)
+        assert read_manifest(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
+def test_a_damaged_generation_config_is_named(checkpoint, tmp_path, content):
+    (checkpoint / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "header", "short", "dtype", "garbage_index"])
 def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
     path = checkpoint / "model.safetensors"
