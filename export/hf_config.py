@@ -95,8 +95,15 @@ class HfConfig:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean."""
-        return bool(self.get(key, default))
+        """Return a boolean.
+
+        Raises:
+            CheckpointError: the value is none.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected true or false")
+        return value
 
     def activation(self, key: str, default: str = "silu") -> Activation:
         """Return the activation of the gated MLP.

@@ -138,6 +138,7 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
         ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
         ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps"),
         ({"layer_types": 4}, CheckpointError, "layer_types"),
+        ({"tie_word_embeddings": "false"}, CheckpointError, "tie_word_embeddings"),
         ({"max_window_layers": "x"}, CheckpointError, "max_window_layers"),
         ({"rope_parameters": []}, CheckpointError, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": 0.0}}, CheckpointError, "rope_theta"),
