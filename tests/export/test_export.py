@@ -157,6 +157,14 @@ def test_configs_are_refused_before_anything_is_written(checkpoint, tmp_path, ch
     assert_nothing_written(tmp_path)
 
 
+def test_weights_that_float16_does_not_hold_are_named(checkpoint, tmp_path):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e6
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down\.weight has values that float16 does not hold"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64, dtype="float16")
+
+
 def test_texts_end_at_the_end_tokens_of_both_configs(checkpoint, tmp_path):
     """Chat models often name the end of a turn in generation_config.json alone."""
     edit_config(checkpoint, eos_token_id=2)
