@@ -10,11 +10,10 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.errors import ConfigError, UnsupportedModelError
+from ortolan.errors import ConfigError, UnsupportedModelError, file_path, one_of, truth
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
-    MANIFEST_METADATA,
     CacheOptions,
     check_numbers,
     check_target,
@@ -46,6 +45,7 @@ from ortolan.graphs.config import ModelConfig
 from ortolan.manifest import (
     DTYPES,
     FUSED_FILE,
+    MANIFEST_METADATA,
     MODEL_FILE,
     LayerInfo,
     Manifest,
@@ -68,10 +68,9 @@ class ExportOptions(CacheOptions):
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
-        if self.weights not in WEIGHT_KINDS:
-            raise ConfigError(f"weights is {self.weights!r}; allowed: {', '.join(WEIGHT_KINDS)}")
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("weights", self.weights, WEIGHT_KINDS)
+        truth("fuse", self.fuse)
         check_numbers(self, max_context=1)
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
@@ -130,8 +129,8 @@ def export(
         weights=weights,
         fuse=fuse,
     )
-    source, target = Path(hf_dir), Path(out_dir)
-    check_target(target, overwrite)
+    source, target = file_path("hf_dir", hf_dir), file_path("out_dir", out_dir)
+    check_target(target, truth("overwrite", overwrite))
     hf_config = read_hf_config(source)
     family = find_family(hf_config)
     config = family.read(hf_config, options.max_context)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, file_path, truth
 from ortolan.export.folder import (
-    MANIFEST_METADATA,
     CacheOptions,
     check_numbers,
     check_target,
@@ -31,7 +30,7 @@ from ortolan.graphs import (
     convert_model,
     verify_model,
 )
-from ortolan.manifest import MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.manifest import MANIFEST_METADATA, MODEL_FILE, LayerInfo, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 
@@ -112,9 +111,9 @@ def convert(
         page_size=page_size,
         sliding_window=sliding_window,
     )
-    folder = Path(target)
-    check_target(folder, overwrite)
-    opened = open_source(Path(source))
+    folder, given = file_path("target", target), file_path("source", source)
+    check_target(folder, truth("overwrite", overwrite))
+    opened = open_source(given)
     conversion = convert_model(opened.model, opened.names, _graph_options(opened, arguments))
     if sink >= conversion.max_context:
         raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
-from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, whole_number
+from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, truth, whole_number
 from ortolan.graphs import build_evict_model
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
 
@@ -22,7 +22,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-MANIFEST_METADATA = "ortolan.manifest"
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -50,11 +49,15 @@ class CacheOptions:
         if self.chunk_size is not None:
             check_numbers(self, chunk_size=1)
         check_numbers(self, sink=0, snapkv_window=0)
-        if not isinstance(self.paged, bool):
-            raise ConfigError(f"paged is {self.paged!r}; it must be True or False")
-        if self.page_size not in PAGE_SIZES or isinstance(self.page_size, bool):
-            raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
-        check_numbers(self, page_size=1)
+        truth("paged", self.paged)
+        self._check_page_size()
+
+    def _check_page_size(self) -> None:
+        given = self.page_size
+        with contextlib.suppress(ConfigError):  # the list of sizes says more
+            check_numbers(self, page_size=1)
+        if not isinstance(self.page_size, int) or isinstance(self.page_size, bool) or self.page_size not in PAGE_SIZES:
+            raise ConfigError(f"page_size is {given!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
 
     @property
     def planned_chunk(self) -> int:

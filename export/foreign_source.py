@@ -17,12 +17,12 @@ import onnx
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ortolan.export.folder import TOKENIZER_FILES
 from ortolan.export.foreign_weights import inline_small_weights
+from ortolan.export.hf_config import GENERATION_FILE
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE
 
 CONFIG_FILE = "genai_config.json"
-GENERATION_FILE = "generation_config.json"
 GRAPH_FILE = "model.onnx"
 
 

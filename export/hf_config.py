@@ -1,18 +1,19 @@
-"""Reads config.json: typed access to its keys, with errors that name the key."""
+"""Reads config.json, and end tokens of generation_config.json: typed access, with errors that name the key."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ortolan.errors import CheckpointError, UnsupportedModelError
+from ortolan.errors import CheckpointError, UnsupportedModelError, finite_number
 from ortolan.graphs.config import Activation
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 Item = TypeVar("Item")
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -26,9 +27,10 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The keys of one config.json."""
+    """The keys of one config.json; `file` is where token ids come from, for messages."""
 
     keys: Mapping[str, Any]
+    file: str = CONFIG_FILE
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a key's value; the default where it is absent or null."""
@@ -93,8 +95,15 @@ class HfConfig:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean."""
-        return bool(self.get(key, default))
+        """Return a boolean.
+
+        Raises:
+            CheckpointError: the value is none.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected true or false")
+        return value
 
     def activation(self, key: str, default: str = "silu") -> Activation:
         """Return the activation of the gated MLP.
@@ -132,14 +141,15 @@ class HfConfig:
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-            raise CheckpointError(f"config.json: {key} is {value!r}; expected a token id, or a list of them")
+            raise CheckpointError(f"{self.file}: {key} is {value!r}; expected a token id, or a list of them")
         return tuple(ids)
 
 
 def _finite(key: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    number = finite_number(value)
+    if number is None:
         raise CheckpointError(f"config.json: {key} is {value!r}; expected a number")
-    return float(value)
+    return number
 
 
 def _above_zero(key: str, number: float) -> float:
@@ -151,16 +161,28 @@ def _above_zero(key: str, number: float) -> float:
 def read_hf_config(folder: Path) -> HfConfig:
     """Read config.json of a checkpoint folder.
 
+    A text ends at the end tokens of generation_config.json, where there is one, as well as at those of config.json:
+    those of a chat's turns often stand in the former alone.
+
     Raises:
-        CheckpointError: the folder has none, or it is not a JSON object.
+        CheckpointError: the folder has no config.json, or one of the two is not a JSON object.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG_FILE
     if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
-        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}; give the folder of a Hugging Face checkpoint")
+    config = HfConfig(_read_object(path))
+    if not (folder / GENERATION_FILE).is_file():
+        return config
+    generation = HfConfig(_read_object(folder / GENERATION_FILE), file=GENERATION_FILE)
+    ids = dict.fromkeys((*config.eos_token_ids, *generation.eos_token_ids))
+    return HfConfig({**config.keys, "eos_token_id": list(ids)})
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(keys, dict):
         raise CheckpointError(f"{path} holds a {type(keys).__name__}, expected an object")
-    return HfConfig(keys)
+    return keys

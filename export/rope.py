@@ -35,11 +35,20 @@ class RopeSpec:
     parameters: HfConfig
 
 
-def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | None = None) -> RopeSpec:
+def read_rope_spec(
+    config: HfConfig, default_theta: float, layer_type: str | None = None, *, partial: bool = False
+) -> RopeSpec:
     """Read the RoPE keys, from `rope_parameters` (flat, or nested by layer type) or `rope_scaling`.
 
+    Args:
+        config: of the model.
+        default_theta: where the config gives none.
+        layer_type: whose keys to read, where layers have several ropes.
+        partial: whether the family turns a part of each head where `partial_rotary_factor` says so. In transformers
+            the others turn whole heads all the same, and fail where the rope is scaled.
+
     Raises:
-        UnsupportedModelError: the RoPE type is none of `ROPE_TYPES`.
+        UnsupportedModelError: the RoPE type is none of `ROPE_TYPES`, or scaled and partial where the family is not.
         CheckpointError: a parameter is no number, or outside its range.
     """
     parameters = HfConfig(_parameters(config, layer_type))
@@ -53,13 +62,20 @@ def read_rope_spec(config: HfConfig, default_theta: float, layer_type: str | Non
     fraction = parameters.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
     if fraction > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor is {fraction}; expected a share of a head, up to 1")
+    rotary_size = int(config.head_size * fraction)
+    if not partial and rotary_size != config.head_size:
+        if rope_type != "default":
+            raise UnsupportedModelError(
+                f"partial_rotary_factor {fraction} with RoPE type {rope_type!r} is not supported for this family"
+            )
+        rotary_size = config.head_size
     max_position = config.integer("max_position_embeddings", 2048)
     original = {"original_max_position_embeddings": config.integer("original_max_position_embeddings", max_position)}
     given = {key: value for key, value in parameters.keys.items() if value is not None}
     return RopeSpec(
         rope_type=rope_type,
         theta=theta,
-        rotary_size=int(config.head_size * fraction),
+        rotary_size=rotary_size,
         max_position=max_position,
         parameters=HfConfig(original | given),
     )

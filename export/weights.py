@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -148,11 +149,20 @@ def write_weights(
         for name, where in placed.items():
             stream.write(bytes(where.offset - stream.tell()))
             for slab in provider.slabs(name):
-                data = np.ascontiguousarray(slab, dtype=element)
+                data = _stored(name, slab, element)
                 stream.write(data.view(np.uint8).data)
                 advance(data.nbytes)
             if stream.tell() != where.end:
                 raise CheckpointError(f"{name} has {stream.tell() - where.offset} bytes, expected {where.length}")
+
+
+def _stored(name: str, slab: Array, element: np.dtype[Any]) -> Array:
+    """Return a slab in the type that is written; warn where that does not hold its values."""
+    with np.errstate(over="ignore"):
+        data = np.ascontiguousarray(slab, dtype=element)
+    if element == np.float16 and not np.isfinite(data).all():
+        warnings.warn(f"{name} has values that float16 does not hold; export with a wider dtype", stacklevel=2)
+    return data
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:

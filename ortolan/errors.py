@@ -1,8 +1,12 @@
-"""The errors that Ortolan raises, from one base class, and the check of arguments that most of them share."""
+"""The errors that Ortolan raises, from one base class, and the checks of arguments that many of them share."""
 
 from __future__ import annotations
 
+import math
 import operator
+import pathlib
+import typing
+from collections import abc
 
 MAX_LENGTH = 2**31 - 1  # tokens; the operators take lengths as int32
 
@@ -83,3 +87,51 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         allowed = f", at least {least}" if most is None else f" in {least} .. {most}"
         raise ConfigError(f"{name} is {value!r}; it must be a whole number{allowed}")
     return number
+
+
+def finite_number(value: object) -> float | None:
+    """Return a number as a float; None where it is none, as booleans are, or beyond what a float holds."""
+    if isinstance(value, bool) or not isinstance(value, typing.SupportsFloat):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):  # arrays, signalling NaNs, huge integers
+        return None
+    return number if math.isfinite(number) else None
+
+
+def one_of(name: str, value: object, allowed: abc.Collection[str]) -> str:
+    """Return an argument that is one of some words.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    return str(value)
+
+
+def truth(name: str, value: object) -> bool:
+    """Return an argument that is True or False.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def file_path(name: str, value: object) -> pathlib.Path:
+    """Return an argument that names a file or a folder.
+
+    Raises:
+        ConfigError: it is neither a text nor a path, or no file can have that name.
+    """
+    try:
+        path = pathlib.Path(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"{name} is {value!r}; it must be a path") from error
+    if "\0" in str(path):
+        raise ConfigError(f"{name} is {str(path)!r}, which has a null character; no file can have that name")
+    return path

@@ -18,6 +18,7 @@ MANIFEST_FILE = "ortolan.json"
 MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
 EVICT_FILE = "evict.onnx"
+MANIFEST_METADATA = "ortolan.manifest"  # key of the manifest in a graph's metadata
 FORMAT_VERSION = 1
 DEFAULT_CHUNK_SIZE = 2048  # prompt tokens per step, where nobody named a number
 DTYPES = ("float32", "float16", "bfloat16")
@@ -212,7 +213,8 @@ def _check_values(manifest: Manifest, source: str) -> None:
     """Raise ContractMismatchError for numbers that no export writes."""
     limits = manifest.rope_limits
     least = {"vocab_size": 1, "num_heads": 1, "chunk_size": 1, "sink": 0, "snapkv_window": 0}
-    checks = {name: getattr(manifest, name) >= number for name, number in least.items()} | {
+    checks = {name: number <= getattr(manifest, name) <= MAX_LENGTH for name, number in least.items()} | {
+        "page_size": manifest.paged or manifest.page_size == 0,
         "max_context": 1 <= manifest.max_context <= MAX_LENGTH,
         "rope_limits": bool(limits) and list(limits) == sorted(limits) and limits[-1] >= manifest.max_context,
         "layers": bool(manifest.layers) and all(_is_sound(layer) for layer in manifest.layers),
@@ -223,7 +225,8 @@ def _check_values(manifest: Manifest, source: str) -> None:
 
 
 def _is_sound(layer: LayerInfo) -> bool:
-    return (layer.window == -1 or layer.window > 0) and layer.num_kv_heads > 0 and layer.head_size > 0
+    window, sizes = layer.window, (layer.num_kv_heads, layer.head_size)
+    return (window == -1 or 0 < window <= MAX_LENGTH) and all(0 < size <= MAX_LENGTH for size in sizes)
 
 
 def read_description(folder: Path) -> Manifest:

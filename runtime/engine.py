@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
@@ -21,6 +20,8 @@ from ortolan.errors import (
     EngineClosedError,
     OrtolanError,
     RequestCancelledError,
+    finite_number,
+    truth,
     whole_number,
 )
 from ortolan.manifest import Manifest
@@ -92,10 +93,13 @@ class Engine:
             ConfigError: the model is not paged, or a number is not allowed.
             CapacityError: the bytes hold no sequence, or there is no memory for them.
         """
-        if not isinstance(overcommit, SupportsFloat) or not 1.0 <= float(overcommit) < math.inf:
+        if not isinstance(model, Model):
+            raise ConfigError(f"model is {model!r}; it must be what ortolan.load returns")
+        share = finite_number(overcommit)
+        if share is None or share < 1.0:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
-        self._start(model.manifest, plan, model.batch_stepper(plan), overcommit, lambda: model.tokenizer)
+        self._start(model.manifest, plan, model.batch_stepper(plan), share, lambda: model.tokenizer)
 
     @classmethod
     def _of(
@@ -176,7 +180,7 @@ class Engine:
             sequence=sequence,
             choice=make_choice(options, tokens),
             stops=stops,
-            eos_token_ids=frozenset(() if ignore_eos else self._manifest.eos_token_ids),
+            eos_token_ids=frozenset(() if truth("ignore_eos", ignore_eos) else self._manifest.eos_token_ids),
             max_new_tokens=max_new_tokens,
             max_context=context,
             outbox=outbox,

@@ -12,7 +12,14 @@ from typing import Any
 from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.errors import CapacityError, ConfigError, ContractMismatchError, OpLibraryError, whole_number
+from ortolan.errors import (
+    CapacityError,
+    ConfigError,
+    ContractMismatchError,
+    OpLibraryError,
+    file_path,
+    whole_number,
+)
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
@@ -30,6 +37,7 @@ from ortolan.runtime.device import (
 from ortolan.runtime.device_session import DeviceModel, DeviceSession
 from ortolan.runtime.engine_plan import EnginePlan, plan_engine
 from ortolan.runtime.fingerprint import Fingerprint, take_fingerprint
+from ortolan.runtime.graph_check import check_graph
 from ortolan.runtime.memory import (
     capture_bytes,
     check_pools,
@@ -47,6 +55,7 @@ from ortolan.runtime.tokenizer import Tokenizer
 
 SNAPKV_METADATA = "ortolan.snapkv"
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
+MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
 
 
@@ -75,7 +84,7 @@ class Model:
         free_before = buffers.memory()[0] if buffers else 0
         file_name = self._choose_file(fused)
         self._session = self._open(str(folder / file_name), graph=True)
-        _check_graph(self._session, manifest, file_name)
+        check_graph(self._session, manifest, file_name)
         self._device: DeviceModel | None = None
         if buffers:
             weights = max(0, free_before - buffers.memory()[0])
@@ -135,7 +144,7 @@ class Model:
             ConfigError: a number is not allowed, or max_context is less than what was read.
             CapacityError: there is no memory for the caches.
         """
-        with SavedSession(Path(path)) as saved:
+        with SavedSession(file_path("path", path)) as saved:
             saved.check_model(self.fingerprint)
             context = saved.max_context if max_context is None else max_context
             plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, saved.snapkv)
@@ -317,7 +326,7 @@ def load(
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number.
     """
-    folder, num_threads = Path(folder), whole_number("num_threads", num_threads, 0)
+    folder, num_threads = file_path("folder", folder), whole_number("num_threads", num_threads, 0, MAX_THREADS)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
         raise ContractMismatchError(
@@ -340,38 +349,3 @@ def load(
         preload_cuda_libraries()
         buffers = CudaBuffers(number)
     return Model(folder, manifest, provider, num_threads, evict_builder, buffers=buffers, fused=fused)
-
-
-def _check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
-    """Check that the inputs of the graph in `file_name` are those that the manifest promises."""
-    inputs = {i.name for i in ort_session.get_inputs()}
-    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
-    for index, layer in enumerate(manifest.layers):
-        wanted |= {contract.key_cache(index), contract.value_cache(index)}
-        if layer.evictable:
-            wanted |= {contract.kv_len(index), contract.capture(index)}
-    wanted |= {kind.block_table for kind in manifest.cache_kinds}
-    if len(manifest.rope_limits) > 1:
-        wanted.add(contract.ROPE_VARIANT)
-    extra = inputs - wanted - {contract.POSITIONS}
-    if not wanted <= inputs or extra:
-        raise ContractMismatchError(
-            f"{file_name} lacks the inputs {sorted(wanted - inputs)} and has unknown ones {sorted(extra)}; "
-            "export the model again"
-        )
-    shapes = {i.name: i.shape for i in [*ort_session.get_inputs(), *ort_session.get_outputs()]}
-    if shapes[contract.LOGITS][-1] != manifest.vocab_size:
-        raise ContractMismatchError(
-            f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
-            f"of {manifest.vocab_size}; export the model again"
-        )
-    for index, layer in enumerate(manifest.layers):
-        for name in (contract.key_cache(index), contract.value_cache(index)):
-            _, heads, slots, size = shapes[name]
-            fits = not manifest.paged or slots == manifest.page_size
-            if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
-                raise ContractMismatchError(
-                    f"{file_name}: {name} has the shape {shapes[name]}, the manifest says "
-                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
-                    f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
-                )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import SupportsFloat
 
-from ortolan.errors import MAX_LENGTH, ConfigError, whole_number
+from ortolan.errors import MAX_LENGTH, ConfigError, finite_number, one_of, truth, whole_number
 
 POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
 UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
@@ -72,8 +70,7 @@ class SnapKv:
             ("group_reduce", GROUP_REDUCES),
             ("policy", POLICIES),
         ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"SnapKv {name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+            one_of(f"SnapKv {name}", getattr(self, name), allowed)
 
     def _check_queries(self) -> None:
         given = self.queries
@@ -84,8 +81,7 @@ class SnapKv:
         _set(self, "queries", whole_number("SnapKv queries", given, 1, MAX_LENGTH))
 
     def _check_during_prefill(self) -> None:
-        if not isinstance(self.during_prefill, bool):
-            raise ConfigError(f"SnapKv during_prefill is {self.during_prefill!r}; it must be True or False")
+        truth("SnapKv during_prefill", self.during_prefill)
         if self.during_prefill and self.policy in UNEVEN_POLICIES:
             raise ConfigError(
                 f"SnapKv during_prefill bounds every cache by the budget, but policy {self.policy!r} lets some hold "
@@ -141,10 +137,10 @@ class Sampling:
             ("repetition_penalty", lambda value: 1e-6 <= value <= 1e6, "from 1e-6 to 1e6"),
         )
         for name, holds, rule in rules:
-            value = getattr(self, name)
-            if not isinstance(value, SupportsFloat) or not math.isfinite(value) or not holds(float(value)):
-                raise ConfigError(f"Sampling {name} is {value!r}; it must be a number {rule}")
-            _set(self, name, float(value))
+            number = finite_number(getattr(self, name))
+            if number is None or not holds(number):
+                raise ConfigError(f"Sampling {name} is {getattr(self, name)!r}; it must be a finite number {rule}")
+            _set(self, name, number)
         _set(self, "top_k", whole_number("Sampling top_k", self.top_k, 0))
         if self.seed is not None:
             _set(self, "seed", whole_number("Sampling seed", self.seed, 0))

@@ -142,7 +142,7 @@ class Session(GeneratingSession):
         """
         if self._identify is None or self._is_reading:
             raise ConfigError("a session can be saved between calls only, and where Model.session made it")
-        save_state(Path(path), self._state(), self._manifest, self._identify(), rewind_tokens)
+        save_state(path, self._state(), self._manifest, self._identify(), rewind_tokens)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import whole_number
+from ortolan.errors import file_path, whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
@@ -45,9 +45,11 @@ class SessionState:
     captured_at_eviction: dict[int, Array]
 
 
-def save_state(path: Path, state: SessionState, manifest: Manifest, identity: Fingerprint, rewind_tokens: int) -> None:
+def save_state(
+    path: str | Path, state: SessionState, manifest: Manifest, identity: Fingerprint, rewind_tokens: int
+) -> None:
     """Write a state to a file. Raises as `Session.save` does."""
-    rewind_tokens = whole_number("rewind_tokens", rewind_tokens, 0)
+    file, rewind_tokens = file_path("path", path), whole_number("rewind_tokens", rewind_tokens, 0)
     firsts = [
         _first_kept(state, layer, manifest.sink, rewind_tokens) if layer.kind == "ring" else 0
         for layer in state.plan.layers
@@ -58,7 +60,7 @@ def save_state(path: Path, state: SessionState, manifest: Manifest, identity: Fi
         *_capture_tensors(state, manifest),
         *_logit_tensors(state, manifest),
     ]
-    write_session_file(path, _describe(state, identity, firsts), tensors)
+    write_session_file(file, _describe(state, identity, firsts), tensors)
 
 
 def _describe(state: SessionState, identity: Fingerprint, firsts: list[int]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class StopFilter:
         Raises:
             ConfigError: one is empty, or neither a text nor token ids; a text, and there is no tokenizer.
         """
-        if isinstance(stops, str) or not isinstance(stops, Iterable):
+        if isinstance(stops, str | bytes) or not isinstance(stops, Iterable):
             stops = [stops]
         stops = list(stops)
         strings = [stop for stop in stops if isinstance(stop, str)]
@@ -130,7 +130,7 @@ class _TextStops:
 
 
 def _checked(stop: int | Sequence[int], vocab_size: int) -> list[int]:
-    tokens = list(stop) if isinstance(stop, Iterable) else [stop]
+    tokens = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [stop]
     valid = all(isinstance(t, (int, np.integer)) and not isinstance(t, bool) and 0 <= t < vocab_size for t in tokens)
     if not tokens or not valid:
         raise ConfigError(

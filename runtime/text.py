@@ -19,9 +19,7 @@ def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: str | Sequ
     Raises:
         ConfigError: a stop string is empty.
     """
-    stop = [stop] if isinstance(stop, str) else stop
-    if any(not text for text in stop):
-        raise ConfigError("a stop string is empty; it would stop before the first token")
+    stop = check_stop_strings(stop)
     stream = tokenizer.stream()
     held = ""
     for token in token_ids:
@@ -40,6 +38,14 @@ def stream_text(tokenizer: Tokenizer, token_ids: Iterable[int], stop: str | Sequ
     rest = held if end is None else held[:end]
     if rest:
         yield rest
+
+
+def check_stop_strings(stop: str | Sequence[str]) -> Sequence[str]:
+    """Return stop strings as a list, also where one is given. Raises ConfigError where one is empty."""
+    listed = [stop] if isinstance(stop, str) else stop
+    if any(not text for text in listed):
+        raise ConfigError("a stop string is empty; it would stop before the first token")
+    return listed
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
 from ortolan.errors import ConfigError, ContractMismatchError
-from ortolan.runtime.chat import render_chat, special_tokens
+from ortolan.runtime.chat import choose_template, render_chat, special_tokens
 
 _REPLACEMENT = "\ufffd"
+_MAX_ID = 2**32 - 1
 
 
 class Tokenizer:
@@ -29,18 +33,25 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
         self._tokenizer.no_padding()
         self._config = _read_json(folder / "tokenizer_config.json")
+        self._special_tokens = special_tokens(self._config | _read_json(folder / "special_tokens_map.json"))
         template = _read_text(folder / "chat_template.jinja")
         if template is not None:
             self._config["chat_template"] = template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the token ids of a text. Raises ConfigError where it is none, or none that UTF-8 can hold."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # also for halves of surrogate pairs
+            raise ConfigError(f"{reprlib.repr(text)} is no text that UTF-8 can hold: {error}") from error
 
     def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, or of one."""
-        listed = list(ids) if isinstance(ids, Iterable) else [ids]
-        return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
+        """Return the text of token ids, or of one; ids that mean nothing have none.
+
+        Raises:
+            ConfigError: these are no token ids.
+        """
+        return str(self._tokenizer.decode(_listed(ids), skip_special_tokens=skip_special_tokens))
 
     def stream(self) -> DetokenizerStream:
         """Start to decode ids as they come."""
@@ -65,10 +76,10 @@ class Tokenizer:
         Raises:
             ConfigError: the model has no chat template, messages are no mappings, or the template refuses them.
         """
-        template = self._config.get("chat_template")
-        if not isinstance(template, str):
+        template = choose_template(self._config.get("chat_template"), variables.get("tools"))
+        if template is None:
             raise ConfigError("this model has no chat template; pass a plain prompt")
-        names = special_tokens(self._config) | {"add_generation_prompt": add_generation_prompt} | variables
+        names = self._special_tokens | {"add_generation_prompt": add_generation_prompt} | variables
         text = render_chat(template, messages, names)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -104,6 +115,19 @@ class DetokenizerStream:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
         return now[len(before) :]
+
+
+def _listed(ids: int | Sequence[int]) -> list[int]:
+    given: Any = ids
+    with contextlib.suppress(TypeError):
+        given = [operator.index(given)]
+    try:
+        listed = [operator.index(token) for token in given]
+    except TypeError as error:
+        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: {error}") from error
+    if not all(0 <= token <= _MAX_ID for token in listed):
+        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: one is negative, or larger than any")
+    return listed
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -46,7 +46,14 @@ def test_values_of_another_kind_are_refused(name, junk):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("layers", []), ("rope_limits", [64, 32]), ("rope_limits", [32]), ("max_context", 2**31), ("vocab_size", 0)],
+    [
+        ("layers", []),
+        ("rope_limits", [64, 32]),
+        ("rope_limits", [32]),
+        ("max_context", 2**31),
+        ("vocab_size", 0),
+        ("sink", 2**31),
+    ],
 )
 def test_numbers_out_of_range_are_named(name, value):
     with pytest.raises(ContractMismatchError, match=name):

@@ -83,9 +83,11 @@ def read_common(
     return ModelConfig(**{**values, **differences})
 
 
-def one_rope(config: HfConfig, max_context: int, default_theta: float = 10_000.0) -> tuple[Rope, ...]:
-    """Read the rope of a model whose layers share one."""
-    return (build_rope("all", read_rope_spec(config, default_theta), max_context),)
+def one_rope(
+    config: HfConfig, max_context: int, default_theta: float = 10_000.0, *, partial: bool = False
+) -> tuple[Rope, ...]:
+    """Read the rope of a model whose layers share one; `partial` as in `read_rope_spec`."""
+    return (build_rope("all", read_rope_spec(config, default_theta, partial=partial), max_context),)
 
 
 def same_layers(config: HfConfig, window: int) -> tuple[LayerConfig, ...]:

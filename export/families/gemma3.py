@@ -14,7 +14,10 @@ GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
 def read(config: HfConfig, max_context: int) -> ModelConfig:
-    """Read config.json; RoPE scaling applies to the full layers only."""
+    """Read config.json; RoPE scaling applies to the full layers only, attn_logit_softcapping to none.
+
+    Source: transformers' modeling_gemma3.py, which reads that key and does not pass it on.
+    """
     config = HfConfig({"head_dim": HEAD_SIZE, **config.keys})
     pattern = config.integer("sliding_window_pattern", 6)
     default = [SLIDING if (i + 1) % pattern else FULL for i in range(config.integer("num_hidden_layers"))]
@@ -29,7 +32,6 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
         tuple(LayerConfig(window=w, rope="full" if w < 0 else "sliding") for w in windows),
         ropes,
         qk_norm="head",
-        attention_softcap=soft_cap(config, "attn_logit_softcapping", 0.0),
         logit_softcap=soft_cap(config, "final_logit_softcapping", 0.0),
         **gemma_differences(config),
     )

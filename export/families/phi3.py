@@ -22,7 +22,8 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     window = config.get("sliding_window")
     layers = same_layers(config, -1 if window is None else config.integer("sliding_window"))
     epsilon = config.number("rms_norm_eps", 1e-5)
-    return read_common(config, ARCHITECTURE, layers, one_rope(config, max_context), norm_epsilon=epsilon)
+    ropes = one_rope(config, max_context, partial=True)
+    return read_common(config, ARCHITECTURE, layers, ropes, norm_epsilon=epsilon)
 
 
 def sources(config: ModelConfig) -> Sources:

@@ -99,6 +99,7 @@ def run(options: argparse.Namespace) -> int:
     import ortolan
     from ortolan.runtime import stream_text
     from ortolan.runtime.session_file import check_target
+    from ortolan.runtime.text import check_stop_strings
 
     sampling, snapkv = _sampling(options), _snapkv(options)
     if options.load_session and snapkv:
@@ -106,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     if options.save_session:
         check_target(options.save_session)
     check_report_target(options.stats_json)
+    check_stop_strings(options.stop)
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     if options.load_session:

@@ -17,6 +17,8 @@ def check_report_target(target: str | None) -> None:
     """Refuse a name that no file can have, before the work that is to be reported. Raises ConfigError."""
     if target is None or target == STANDARD:
         return
+    if not target:
+        raise ConfigError("the report's file has no name; give one, or - for a standard stream")
     if os.path.isdir(target):
         raise ConfigError(f"{target} is a folder; give the name of the file to write")
     if not os.path.isdir(Path(target).parent):

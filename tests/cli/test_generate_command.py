@@ -97,10 +97,15 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
         (["--prompt-file", "x"], "--prompt"),
         (["--stats-json", "/none/stats.json"], "/none"),
         (["--stats-json", "/tmp"], "/tmp"),
+        (["--stats-json", ""], "has no name"),
     ],
 )
 def test_bad_option_is_one_line(arguments, named, model_dir, refused):
     assert named in refused("generate", str(model_dir), "--prompt", "def f():", *arguments)
+
+
+def test_an_empty_stop_is_refused_before_the_model_is_opened(tmp_path, refused):
+    assert "stop" in refused("generate", str(tmp_path / "none"), "--prompt", "def f():", "--stop", "")
 
 
 @pytest.mark.parametrize(("stop", "reason"), [("e", "stop"), ("\0never", "length")])

@@ -77,3 +77,21 @@ def test_the_window_matters(exported, tmp_path):
     prompt = prompt_of(3 * window + 5, checkpoint)
     difference = relative_difference(oracle_logits(checkpoint, prompt), oracle_logits(full, prompt))
     assert difference > 100 * LOGITS_RELATIVE
+
+
+def test_gemma3_caps_no_attention_logits(tmp_path):
+    """Its config has the key, and transformers' model reads it, but gives it to no attention."""
+    checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf", attn_logit_softcapping=1.0)
+    session = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=64), device="cpu").session()
+    prompt = prompt_of(40, checkpoint)
+    assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
+
+
+@pytest.mark.parametrize("family", ["llama_biased", "qwen2", "gemma2", "olmo2"])
+def test_whole_heads_are_rotated_where_transformers_reads_no_share(family, tmp_path):
+    checkpoint = tiny_checkpoint(family, tmp_path / "hf")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"partial_rotary_factor": 0.5}))
+    session = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=64), device="cpu").session()
+    prompt = prompt_of(40, checkpoint)
+    assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE

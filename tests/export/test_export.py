@@ -136,7 +136,9 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
         ({"eos_token_id": "x"}, CheckpointError, "eos_token_id"),
         ({"bos_token_id": 1.5}, CheckpointError, "bos_token_id"),
         ({"rms_norm_eps": float("nan")}, CheckpointError, "rms_norm_eps"),
+        ({"rms_norm_eps": 10**400}, CheckpointError, "rms_norm_eps"),
         ({"layer_types": 4}, CheckpointError, "layer_types"),
+        ({"tie_word_embeddings": "false"}, CheckpointError, "tie_word_embeddings"),
         ({"max_window_layers": "x"}, CheckpointError, "max_window_layers"),
         ({"rope_parameters": []}, CheckpointError, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": 0.0}}, CheckpointError, "rope_theta"),
@@ -151,6 +153,31 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
 def test_configs_are_refused_before_anything_is_written(checkpoint, tmp_path, changes, error, message):
     edit_config(checkpoint, **changes)
     with pytest.raises(error, match=message):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert_nothing_written(tmp_path)
+
+
+def test_weights_that_float16_does_not_hold_are_named(checkpoint, tmp_path):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e6
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down\.weight has values that float16 does not hold"):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64, dtype="float16")
+
+
+def test_texts_end_at_the_end_tokens_of_both_configs(checkpoint, tmp_path):
+    """Chat models often name the end of a turn in generation_config.json alone."""
+    edit_config(checkpoint, eos_token_id=2)
+    for name, generation, expected in (("a", {"eos_token_id": [9, 2, 7]}, (2, 9, 7)), ("b", {}, (2,))):
+        (checkpoint / "generation_config.json").write_text(json.dumps(generation))
+        folder = ortolan.export(checkpoint, tmp_path / name, max_context=64)
+        assert read_manifest(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}'])
+def test_a_damaged_generation_config_is_named(checkpoint, tmp_path, content):
+    (checkpoint / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         ortolan.export(checkpoint, tmp_path / "model", max_context=64)
     assert_nothing_written(tmp_path)
 
@@ -234,6 +261,11 @@ def test_a_folder_that_does_not_say_who_chose_its_chunk_keeps_it(checkpoint, tmp
         {"snapkv_window": 2**31},
         {"paged": "no"},
         {"page_size": 48},
+        {"page_size": np.array([16, 32])},
+        {"dtype": np.dtype("float32")},
+        {"weights": np.array(["random", "none"])},
+        {"fuse": "no"},
+        {"overwrite": "no"},
         {"sink": 64, "max_context": 64},
     ],
 )
@@ -276,6 +308,19 @@ def test_places_for_no_folder_are_refused(checkpoint, tmp_path, place):
     with pytest.raises(ConfigError, match="no folder can be made"):
         ortolan.export(checkpoint, tmp_path / place, max_context=64)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
+
+
+@pytest.mark.parametrize("name", [b"model", None, 5, "model\0"])
+def test_what_is_no_path_is_refused(checkpoint, tmp_path, name):
+    for paths, named in (((name, tmp_path / "model"), "hf_dir"), ((checkpoint, name), "out_dir")):
+        with pytest.raises(ConfigError, match=named):
+            ortolan.export(*paths, max_context=64)
+    for paths, named in (((name, tmp_path / "model"), "source"), ((checkpoint, name), "target")):
+        with pytest.raises(ConfigError, match=named):
+            ortolan.convert(*paths)
+    with pytest.raises(ConfigError, match="folder"):
+        ortolan.load(name)
+    assert_nothing_written(tmp_path)
 
 
 def test_a_link_goes_on_pointing_at_the_model(checkpoint, tmp_path):

@@ -59,12 +59,20 @@ def test_frequencies(name, spelling, length):
 
 
 def test_default_rope_and_partial_rotation():
-    spec = read_rope_spec(HfConfig(BASE | {"partial_rotary_factor": 0.5}), 10_000.0)
+    spec = read_rope_spec(HfConfig(BASE | {"partial_rotary_factor": 0.5}), 10_000.0, partial=True)
     rope = build_rope("all", spec, 512)
     assert rope.rotary_size == 8
     np.testing.assert_allclose(
         rope.variants[0].inv_freq, 10_000.0 ** (-np.arange(0, 8, 2) / 8), rtol=FREQUENCIES_RELATIVE
     )
+
+
+def test_families_that_turn_whole_heads_read_no_share():
+    keys = BASE | {"partial_rotary_factor": 0.5}
+    assert read_rope_spec(HfConfig(keys), 10_000.0).rotary_size == read_rope_spec(HfConfig(BASE), 10_000.0).rotary_size
+    scaled = HfConfig(keys | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        read_rope_spec(scaled, 10_000.0)
 
 
 def test_short_contexts_need_one_variant_and_ropes_share_limits():

@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ortolan.errors import ConfigError
-from ortolan.runtime.chat import render_chat, special_tokens
+from ortolan.runtime.chat import choose_template, render_chat, special_tokens
 
 MESSAGES = [
     {"role": "user", "content": "What is 1 < 2?"},
@@ -59,3 +59,31 @@ def test_special_tokens_are_texts_in_either_spelling():
     assert tokens["bos_token"] == "<s>"
     assert tokens["eos_token"] == "</s>"
     assert tokens["pad_token"] == tokens["unk_token"] == ""
+
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "chosen"),
+    [
+        ("one", [], "one"),
+        (NAMED, None, "plain"),
+        (NAMED, [], "tools"),
+        (NAMED[:1], [{}], "plain"),
+        (NAMED[1:], None, None),
+        ([], None, None),
+        ([5, {}], None, None),
+        (None, None, None),
+        (5, None, None),
+    ],
+)
+def test_one_of_several_templates_is_chosen_as_transformers_does(given, tools, chosen):
+    assert choose_template(given, tools) == chosen
+
+
+def test_extra_special_tokens_have_names_too():
+    config = {"eos_token": "</s>", "extra_special_tokens": {"image_token": "<img>", "odd": 5}}
+    tokens = special_tokens(config)
+    assert (tokens["eos_token"], tokens["image_token"], tokens["odd"]) == ("</s>", "<img>", "")
+    assert special_tokens({"extra_special_tokens": ["<a>"]})["bos_token"] == ""

@@ -238,6 +238,7 @@ def test_bad_requests_are_refused_alone(make_engine, manifest):
         (ConfigError, "max_new_tokens", {"token_ids": [1], "max_new_tokens": 2.5}),
         (ConfigError, "stop", {"token_ids": [1], "stop": [99]}),
         (ConfigError, "sampling", {"token_ids": [1], "sampling": 0.7}),
+        (ConfigError, "ignore_eos", {"token_ids": [1], "ignore_eos": "no"}),
         (ConfigError, "snapkv", {"token_ids": [1], "snapkv": {"budget": 100}}),
         (CapacityError, "max_context", {"token_ids": [1] * 257}),
         (CapacityError, "pages of 'full'", {"token_ids": [1] * 90, "max_new_tokens": 20}),
@@ -339,11 +340,17 @@ def test_pages_grow_with_the_sequence_and_are_given_back(held):
         ({"overcommit": float("nan")}, ConfigError),
         ({"overcommit": float("inf")}, ConfigError),
         ({"overcommit": "2"}, ConfigError),
+        ({"overcommit": 10**400}, ConfigError),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(paged_model, numbers, error):
     with pytest.raises(error):
         Engine(paged_model, **numbers)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match=r"ortolan\.load"):
+        Engine("model_dir")
 
 
 def test_a_model_without_pages_is_refused(full_model):

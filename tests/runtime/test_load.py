@@ -24,7 +24,7 @@ def change_manifest(folder, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("count", [-1, 1.5, "2", True])
+@pytest.mark.parametrize("count", [-1, 1.5, "2", True, 2**31])
 def test_threads_that_are_no_number_are_refused(full_folder, count):
     with pytest.raises(ConfigError, match="num_threads"):
         ortolan.load(full_folder, device="cpu", num_threads=count)
@@ -53,6 +53,21 @@ def test_no_device_takes_the_cpu_where_cuda_is_not_usable(full_folder, monkeypat
 def test_a_folder_without_a_manifest_is_refused(tmp_path):
     with pytest.raises(ContractMismatchError, match="ortolan export"):
         ortolan.load(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"sink": 1}, {"attention_scale": 0.5}, {"num_heads": 8}])
+def test_a_manifest_of_another_graph_is_refused(folder, changes):
+    """Nothing in the graph's inputs tells of these, and with a wrong one its logits would be wrong."""
+    change_manifest(folder, **changes)
+    with pytest.raises(ContractMismatchError, match=f"another {next(iter(changes))}"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_manifest_of_other_windows_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[{**layers[0], "window": 7}, *layers[1:]])
+    with pytest.raises(ContractMismatchError, match="another layers"):
+        ortolan.load(folder, device="cpu")
 
 
 def test_another_operator_version_is_refused(folder):

@@ -1,7 +1,9 @@
 """Options refuse what they cannot mean."""
 
 import dataclasses
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from ortolan import Sampling, SnapKv
@@ -24,6 +26,7 @@ BAD_SNAPKV = [
     {"queries": 0, "policy": "expected"},
     {"queries": 9.0, "policy": "expected"},
     {"during_prefill": 1},
+    {"pool": np.array(["avg", "max"])},
     {"during_prefill": True, "policy": "adakv"},
     {"during_prefill": True, "policy": "pyramidkv"},
 ]
@@ -48,6 +51,10 @@ BAD_SAMPLING = [
     {"repetition_penalty": 1e-300},
     {"repetition_penalty": 1e7},
     {"seed": "a"},
+    {"temperature": 10**400},
+    {"top_p": np.array([0.5, 0.5])},
+    {"min_p": Decimal("sNaN")},
+    {"temperature": True},
 ]
 
 

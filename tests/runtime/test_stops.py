@@ -129,7 +129,7 @@ def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stoppe
 
 
 @pytest.mark.parametrize(
-    "stop", [[[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], 10, True, None, ""]
+    "stop", [[[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], 10, True, None, "", b"a", [b"\x01"]]
 )
 def test_stops_that_are_no_tokens_are_refused(stop):
     with pytest.raises(ConfigError, match="stop"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -152,6 +153,7 @@ def test_a_template_cannot_reach_python(folder, tmp_path):
         ("tokenizer_config.json", b"{"),
         ("tokenizer_config.json", b"[1]"),
         ("tokenizer_config.json", b"\xff"),
+        ("special_tokens_map.json", b"[]"),
         ("chat_template.jinja", b"\xff"),
     ],
 )
@@ -168,3 +170,31 @@ def test_missing_files_are_named(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match="chat template"):
         Tokenizer(tmp_path).apply_chat_template([])
+
+
+def test_special_tokens_may_have_a_file_of_their_own(folder, tmp_path):
+    """transformers lets special_tokens_map.json prevail over tokenizer_config.json."""
+    copy = shutil.copytree(folder, tmp_path / "tokenizer")
+    template = "{{ bos_token }}|{{ eos_token }}"
+    config = {"bos_token": "<old>", "eos_token": "</s>", "chat_template": template}
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    (copy / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert Tokenizer(copy).apply_chat_template([], tokenize=False) == "<s>|</s>"
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], "5", None, 1.5, [[1]]], ids=str)
+def test_what_are_no_ids_is_refused(tokenizer, ids):
+    with pytest.raises(ConfigError, match="no token ids"):
+        tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"a", ["a"], "\ud800"], ids=repr)
+def test_what_is_no_text_is_refused(tokenizer, text):
+    with pytest.raises(ConfigError, match="no text"):
+        tokenizer.encode(text)
+
+
+def test_ids_may_be_numpys(tokenizer):
+    ids = np.array(tokenizer.encode("ab"))
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids[0]) == tokenizer.decode(np.array(ids[0])) == "a"
