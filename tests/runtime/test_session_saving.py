@@ -121,7 +121,7 @@ def test_an_interrupted_save_leaves_no_file(session, tmp_path, monkeypatch):
     [
         ("", ConfigError, "regular file"),
         ("no/folder", ConfigError, "no folder"),
-        ("a\0b", ConfigError, "NUL"),
+        ("a\0b", ConfigError, "null character"),
         ("n" * 300, StorageError, "long"),
     ],
 )
