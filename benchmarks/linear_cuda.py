@@ -1,11 +1,11 @@
-"""Times one-token matrix products of FusedLinear on a GPU beside cuBLAS, and against a device copy, in one run.
+"""Times matrix products of FusedLinear on a GPU beside cuBLAS, those of one token against a device copy, in one run.
 
     python benchmarks/linear_cuda.py --json linear_cuda.json
 
-A decoded token reads every weight once, so figures are bytes of weights over time. Each case rotates among weights that
-do not fit into the L2 cache, in a CUDA graph whose calls follow one another as in a model. Every result is compared
-with float64 on fresh random inputs before and after the timed runs. Gated layers multiply silu of the first half of the
-product by the second; cuBLAS gets the product alone.
+A decoded token reads every weight once, so its figures are bytes of weights over time; many tokens' are operations over
+time. Each case rotates among weights that do not fit into the L2 cache, in a CUDA graph whose calls follow one another
+as in a model. Every result is compared with float64 on fresh random inputs before and after the timed runs. Gated
+layers multiply silu of the first half of the product by the second; cuBLAS gets the product alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Case:
     inputs: int
     rows: int
     gated: bool = False
+    tokens: int = 1
 
     @property
     def outputs(self) -> int:
@@ -44,6 +45,16 @@ class Case:
         return 2 * self.inputs * self.rows
 
     @property
+    def work(self) -> float:
+        """What a call must do at least: for one token bytes of weights, for many operations."""
+        return self.weight_bytes if self.tokens == 1 else 2.0 * self.tokens * self.inputs * self.rows
+
+    @property
+    def unit(self) -> str:
+        """Of 1e12 of it in a second."""
+        return "TB/s" if self.tokens == 1 else "TFLOP/s"
+
+    @property
     def activation(self) -> str:
         """The node's attribute."""
         return "silu_mul" if self.gated else "none"
@@ -51,7 +62,8 @@ class Case:
     @property
     def title(self) -> str:
         """The line's first columns."""
-        return f"{self.inputs:>6} x {self.rows:<7}{'gated' if self.gated else '':<6}{self.weight_bytes / 1e6:>6.0f} MB"
+        layer = f"{self.inputs:>6} x {self.rows:<7}{'gated' if self.gated else '':<6}"
+        return f"{self.tokens:>5} x {layer}{self.weight_bytes / 1e6:>6.0f} MB"
 
 
 CASES = (
@@ -62,20 +74,24 @@ CASES = (
     Case(inputs=12288, rows=4096),
     Case(inputs=4096, rows=24576, gated=True),
     Case(inputs=2048, rows=128256),
+    Case(inputs=2048, rows=16384, gated=True, tokens=512),
+    Case(inputs=2048, rows=16384, gated=True, tokens=2048),
+    Case(inputs=2048, rows=16384, gated=True, tokens=16384),
+    Case(inputs=4096, rows=24576, gated=True, tokens=16384),
 )
 
 
 class Call:
-    """Random tensors of one call: x [1, K], weight [N, K], y [1, O], and a product [1, N] for the peer."""
+    """Random tensors of one call: x [T, K], weight [N, K], y [T, O], and a product [T, N] for the peer."""
 
     def __init__(self, case: Case) -> None:
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-        self.x = draw(1, case.inputs)
+        self.x = draw(case.tokens, case.inputs)
         self.weight = draw(case.rows, case.inputs).mul_(case.inputs**-0.5)  # products are about 1
-        self.y = torch.full((1, case.outputs), math.nan, device="cuda", dtype=torch.bfloat16)
-        self.product = torch.empty(1, case.rows, device="cuda", dtype=torch.bfloat16)
+        self.y = torch.full((case.tokens, case.outputs), math.nan, device="cuda", dtype=torch.bfloat16)
+        self.product = torch.empty(case.tokens, case.rows, device="cuda", dtype=torch.bfloat16)
 
 
 def main() -> None:
@@ -88,7 +104,7 @@ def main() -> None:
     where = machine()
     copy = float(where["copy_bytes_per_second"])
     print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, torch {where['torch']}, CUDA {where['cuda']}")
-    print(f"copy {copy / 1e12:.2f} TB/s; bfloat16, one token, K x N; speed-up is over cuBLAS (torch.matmul)")
+    print(f"copy {copy / 1e12:.2f} TB/s; bfloat16, T x K x N; speed-up is over cuBLAS (torch.matmul)")
     rows = [measure(case, copy) for case in CASES]
     if options.json:
         options.json.write_text(json.dumps({**where, "cases": rows}, indent=2) + "\n")
@@ -105,12 +121,14 @@ def measure(case: Case, copy: float) -> dict[str, object]:
     peer = median_ms(cublas_step(calls), len(calls))
 
     def speed(ms: float) -> float:
-        return case.weight_bytes / (1e-3 * ms)
+        return case.work / (1e-3 * ms)
 
-    part = speed(ours) / copy
+    part = speed(ours) / copy if case.tokens == 1 else None
     print(
-        f"{case.title}  ortolan {1e3 * ours:>6.1f} us {speed(ours) / 1e12:>5.2f} TB/s ({part:>4.0%} of a copy)  "
-        f"cuBLAS {1e3 * peer:>6.1f} us {speed(peer) / 1e12:>5.2f} TB/s  speed-up {peer / ours:.2f}, error {error:.1e}",
+        f"{case.title}  ortolan {1e3 * ours:>7.1f} us {speed(ours) / 1e12:>6.2f} {case.unit}"
+        f"{'' if part is None else f' ({part:>4.0%} of a copy)'}  "
+        f"cuBLAS {1e3 * peer:>7.1f} us {speed(peer) / 1e12:>6.2f} {case.unit}  "
+        f"speed-up {peer / ours:.2f}, error {error:.1e}",
         flush=True,
     )
     times = {"ortolan": ours, "cuBLAS": peer}
@@ -118,7 +136,8 @@ def measure(case: Case, copy: float) -> dict[str, object]:
     return {
         **asdict(case),
         "ms": times,
-        "bytes_per_second": speeds,
+        "unit": case.unit,
+        "per_second": speeds,
         "part_of_copy": part,
         "speed_up": peer / ours,
         "error": error,
