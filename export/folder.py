@@ -82,7 +82,9 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise ConfigError(f"{target} exists and is no folder; choose another output folder")
     if any(target.iterdir()):
         if not overwrite:
-            raise ConfigError(f"{target} is not empty; choose another folder, or overwrite it (overwrite=True)")
+            raise ConfigError(
+                f"{target} is not empty; choose another folder, or overwrite it (overwrite=True, --overwrite)"
+            )
         if not (target / MANIFEST_FILE).is_file():
             raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
 

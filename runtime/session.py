@@ -111,7 +111,7 @@ class Session(GeneratingSession):
             Logits [V] float32 of the last token, those before any eviction.
 
         Raises:
-            ConfigError: no tokens, or ids outside the vocabulary; nothing was read.
+            ConfigError: no tokens, ids outside the vocabulary, or no function `progress`; nothing was read.
             CapacityError: ring history is gone, or, as ContextLengthError, `max_context` would be passed; nothing was
                 read.
             NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
@@ -218,6 +218,8 @@ class Session(GeneratingSession):
         self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None
     ) -> Any:
         """Do what `prefill` says; the logits stay where the steps left them."""
+        if progress is not None and not callable(progress):
+            raise ConfigError(f"progress is {progress!r}; it must be a function that takes a number, or None")
         tokens = self._checked(token_ids)
         self._settle()
         first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)

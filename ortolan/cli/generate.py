@@ -203,7 +203,8 @@ def _read_prompt(options: argparse.Namespace) -> str:
         text = options.prompt
     else:
         try:
-            text = options.prompt_file.read_text(encoding="utf-8") if options.prompt_file else _read_standard_input()
+            file = options.prompt_file
+            text = file.read_text(encoding="utf-8-sig") if file else _read_standard_input()  # a mark is no text
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
     if not text and not options.load_session:

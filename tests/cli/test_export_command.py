@@ -21,6 +21,7 @@ def test_overwrite_is_needed_and_works(model_dir, tmp_path, capsys):
     arguments = ["export", str(shipped_model()), str(target), "--weights", "random"]
     assert main([*arguments, "--max-context", "512"]) == 0
     assert main([*arguments, "--max-context", "768"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
     assert json.loads((target / "ortolan.json").read_text())["max_context"] == 512
     assert main([*arguments, "--max-context", "768", "--overwrite"]) == 0
     assert json.loads((target / "ortolan.json").read_text())["max_context"] == 768

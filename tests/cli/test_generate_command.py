@@ -44,6 +44,16 @@ def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(model_dir, prompt_file, tmp_path, capsys):
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + prompt_file.read_bytes())
+    answers = []
+    for path in (prompt_file, marked):
+        assert main(["generate", str(model_dir), "--prompt-file", str(path), "--max-new-tokens", "6"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("options", [[], ["--snapkv-budget", "256"]], ids=["whole", "evicted"])
 def test_pages_change_no_answer(model_dir, paged_dir, prompt_file, sample, capsys, options):
     texts = []

@@ -166,6 +166,15 @@ def test_generation_reads_the_prompt_at_once_and_reports_it(endless, draw_tokens
     assert session.logical_length == 40
 
 
+@pytest.mark.parametrize("progress", [5, "print", [], 0])
+def test_progress_that_is_no_function_is_refused_before_anything_is_read(endless, draw_tokens, progress):
+    session = endless.session()
+    for read in (session.prefill, session.generate):
+        with pytest.raises(ConfigError, match="progress is"):
+            read(draw_tokens(40), progress=progress)
+    assert session.logical_length == 0
+
+
 def test_equal_seeds_give_equal_tokens(endless, draw_tokens):
     def sample(seed: int) -> list[int]:
         options = Sampling(temperature=1.5, top_k=30, seed=seed)
