@@ -1,6 +1,7 @@
 // Linear layers: by GEMV for a few tokens; for many, gated ones by a kernel of our own where wgmma is, and
 // the others by cuBLAS with our norm and epilogue around it.
 #include <algorithm>
+#include <initializer_list>
 
 #include "cublas.h"
 #include "elements.cuh"
@@ -30,6 +31,13 @@ auto with_element(ElementType element, Function&& f) {
   if (element == ElementType::kFloat32) return f.template operator()<float>();
   return element == ElementType::kFloat16 ? f.template operator()<__half>()
                                           : f.template operator()<__nv_bfloat16>();
+}
+
+// Whether rows of so many bytes at these addresses are whole pieces of 16 bytes; null is one too.
+bool lie_in_pieces(int64_t row_bytes, std::initializer_list<const void*> addresses) {
+  auto bits = static_cast<uint64_t>(row_bytes);
+  for (const void* address : addresses) bits |= reinterpret_cast<uint64_t>(address);
+  return bits % 16 == 0;
 }
 
 __device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
@@ -122,11 +130,9 @@ cudaError_t launch_rows(const RmsNormAddParams& p, const Launch& launch) {
 
 template <typename Element>
 cudaError_t launch_rms_norm(const RmsNormAddParams& p, const Launch& launch) {
-  uint64_t bits = static_cast<uint64_t>(p.row_size) * sizeof(Element);
-  for (const void* data : {p.input, p.weight, p.residual, static_cast<const void*>(p.output)})
-    bits |= reinterpret_cast<uint64_t>(data);
   const int64_t pieces = p.row_size / kPieceSize<Element>;
-  if (bits % 16 != 0 || pieces > 4 * kThreads)
+  const auto row_bytes = static_cast<int64_t>(p.row_size * sizeof(Element));
+  if (!lie_in_pieces(row_bytes, {p.input, p.weight, p.residual, p.output}) || pieces > 4 * kThreads)
     return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(p.num_tokens)),
                              dim3(kThreads), 0, launch, p);
   const bool many = p.num_tokens >= kManyRows;
@@ -199,9 +205,9 @@ cudaError_t finish_slice(const FusedLinearParams& p, const Output* products, int
                          const Launch& launch) {
   if constexpr (sizeof(Element) == sizeof(Output)) {
     auto* output = static_cast<Element*>(p.output) + first_row * p.num_outputs;
-    const uint64_t bits =
-        static_cast<uint64_t>(p.num_outputs) * sizeof(Element) | reinterpret_cast<uint64_t>(p.output);
-    if (p.activation != GatedActivation::kNone && !p.bias && !p.residual && bits % 16 == 0) {
+    const auto row_bytes = static_cast<int64_t>(p.num_outputs * sizeof(Element));
+    if (p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
+        lie_in_pieces(row_bytes, {p.output})) {
       const int64_t row_pieces = p.num_outputs / kPieceSize<Element>;
       return launch_overlapped(gate_kernel<Element>, dim3(blocks_of(rows * row_pieces)), dim3(kThreads), 0,
                                launch, p.activation, products, output, static_cast<unsigned>(row_pieces),
@@ -229,13 +235,11 @@ bool waits_in_output(const FusedLinearParams& p) {
 // Whether our gated product takes the call. It reads and writes whole pieces of 16 bytes. While its tiles are
 // full it is ahead of cuBLAS and a gate, mostly by 7 % or more: a sixteenth of their rows may be wasted.
 bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
-  uint64_t bits = static_cast<uint64_t>(p.num_inputs | p.num_outputs) * 2;
-  for (const void* data : {p.input, p.weight, static_cast<const void*>(p.output)})
-    bits |= reinterpret_cast<uint64_t>(data);
+  const int64_t row_bits = (p.num_inputs | p.num_outputs) * 2;  // of rows of either size
   const int64_t rows = (p.num_tokens + kGatedRowTile - 1) / kGatedRowTile * kGatedRowTile;
   return device.compute_capability == 90 && p.element != ElementType::kFloat32 && !p.output_float32 &&
-         p.activation != GatedActivation::kNone && !p.bias && !p.residual && bits % 16 == 0 &&
-         (rows - p.num_tokens) * 16 <= p.num_tokens;
+         p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
+         lie_in_pieces(row_bits, {p.input, p.weight, p.output}) && (rows - p.num_tokens) * 16 <= p.num_tokens;
 }
 
 // How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
