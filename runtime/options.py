@@ -161,6 +161,12 @@ def check_snapkv(given: SnapKv | None) -> None:
         raise ConfigError(f"snapkv is {given!r}; it must be an ortolan.SnapKv, or None")
 
 
+def check_progress(given: object) -> None:
+    """Check that a prompt's `progress` is a function, or None. Raises ConfigError."""
+    if given is not None and not callable(given):
+        raise ConfigError(f"progress is {given!r}; it must be a function that takes a number, or None")
+
+
 def _set(options: SnapKv | Sampling, name: str, value: float) -> None:
     """Set an attribute of options that are frozen: while they are made, NumPy's numbers become Python's."""
     object.__setattr__(options, name, value)

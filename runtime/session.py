@@ -19,7 +19,7 @@ from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import SnapKv
+from ortolan.runtime.options import SnapKv, check_progress
 from ortolan.runtime.paged_caches import make_caches
 from ortolan.runtime.plan import CachePlan, split_chunks
 from ortolan.runtime.restore import SavedSession
@@ -218,8 +218,7 @@ class Session(GeneratingSession):
         self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None
     ) -> Any:
         """Do what `prefill` says; the logits stay where the steps left them."""
-        if progress is not None and not callable(progress):
-            raise ConfigError(f"progress is {progress!r}; it must be a function that takes a number, or None")
+        check_progress(progress)
         tokens = self._checked(token_ids)
         self._settle()
         first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)
