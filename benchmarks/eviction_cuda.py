@@ -26,7 +26,7 @@ import onnxruntime
 from model_shapes import SHAPES
 
 import ortolan
-import ortolan.runtime.session as session_module
+import ortolan.runtime.evicting as evicting_module
 
 COST_LIMIT = 0.02  # of reading the prompt
 DECODE_LIMIT = 1.05
@@ -39,8 +39,8 @@ class GraphClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._evict = session_module.evict
-        session_module.evict = self  # type: ignore[assignment]
+        self._evict = evicting_module.evict
+        evicting_module.evict = self  # type: ignore[assignment]
 
     def __call__(self, *arguments: Any) -> Any:
         """Evict, and note the time."""

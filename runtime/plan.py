@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -189,6 +190,16 @@ def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
     """Yield half-open ranges of at most `chunk_size` that cover 0 .. count."""
     for begin in range(0, count, chunk_size):
         yield begin, min(begin + chunk_size, count)
+
+
+def rope_variant(limits: Sequence[int], length: int) -> int:
+    """Return which variant of RoPE serves a sequence of `length` tokens: the first whose limit allows them.
+
+    Args:
+        limits: the longest sequence of each variant, ascending.
+        length: at most the last limit.
+    """
+    return bisect_left(limits, length)
 
 
 def ring_keeps(length: int, highest: int, layer: LayerPlan, sink: int) -> bool:

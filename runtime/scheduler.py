@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.pages import PagePool, PrefixIndex, chain_digests, extend_chain
+from ortolan.runtime.plan import rope_variant
 from ortolan.runtime.sequence import TokenSequence
 
 PENDING = -1  # in place of a token that the device has chosen and the host not seen yet
@@ -229,8 +230,7 @@ class Scheduler:
             self.restart(sequence)
 
     def _variant(self, sequence: TokenSequence) -> int:
-        length = min(len(sequence.tokens), sequence.max_length)
-        return next(i for i, limit in enumerate(self.plan.rope_limits) if limit >= length)
+        return rope_variant(self.plan.rope_limits, min(len(sequence.tokens), sequence.max_length))
 
     def _release_pages(self, sequence: TokenSequence) -> None:
         """Release a sequence's pages, the last first: of a kept prefix the end is given out before the beginning."""

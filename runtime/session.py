@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, OrtolanError, whole_number
+from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
-from ortolan.runtime.evictor import evict
+from ortolan.runtime.evicting import EvictingSession
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
 from ortolan.runtime.options import SnapKv, check_progress
 from ortolan.runtime.paged_caches import make_caches
-from ortolan.runtime.plan import CachePlan, split_chunks
+from ortolan.runtime.plan import CachePlan, rope_variant, split_chunks
 from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session_state import SessionState, save_state
@@ -30,7 +30,7 @@ from ortolan.runtime.step_inputs import check_token_ids
 from ortolan.runtime.stepper import Logits, Stepper
 
 
-class Session(GeneratingSession):
+class Session(EvictingSession, GeneratingSession):
     """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
 
     Tokens that `generate` yields belong to the sequence: the last one is fed together with whatever comes
@@ -256,8 +256,7 @@ class Session(GeneratingSession):
         return tokens
 
     def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
-        after = self.logical_length + len(tokens)
-        variant = next(i for i, limit in enumerate(self._manifest.rope_limits) if limit >= after)
+        variant = rope_variant(self._manifest.rope_limits, self.logical_length + len(tokens))
         if variant != self._variant:
             tokens = self._restart(tokens, variant)
 
@@ -284,12 +283,6 @@ class Session(GeneratingSession):
             self._make_room(end - begin)
             logits = self._read(tokens[begin:end], note)
         return logits
-
-    def _free_room(self, count: int) -> None:
-        """Evict where a bounded cache has no room for `count` more tokens."""
-        if self.plan.bound is not None and self.plan.bound - max(self._lengths.held().values()) < count:
-            self._prepare_capture(0)
-            self._evict_if_due()
 
     def _rooms(self) -> list[int]:
         """Return how many more tokens each full-attention cache takes as it is."""
@@ -342,60 +335,6 @@ class Session(GeneratingSession):
     def _grown(self, index: int, needed: int) -> int:
         """Return the slots that a full-attention cache of `needed` tokens gets."""
         return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
-
-    def _is_due(self, count: int) -> bool:
-        """Say whether `count` more tokens make a full-attention cache pass the budget."""
-        held = max(self._lengths.held().values(), default=0)
-        return self._snapkv is not None and held + count > self._snapkv.budget
-
-    def _evict_if_due(self) -> None:
-        if self._snapkv is None or not self._is_due(0):
-            return
-        start = time.perf_counter()
-        physical, caches, is_first = self._lengths.physical, self._caches, self._lengths.evicted_at == 0
-        captured = caches.copy_captures()  # first, so that where there is no memory for them nothing has changed
-        try:
-            keep = evict(self._evict_session, caches, self._snapkv, physical, self.logical_length, self._variant)
-            self._lengths.record_eviction(keep)
-        except OrtolanError as error:
-            self.rewind(0)
-            raise OrtolanError(f"{error}; the caches are lost, so the session is empty again") from error
-        except BaseException:  # an interrupt leaves rows moved, and no record of which
-            self.rewind(0)
-            raise
-        self._captured_at_eviction, generation = captured, caches.generation
-        held = self._lengths.held()
-        capacities = {i: self.cache_capacity(i) for i in held}
-        slots = {i: self.plan.evicted_capacity(capacities[i], held[i], is_first=is_first) for i in held}
-        caches.shrink({i: min(capacities[i], max(n, self._manifest.sink + 1)) for i, n in slots.items()}, held)
-        if caches.generation != generation:
-            caches.buffers.trim()
-        self.stats.evictions += 1
-        self.stats.eviction_seconds += time.perf_counter() - start
-
-    def _prepare_capture(self, count: int) -> None:
-        """Restore captured queries that a rewind left stale, if the next `count` tokens bring an eviction.
-
-        Queries before the last eviction come from a copy made then: their keys are gone. Later ones are
-        captured by feeding their tokens again.
-
-        Raises:
-            CapacityError: a ring no longer holds what these tokens look back on; nothing was read.
-        """
-        lengths = self._lengths
-        begin = max(0, lengths.logical + count - self._capture_rows)  # the oldest query needed
-        if not self._is_due(count) or begin >= lengths.captured_from:
-            return
-        first = max(begin, lengths.evicted_at)
-        tail = np.array(self._history[first:], np.int64)
-        lengths.check_rewind(first, self.plan)
-        if begin < lengths.evicted_at:
-            self._caches.restore_captures(self._captured_at_eviction)
-        lengths.rewind(first, self._capture_rows)
-        lengths.captured_from = begin
-        del self._history[first:]
-        if len(tail):
-            self._read(tail, lambda _: None)
 
     def _check_layer(self, layer: int) -> None:
         whole_number("layer", layer, 0, len(self.plan.layers) - 1)

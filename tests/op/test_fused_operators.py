@@ -332,6 +332,7 @@ def test_last_rows_refuse_other_ranks():
 
 REFUSALS = {
     "exactly one of the outputs": ({}, {"y": (2, 8), "y_float32": (2, 8)}, {}),
+    "at least one feature": ({"x": (2, 0), "weight": (8, 0)}, {"y": (2, 8)}, {}),
     "weight' has shape": ({"weight": (8, 15)}, {"y": (2, 8)}, {}),
     "even number of rows": ({"weight": (7, 16)}, {"y": (2, 3)}, {"activation": "silu_mul"}),
     "norm_weight' has shape": ({"norm_weight": (8,)}, {"y": (2, 8)}, {}),

@@ -11,7 +11,7 @@ from parity import relative_difference
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
 import ortolan
-import ortolan.runtime.session as session_module
+import ortolan.runtime.evicting as evicting_module
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError
 
@@ -193,13 +193,13 @@ def test_a_variant_of_rope_is_that_of_the_whole_prompt(tmp_path, open_session, d
     model = ortolan.load(folder, device="cpu", num_threads=1)
     assert len(model.manifest.rope_limits) == 2
     session = open_session(model, snapkv=dataclasses.replace(SNAPKV, policy="expected"))
-    variants, evict = [], session_module.evict
+    variants, evict = [], evicting_module.evict
 
     def noting(*arguments):
         variants.append((arguments[4], arguments[5]))
         return evict(*arguments)
 
-    monkeypatch.setattr(session_module, "evict", noting)
+    monkeypatch.setattr(evicting_module, "evict", noting)
     session.prefill(draw_tokens(100))
     assert variants[0] == (48, 1)
     assert {variant for _, variant in variants} == {1}

@@ -8,7 +8,7 @@ import pytest
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
-import ortolan.runtime.session as session_module
+import ortolan.runtime.evicting as evicting_module
 from ortolan import SnapKv
 from ortolan.errors import ConfigError, OrtolanError
 from ortolan.runtime.model import Model
@@ -88,8 +88,8 @@ class Recorder:
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)
 def test_two_evictions_keep_what_the_definition_keeps(full_model, draw_tokens, monkeypatch, structure):
     """The second turn's length is no multiple of the window, so rows of queries must be turned."""
-    recorder = Recorder(session_module.evict)
-    monkeypatch.setattr(session_module, "evict", recorder)
+    recorder = Recorder(evicting_module.evict)
+    monkeypatch.setattr(evicting_module, "evict", recorder)
     options = dataclasses.replace(SNAPKV, **structure)
     session = full_model.session(snapkv=options)
     logical = None
@@ -234,7 +234,7 @@ def test_a_failed_eviction_leaves_an_empty_session(full_model, draw_tokens, monk
 
     session = full_model.session(snapkv=SNAPKV)
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "evict", failing)
+        patch.setattr(evicting_module, "evict", failing)
         with pytest.raises(OrtolanError, match="empty again"):
             session.prefill(draw_tokens(100))
     assert session.logical_length == 0

@@ -8,8 +8,8 @@ from fake_cuda import make_session
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
+import ortolan.runtime.evicting as evicting_module
 import ortolan.runtime.evictor as evictor_module
-import ortolan.runtime.session as session_module
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.runtime.device_session import CHUNKS_AHEAD
@@ -130,7 +130,7 @@ def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, 
 @pytest.mark.parametrize("snapkv", ["after", "during"])
 def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_session, draw_tokens, monkeypatch, snapkv):
     """Rows may have moved, so none are trusted."""
-    evict = session_module.evict
+    evict = evicting_module.evict
 
     def interrupted(*arguments):
         evict(*arguments)
@@ -138,7 +138,7 @@ def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_sessio
 
     session = open_session(full_model, OPTIONS[snapkv])
     with monkeypatch.context() as patch:
-        patch.setattr(session_module, "evict", interrupted)
+        patch.setattr(evicting_module, "evict", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.prefill(draw_tokens(100))
     assert session.logical_length == session.physical_length(0) == 0

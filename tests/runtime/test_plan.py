@@ -12,7 +12,7 @@ from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.runtime.memory import estimate_evict_bytes, fit_chunk
 from ortolan.runtime.options import SnapKv
-from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, split_chunks
+from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, rope_variant, split_chunks
 
 SIZES = st.integers(1, 40)
 
@@ -145,6 +145,10 @@ def test_chunks_cover_the_prompt_once_and_in_order(count, chunk):
     ranges = list(split_chunks(count, chunk))
     assert list(itertools.chain.from_iterable(range(*r) for r in ranges)) == list(range(count))
     assert all(0 < end - begin <= chunk for begin, end in ranges)
+
+
+def test_a_length_at_a_limit_still_has_the_variant_of_that_limit():
+    assert [rope_variant((8, 64), length) for length in (0, 1, 8, 9, 64)] == [0, 0, 0, 1, 1]
 
 
 @given(

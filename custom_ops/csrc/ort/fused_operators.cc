@@ -68,6 +68,7 @@ FusedLinearParams read_fused_linear(const Context& context) {
   const bool gated = node.activation != GatedActivation::kNone;
   const Tensor input = context.input(0, {-1, -1});
   const Tensor weight = context.input(1, {-1, input.dim(1)});
+  if (input.dim(1) == 0) context.bad_shape(0, input, "with at least one feature");
   if (gated && weight.dim(0) % 2 != 0)
     context.bad_shape(1, weight, "with an even number of rows: the gate's, then the factor's");
   FusedLinearParams params{};
