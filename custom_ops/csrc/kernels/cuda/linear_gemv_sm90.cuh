@@ -2,11 +2,11 @@
 //
 // Blocks take groups of rows in turn, so that all read one moving region. A block's rows are cut into units,
 // slices of a few rows, which its warps take in turn; bulk copies fill a ring of buffers per warp. They start
-// before the kernel in front has ended (no kernel writes weights), and once a block has no more to start, the
-// next kernel may: two blocks fit on a multiprocessor, so that memory is read across the border of two
-// layers. Tensor cores multiply eight parts of a slice of inputs by the same eight of weights; of their 8 x 8
-// products the diagonal counts. A row's sum is that of its parts in their order, which depends on the row's
-// length alone.
+// before the kernel in front has ended (no kernel writes weights). Once a block has no more to start and that
+// kernel has ended, the next kernel may start: two blocks fit on a multiprocessor, so that memory is read
+// across the border of two layers. Tensor cores multiply eight parts of a slice of inputs by the same eight
+// of weights; of their 8 x 8 products the diagonal counts. A row's sum is that of its parts in their order,
+// which depends on the row's length alone.
 #pragma once
 
 #include <algorithm>
@@ -259,8 +259,9 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
   GemvOutputs<Element, kTokens, kGated> outputs(p, pass, stream);
   weights.start();
   fetch_norm<Element>(p, norm);
-  if (weights.all_fetched()) launch_dependents();
   wait_for_previous_kernel();
+  // Not before: what the kernel in front still reads would have to wait for two layers' weights.
+  if (weights.all_fetched()) launch_dependents();
   outputs.fetch_residual();
   load_inputs<Element, kTokens>(p, pass, reinterpret_cast<uint4*>(inputs), norm);
 
