@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactPa
     store_rows(cache, target, place(round), row_bytes);
   }
   bulk_wait_written();
+#else
+  refuse_architecture();
 #endif
 }
 

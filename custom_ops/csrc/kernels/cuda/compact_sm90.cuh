@@ -87,6 +87,8 @@ __global__ void __launch_bounds__(kClusterThreads, 5)
     locate(round + 2);
     look_up(round + 3);
   }
+#else
+  refuse_architecture();
 #endif
 }
 

@@ -284,6 +284,8 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
     parts += turn_parts;
     turn_parts = -turn_parts;
   }
+#else
+  refuse_architecture();
 #endif
 }
 
