@@ -9,6 +9,7 @@
 #include "attention_instances.h"
 #include "kernels.h"
 #include "launch.cuh"
+#include "row_vectors.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -156,6 +157,8 @@ size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& d
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
   const int64_t tokens = params.packing.num_tokens;
   if (tokens == 0) return cudaSuccess;
+  const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
+  if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
   if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
   if (tokens > kDecodeTokens) {
     const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)
