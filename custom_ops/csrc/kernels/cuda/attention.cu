@@ -51,7 +51,7 @@ auto with_prefill_head_size(int64_t head_size, Function&& f) {
 }
 
 // The generation of GPUs that device code is compiled for. Plain sm_90 counts as the one before: without the
-// instructions of sm_90a the kernels for compute capability 9.0 are empty.
+// instructions of sm_90a the kernels for compute capability 9.0 cannot run.
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kCodeGeneration = 9;
 #elif __CUDA_ARCH__ >= 1000
