@@ -140,6 +140,11 @@ def render_docs() -> str:
         "C slots per sequence, S sinks, W window, I input and O output features, R rotated pairs. Operators",
         'marked "CUDA only" stand in `model.fused.onnx` alone.',
         "",
+        "On CUDA, QkvRopeAppend and SnapKvScore, and SwaAttention of 16-bit elements, move 16 bytes at a time: what",
+        "is bound to their ports of type T1, and to `cosine` and `sine`, starts at a multiple of 16 bytes; else the",
+        "node fails with cudaErrorMisalignedAddress. The other operators take any buffer that is aligned to its",
+        "elements. Memory that ONNX Runtime allocates fits all of them.",
+        "",
     ]
     for operator in OPERATORS:
         lines += [

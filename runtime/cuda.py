@@ -21,6 +21,7 @@ from ortolan.runtime.buffers import BFLOAT16, Array
 # Storage types and ONNX element types; cupy has no bfloat16, so its bits are held as uint16, which nothing else uses.
 STORAGE_TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 ELEMENT_TYPES = {"float32": 1, "int32": 6, "int64": 7, "float16": 10, "uint16": BFLOAT16}
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 MIN_BYTES = 256  # an array without elements still gets an address
 
 
@@ -50,12 +51,14 @@ class CudaBuffers:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Make the device and the stream current for array arithmetic; out of memory becomes CapacityError."""
-        try:
-            with self._device, self._stream:
-                yield
-        except self._cupy.cuda.memory.OutOfMemoryError as error:
-            raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
+        """Make the device and the stream current for array arithmetic.
+
+        Raises:
+            CapacityError: the device has no memory for a result.
+            OrtolanError: a kernel failed; the device cannot be used by this process any more.
+        """
+        with self._failures(), self._device, self._stream:
+            yield
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything."""
@@ -80,13 +83,18 @@ class CudaBuffers:
             ) from error
 
     def upload(self, array: npt.NDArray[Any]) -> Array:
-        """Copy a host array to the device; the host array may be changed at once."""
+        """Copy a host array to the device; the host array may be changed at once, pinned memory once it is copied.
+
+        Raises:
+            CapacityError: the device has no memory for it.
+            OrtolanError: as `scope`.
+        """
         result = self.allocate(array.shape, array.dtype)
         self.write(result, array)
         return result
 
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:
-        """Overwrite a device array with a host array of its shape and type; the latter may be changed at once."""
+        """Overwrite a device array with a host array of its shape and type; of the latter see `upload`."""
         with self.scope():
             target.set(np.ascontiguousarray(source))
 
@@ -96,25 +104,35 @@ class CudaBuffers:
 
     def download(self, array: Array, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Wait for all work before, and copy an array to the host: to `out`, where that is given."""
-        with self.scope(), self._failures():
+        with self.scope():
             result: npt.NDArray[Any] = array.get(out=out)
             return result
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Allocate host memory that kernels can write; its address is the same on the device."""
+        """Allocate host memory that kernels can write; its address is the same on the device.
+
+        Raises:
+            CapacityError: the host has no memory that can be pinned.
+            OrtolanError: as `scope`.
+        """
         size = int(np.prod(shape, dtype=np.int64))
-        with self._device:
-            memory = self._pinned_pool.malloc(max(size * np.dtype(dtype).itemsize, MIN_BYTES))
+        size_bytes = size * np.dtype(dtype).itemsize
+        try:
+            with self._failures(), self._device:
+                memory = self._pinned_pool.malloc(max(size_bytes, MIN_BYTES))
+        except CapacityError as error:
+            raise CapacityError(f"no memory of the host for an array of {size_bytes} bytes that is pinned") from error
         return np.frombuffer(memory, dtype, size).reshape(shape)
 
     def event(self) -> Any:
         """Make an event that `record` marks and `wait` waits for."""
-        with self._device:
+        with self._failures(), self._device:
             return self._cupy.cuda.Event()
 
     def record(self, event: Any) -> None:
         """Mark the end of all work enqueued so far."""
-        event.record(self._stream)
+        with self._failures():
+            event.record(self._stream)
 
     def wait(self, event: Any) -> None:
         """Wait until the work before an event is done.
@@ -127,7 +145,8 @@ class CudaBuffers:
 
     def seconds_between(self, begin: Any, end: Any) -> float:
         """Return the device time between two events that have passed."""
-        return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1000
+        with self._failures():
+            return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1000
 
     def synchronize(self) -> None:
         """Wait for everything on the stream. Raises as `wait`."""
@@ -158,19 +177,24 @@ class CudaBuffers:
     def trim(self) -> None:
         """Give memory that no array uses back to the device; waits for the stream."""
         self.synchronize()
-        with self._device:
+        with self._failures(), self._device:
             self._pool.free_all_blocks()
 
     def memory(self) -> tuple[int, int]:
         """Return the free and all bytes of the device, whoever uses them."""
-        with self._device:
+        with self._failures(), self._device:
             free, total = self._cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn errors of the CUDA runtime into OrtolanError."""
+        """Turn errors of CUDA into OrtolanError, out of memory into CapacityError."""
+        cuda = self._cupy.cuda
         try:
             yield
-        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+        except cuda.memory.OutOfMemoryError as error:
+            raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
+        except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+            if error.status == OUT_OF_MEMORY:
+                raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
             raise OrtolanError(f"cuda:{self.device_id} failed: {error}; start a new process") from error

@@ -141,14 +141,16 @@ class CudaBatchStepper:
         goes_on = self._goes_on(rows, bucket)
         chosen = None if goes_on else self._pick_chosen(rows)
         self._last = (None, 0)  # until the step is enqueued
-        if any(len(row.tokens) != 1 or row.captures for row in rows):
-            staging = self._run_eagerly(rows, bucket, chosen)
-            result = self._choose(rows, bucket, staging, goes_on=goes_on, advance_tokens=0)
-            self._last = (bucket, 0)
-        else:
-            self._run_decode(rows, bucket, chosen, goes_on=goes_on)
-            result = self._choose(rows, bucket, None, goes_on=goes_on, advance_tokens=1)
-            self._last = (bucket, len(rows))
+        eager = any(len(row.tokens) != 1 or row.captures for row in rows)
+        try:
+            staging = self._run_eagerly(rows, bucket, chosen) if eager else None
+            if not eager:
+                self._run_decode(rows, bucket, chosen, goes_on=goes_on)
+            result = self._choose(rows, bucket, staging, goes_on=goes_on, advance_tokens=0 if eager else 1)
+        except Exception:
+            self._device.synchronize()  # what was enqueued still reads pinned memory, which others get now
+            raise
+        self._last = (bucket, 0 if eager else len(rows))
         return result
 
     def make_captures(self, rows: int) -> dict[int, Array]:
@@ -231,15 +233,20 @@ class CudaBatchStepper:
             bucket.write(layout.tables_begin, layout.bytes)
         self._put_chosen(bucket.state.token_ids, chosen)
         if bucket.binding is None:
-            bucket.binding = self._session.io_binding()
-            self._bind_pools(bucket.binding)
-            with self._device.scope():
-                inputs = layout.named(bucket.block)
-            bucket.captures = self._pools.make_captures(0, layout.sequences)
-            self._bind(bucket.binding, inputs, bucket.captures, bucket.logits)
-            bucket.graph_id = next(self._graph_ids) if self.captures_graphs else NO_GRAPH
-            bucket.options = run_options(bucket.graph_id)
+            self._bind_bucket(bucket)
         self._run(bucket.binding, bucket.options)
+
+    def _bind_bucket(self, bucket: Bucket) -> None:
+        """Bind a batch size's inputs once and for all; where that raises, the next step tries again."""
+        captures = self._pools.make_captures(0, bucket.layout.sequences)
+        with self._device.scope():
+            inputs = bucket.layout.named(bucket.block)
+        binding = self._session.io_binding()
+        self._bind_pools(binding)
+        self._bind(binding, inputs, captures, bucket.logits)
+        bucket.graph_id = next(self._graph_ids) if self.captures_graphs else NO_GRAPH
+        bucket.options = run_options(bucket.graph_id)
+        bucket.captures, bucket.binding = captures, binding
 
     def _choose(
         self, rows: Sequence[Row], bucket: Bucket, staging: Any, *, goes_on: bool, advance_tokens: int
@@ -275,7 +282,6 @@ class CudaBatchStepper:
         try:
             self._session.run_with_iobinding(binding, options)
         except Exception as error:  # the binding raises its own exception types, one per status code
-            self._device.synchronize()  # what was enqueued still reads the inputs
             if is_out_of_memory(error):
                 raise CapacityError(
                     f"cuda:{self._device.device_id} has no memory for the decoder's intermediate results: {error}; "

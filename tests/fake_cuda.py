@@ -29,6 +29,7 @@ class FakeCuda(CudaBuffers):
         self.device_id = 0
         self.trims = 0
         self.waits = 0
+        self.synchronizations = 0
         self.fail_wait = False
 
     @property
@@ -78,7 +79,7 @@ class FakeCuda(CudaBuffers):
         return 1e-3
 
     def synchronize(self) -> None:
-        pass
+        self.synchronizations += 1
 
     def rare_run_options(self):
         return None

@@ -1,5 +1,6 @@
 """Every rule of the operators that can be broken is refused, by node, port and rule."""
 
+import devices
 import numpy as np
 import pytest
 from harness import empty_caches, open_session, random_batch, run_op
@@ -148,3 +149,46 @@ def test_capture_refuses_another_batch():
     }
     with pytest.raises(Exception, match="with B = 2"):
         run_op("SnapKvCapture", feeds)
+
+
+def packed_feeds(operator):
+    """Draw feeds of an operator that takes packed rows, in the element type of the target."""
+    element = devices.element()
+    batch = random_batch(np.random.default_rng(0), [4, 2], [0, 3])
+    caches = dict(zip(("key_cache", "value_cache"), empty_caches(2, 2, 32, 16), strict=True))
+    rows = {"query_start": batch.query_start, "past_len": batch.past_len}
+    return {
+        "SwaAttention": {"query": batch.query, **caches, **rows},
+        "RingKvAppend": {"key": batch.key, "value": batch.value, **caches, **rows},
+        "SnapKvCapture": {"query": batch.query, "capture": np.zeros((2, 4, 4, 16), element), **rows},
+    }[operator]
+
+
+PACKED = ["SwaAttention", "RingKvAppend", "SnapKvCapture"]
+
+
+@pytest.mark.parametrize("operator", PACKED)
+def test_tokens_of_no_sequence_are_refused_on_every_device(target, operator):
+    feeds = packed_feeds(operator) | {"query_start": np.zeros(1, np.int32), "past_len": np.zeros(0, np.int32)}
+    if "capture" in feeds:
+        feeds["capture"] = feeds["capture"][:0]
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
+        run_op(operator, feeds)
+    assert "'query_start' must rise from 0 to T = 6; it has 1 element, and so no sequences" in str(error.value)
+    assert f"test/{operator}" in str(error.value)
+
+
+@pytest.mark.parametrize("operator", PACKED)
+def test_row_boundaries_that_are_none_are_refused_on_every_device(target, operator):
+    feeds = packed_feeds(operator) | {"query_start": np.zeros(0, np.int32), "past_len": np.zeros(0, np.int32)}
+    with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
+        run_op(operator, feeds)
+    assert "'query_start' has shape [0]; expected [B+1] with B >= 0" in str(error.value)
+
+
+def test_no_tokens_of_no_sequence_are_taken(target):
+    feeds = packed_feeds("SwaAttention")
+    empty = {"query": feeds["query"][:0], "query_start": np.zeros(1, np.int32), "past_len": np.zeros(0, np.int32)}
+    output, lse = run_op("SwaAttention", feeds | empty)
+    assert output.shape == (0, 4, 16)
+    assert lse.shape == (4, 0)

@@ -62,6 +62,12 @@ def test_head_sizes(head_size, isa):
     check(draw([90], size=head_size))
 
 
+@pytest.mark.parametrize(("size", "rows"), [(256, 320), (512, 300)])
+def test_more_queries_than_one_block_can_hold(size, rows):
+    check(draw([60], size=size, rows=rows, heads=64, kv_heads=1, slots=340))
+    check(draw([rows + 3], size=size, rows=rows, heads=64, kv_heads=1))
+
+
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_group_reduce(group, group_reduce, isa):

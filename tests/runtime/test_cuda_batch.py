@@ -1,6 +1,7 @@
 """The engine's steps for CUDA on a device of NumPy arrays, against those of the host."""
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -189,6 +190,61 @@ def test_the_host_writes_nothing_but_pages_while_the_same_sequences_decode(
     steps = engine.stats().steps
     assert written.count(True) <= 4
     assert 0 < written.count(False) < steps / 2
+
+
+def refuse(monkeypatch, target, name, calls):
+    """Let some calls of a method, counted from 0, find no memory; returns how often it was called."""
+    method, made = getattr(target, name), []
+
+    def count(*arguments, **options):
+        made.append(name)
+        if len(made) - 1 in calls:
+            raise CapacityError("no memory")
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(target, name, count)
+    return made
+
+
+def test_a_batch_size_that_was_not_bound_for_want_of_memory_is_bound_by_the_next_step(
+    model, make_engine, draw_tokens, monkeypatch
+):
+    engine = make_engine(model)
+    made = refuse(monkeypatch, engine.stepper._pools, "make_captures", {1})  # after the prompt's
+    results = serve(engine, [draw_tokens(20)], 30)
+    assert len(made) >= 3
+    with Engine(model, 4, chunk_tokens=24) as host:
+        assert results == serve(host, [draw_tokens(20)], 30)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [("pools", "make_captures"), ("chooser", "start"), ("chooser", "choose"), ("device", "event")]
+)
+def test_a_step_that_fails_waits_for_what_reads_its_pinned_memory(
+    model, make_engine, draw_tokens, monkeypatch, owner, name
+):
+    engine = make_engine(model)
+    device = engine.stepper._device
+    owners = {"pools": engine.stepper._pools, "chooser": FakeBatchChooser, "device": device}
+    pinned, held = [], []
+    pin, synchronize = device.pinned, device.synchronize
+
+    def note_pinned(shape, dtype):
+        array = pin(shape, dtype)
+        pinned.append(weakref.ref(array))
+        return array
+
+    def note_held():
+        held.append(pinned[cuda_batch.STAGING_BUFFERS]() is not None)  # the step's inputs, after the bucket's own
+        synchronize()
+
+    monkeypatch.setattr(device, "pinned", note_pinned)
+    monkeypatch.setattr(device, "synchronize", note_held)
+    refuse(monkeypatch, owners[owner], name, {0})
+    with pytest.raises(CapacityError):
+        serve(engine, [draw_tokens(20)], 30)
+    assert held == [True]
+    assert len(serve(engine, [draw_tokens(20)], 30)[0]) == 30
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])

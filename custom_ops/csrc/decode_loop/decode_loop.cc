@@ -1,8 +1,10 @@
-// The decode loop's device functions as plain C symbols, for callers outside ONNX Runtime (ctypes).
+// The decode loop's device functions, and what kernels know of a device, as plain C symbols: for callers
+// outside ONNX Runtime (ctypes).
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "../kernels/cuda/kernels.h"
 #include "../kernels/cuda/sampling.h"
 
 #define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
@@ -30,29 +32,43 @@ struct DecodeAdvance {
   cudaStream_t stream;
 };
 
+ortolan::cuda::DecodeAdvanceParams params_of(const DecodeAdvance& step) {
+  ortolan::cuda::DecodeAdvanceParams params{};
+  params.logits = step.logits;
+  params.rules = step.rules;
+  params.seen = step.seen;
+  params.num_sequences = step.num_sequences;
+  params.vocab_size = step.vocab_size;
+  params.draw = step.draw;
+  params.random = step.random != 0;
+  params.produced = step.produced;
+  params.token_ids = step.token_ids;
+  params.positions = step.positions;
+  params.past_len = step.past_len;
+  params.kv_len = step.kv_len;
+  params.num_kv_lens = step.num_kv_lens;
+  params.advance_tokens = static_cast<int32_t>(step.advance_tokens);
+  params.workspace = step.workspace;
+  return params;
+}
+
 }  // namespace
 
-// Returns a cudaError_t.
+// Returns a cudaError_t, which the thread then forgets.
 ORTOLAN_EXPORT int ortolan_cuda_decode_advance(const DecodeAdvance* step) {
-  const cudaError_t error = cudaSetDevice(static_cast<int>(step->device));
-  if (error != cudaSuccess) return error;
-  ortolan::cuda::DecodeAdvanceParams params{};
-  params.logits = step->logits;
-  params.rules = step->rules;
-  params.seen = step->seen;
-  params.num_sequences = step->num_sequences;
-  params.vocab_size = step->vocab_size;
-  params.draw = step->draw;
-  params.random = step->random != 0;
-  params.produced = step->produced;
-  params.token_ids = step->token_ids;
-  params.positions = step->positions;
-  params.past_len = step->past_len;
-  params.kv_len = step->kv_len;
-  params.num_kv_lens = step->num_kv_lens;
-  params.advance_tokens = static_cast<int32_t>(step->advance_tokens);
-  params.workspace = step->workspace;
-  return ortolan::cuda::decode_advance(params, step->stream);
+  cudaError_t error = cudaSetDevice(static_cast<int>(step->device));
+  if (error == cudaSuccess) error = ortolan::cuda::decode_advance(params_of(*step), step->stream);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+// The compute capability that kernels are chosen by on the current device, 10 * major + minor; 0 where there
+// is none. It is less than the device's own where the library holds only older code for it.
+ORTOLAN_EXPORT int ortolan_cuda_compute_capability() {
+  ortolan::cuda::Device device;
+  const bool found = ortolan::cuda::current_device(device) == cudaSuccess;
+  if (!found) cudaGetLastError();
+  return found ? device.compute_capability : 0;
 }
 
 // Bytes of workspace for ortolan_cuda_decode_advance.

@@ -13,6 +13,9 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
   const Tensor tensor = context.input(index, {-1});
   if (tensor.dim(0) < 1) context.bad_shape(index, tensor, "with B >= 0");
   const Packing packing{tensor.as<int32_t>(), tensor.dim(0) - 1, num_tokens};
+  if (packing.num_sequences == 0 && num_tokens > 0)
+    context.node().fail("input 'query_start' must rise from 0 to T = " + number(num_tokens) +
+                        "; it has 1 element, and so no sequences");
   if (!context.values_readable()) return packing;
   bool rising = packing.query_start[0] == 0 && packing.query_start[packing.num_sequences] == num_tokens;
   for (int64_t b = 0; b < packing.num_sequences; ++b) rising = rising && packing.count(b) >= 0;

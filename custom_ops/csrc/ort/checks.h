@@ -9,7 +9,8 @@
 
 namespace ortolan {
 
-// Reads [B+1] row boundaries that rise from 0 to num_tokens; on CUDA only the shape is checked.
+// Reads [B+1] row boundaries that rise from 0 to num_tokens; on CUDA only the shape is checked, by which no
+// sequences have no tokens.
 Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
 
 // Reads [B] or, where heads > 0, also [B, heads]; entries are not negative.

@@ -130,8 +130,9 @@ void Context::copy(void* target, const void* source, size_t bytes) const {
   if (node_.provider == Provider::kCuda) {
     const cudaError_t error = cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice,
                                               static_cast<cudaStream_t>(gpu_stream()));
-    if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
-    return;
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // the thread forgets what is reported
+    throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
   }
 #endif
   std::memcpy(target, source, bytes);

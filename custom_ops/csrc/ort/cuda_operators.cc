@@ -13,8 +13,10 @@
 namespace ortolan {
 namespace {
 
+// The thread forgets an error that is reported here: nothing later takes it for its own.
 void check_cuda(const Context& context, cudaError_t error) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();
   const NodeInfo& node = context.node();
   throw std::runtime_error("ortolan." + std::string(node.schema->name) + " node '" + node.name +
                            "': CUDA reports " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));

@@ -49,6 +49,7 @@ class Workspaces {
       for (const Buffer& buffer : buffers) cudaFree(buffer.data);
     }
     cudaSetDevice(previous);
+    cudaGetLastError();  // the thread forgets what is dropped
   }
 
   cudaError_t get(cuda::Launch& launch) {

@@ -4,9 +4,12 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "attention_instances.h"
 #include "kernels.h"
+#include "launch.cuh"
+#include "row_vectors.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -47,6 +50,32 @@ auto with_prefill_head_size(int64_t head_size, Function&& f) {
   return f.template operator()<512>();
 }
 
+// The generation of GPUs that device code is compiled for. Plain sm_90 counts as the one before: without the
+// instructions of sm_90a the kernels for compute capability 9.0 cannot run.
+#if __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int kCodeGeneration = 9;
+#elif __CUDA_ARCH__ >= 1000
+constexpr int kCodeGeneration = __CUDA_ARCH__ / 100;
+#else
+constexpr int kCodeGeneration = 8;
+#endif
+
+// The bound on its threads tells the host which of the library's codes runs on a device: that is not the
+// device's own where PTX of an older generation was compiled for it.
+__global__ void __launch_bounds__(32 * kCodeGeneration) generation_kernel() {}
+
+cudaError_t read_code_generation(int device, int& generation) {
+  static std::atomic<int> known[kKnownDevices];
+  const bool has_place = device < kKnownDevices;
+  generation = has_place ? known[device].load() : 0;
+  if (generation) return cudaSuccess;
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, generation_kernel);
+  generation = attributes.maxThreadsPerBlock / 32;
+  if (has_place && error == cudaSuccess) known[device] = generation;
+  return error;
+}
+
 cudaError_t attribute(cudaDeviceAttr name, int device, int& value) {
   return cudaDeviceGetAttribute(&value, name, device);
 }
@@ -63,8 +92,10 @@ cudaError_t current_device(Device& device) {
         attribute(cudaDevAttrMultiProcessorCount, ordinal, device.num_multiprocessors),
         attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal, device.shared_bytes_per_block)})
     if (error != cudaSuccess) return error;
-  device.compute_capability = 10 * major + minor;
-  return cudaSuccess;
+  int generation = 0;
+  const cudaError_t error = read_code_generation(ordinal, generation);
+  device.compute_capability = std::min(10 * major + minor, 10 * generation + 9);
+  return error;
 }
 
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
@@ -126,6 +157,8 @@ size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& d
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
   const int64_t tokens = params.packing.num_tokens;
   if (tokens == 0) return cudaSuccess;
+  const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
+  if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
   if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
   if (tokens > kDecodeTokens) {
     const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)

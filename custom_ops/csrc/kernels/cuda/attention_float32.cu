@@ -159,17 +159,18 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t attention_float32(const SwaAttentionParams& params, const Launch& launch) {
   const int64_t head_size = params.cache.head_size;
-  const auto kernel = head_size <= 128   ? float32_kernel<1>
-                      : head_size <= 256 ? float32_kernel<2>
-                                         : float32_kernel<4>;
   const auto shared_bytes = static_cast<int>((kRows + kKeys) * (head_size + 1) * sizeof(float));
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
   const int64_t tiles = max_query_tiles(params.packing, kRows, 0);
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(tiles * params.num_heads)), dim3(kThreads),
-                           shared_bytes, launch, params, static_cast<int>(tiles),
-                           static_cast<int>(heads_per_section(params)));
+  const auto enqueue = [&]<int kColumnsPerThread>() {
+    constexpr auto kKernel = float32_kernel<kColumnsPerThread>;
+    const cudaError_t error = allow_shared_memory<kKernel>(launch.device);
+    if (error != cudaSuccess) return error;
+    return launch_overlapped(kKernel, dim3(static_cast<unsigned>(tiles * params.num_heads)), dim3(kThreads),
+                             shared_bytes, launch, params, static_cast<int>(tiles),
+                             static_cast<int>(heads_per_section(params)));
+  };
+  if (head_size <= 128) return enqueue.operator()<1>();
+  return head_size <= 256 ? enqueue.operator()<2>() : enqueue.operator()<4>();
 }
 
 }  // namespace ortolan::cuda

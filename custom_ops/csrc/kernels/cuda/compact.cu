@@ -70,10 +70,9 @@ cudaError_t launch_moves(const KvCompactParams& p, int vectors, const Launch& la
   const dim3 grid(static_cast<unsigned>(divide_up(vectors, lanes)),
                   static_cast<unsigned>(2 * p.cache.num_kv_heads), static_cast<unsigned>(p.num_sequences));
   if (blocks() < 2 * processors)
-    move_rows<Vector, 1024><<<grid, 1024, 0, launch.stream>>>(p, row_bytes, vectors, lanes);
-  else
-    move_rows<Vector, 256><<<grid, 256, 0, launch.stream>>>(p, row_bytes, vectors, lanes);
-  return cudaGetLastError();
+    return launch_alone(move_rows<Vector, 1024>, grid, dim3(1024), launch.stream, p, row_bytes, vectors,
+                        lanes);
+  return launch_alone(move_rows<Vector, 256>, grid, dim3(256), launch.stream, p, row_bytes, vectors, lanes);
 }
 
 }  // namespace

@@ -72,6 +72,8 @@ __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactPa
     store_rows(cache, target, place(round), row_bytes);
   }
   bulk_wait_written();
+#else
+  refuse_architecture();
 #endif
 }
 
@@ -95,12 +97,10 @@ inline cudaError_t compact_bulk(const KvCompactParams& p, int64_t row_bytes, con
   while (cluster > 1 && (cluster - 1) * threads >= p.keep_count) cluster /= 2;
   const dim3 grid(cluster, static_cast<unsigned>(2 * p.cache.num_kv_heads),
                   static_cast<unsigned>(p.num_sequences));
-  const auto kernel = move_rows_bulk;
   const size_t shared_bytes = kBulkRounds * threads * row_bytes;
-  if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     static_cast<int>(shared_bytes)))
-    return error;
-  return launch_clusters(kernel, grid, threads, cluster, shared_bytes, launch, p,
+  const cudaError_t error = allow_shared_memory<move_rows_bulk>(launch.device);
+  if (error != cudaSuccess) return error;
+  return launch_clusters(move_rows_bulk, grid, threads, cluster, shared_bytes, launch, p,
                          static_cast<uint32_t>(row_bytes));
 }
 

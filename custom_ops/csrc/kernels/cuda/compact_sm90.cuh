@@ -87,6 +87,8 @@ __global__ void __launch_bounds__(kClusterThreads, 5)
     locate(round + 2);
     look_up(round + 3);
   }
+#else
+  refuse_architecture();
 #endif
 }
 
@@ -119,9 +121,10 @@ inline bool compact_sm90_takes(int64_t row_bytes, int aligned_bytes, const Devic
 
 inline cudaError_t compact_sm90(const KvCompactParams& p, int64_t row_bytes, const Launch& launch) {
   constexpr auto kernel = move_rows_clustered;
-  const bool large =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
-      resident_clusters<kernel>(kClusterThreads, kMaxCluster, 0, launch.device) > 0;
+  const bool allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+  if (!allowed) cudaGetLastError();  // leaves none behind: smaller clusters will do
+  const bool large = allowed && resident_clusters<kernel>(kClusterThreads, kMaxCluster, 0, launch.device) > 0;
   const ClusterPlan plan = plan_clusters(p, row_bytes, large ? kMaxCluster : 8, launch.device);
   const dim3 grid(static_cast<unsigned>(plan.slices) * plan.cluster,
                   static_cast<unsigned>(2 * p.cache.num_kv_heads), static_cast<unsigned>(p.num_sequences));

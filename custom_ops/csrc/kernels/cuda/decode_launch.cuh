@@ -162,8 +162,7 @@ cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape
   if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
   constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
   const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+  cudaError_t error = allow_shared_memory<kernel>(device);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
@@ -187,9 +186,8 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
     if (shape.cluster)
       return how.enqueue(decode_kernel<Element, kHeadSize, kRowTiles, true>, params, shape, launch);
   }
-  const auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, false>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, false>;
+  cudaError_t error = allow_shared_memory<kernel>(launch.device);
   if (error == cudaSuccess) error = how.enqueue(kernel, params, shape, launch);
   if (error != cudaSuccess) return error;
   return combine_decode<Element, kHeadSize>(params, shape, DecodeWorkspace::of(launch.workspace, shape),

@@ -15,7 +15,7 @@ namespace ortolan::cuda {
 // What kernels ask of a device, read once.
 struct Device {
   int ordinal = 0;
-  int compute_capability = 0;  // 10 * major + minor
+  int compute_capability = 0;  // 10 * major + minor, or less where the library's code for it is older
   int num_multiprocessors = 0;
   int shared_bytes_per_block = 0;  // the opt-in limit
 };

@@ -1,4 +1,7 @@
-// Launches a kernel that may start before the one in front of it has ended.
+// Launches kernels, by themselves or such that one may start before the one in front of it has ended.
+//
+// Every launch returns its own error. The thread's last error (cudaGetLastError) may be that of an earlier
+// call, which another step has answered for already: nothing reads it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,6 +15,36 @@
 namespace ortolan::cuda {
 
 constexpr int kMaxCluster = 16;  // blocks; what every device has is 8
+
+// Where a device has no place in a table of this size, what the table would hold is asked for again.
+constexpr int kKnownDevices = 32;
+
+// Lets the blocks of a kernel have all the dynamic shared memory that the device can give them. The limit is
+// one value for all threads of the process: what one launch needs could be too little for another thread's.
+template <auto kKernel>
+cudaError_t allow_shared_memory(const Device& device) {
+  static std::atomic<bool> allowed[kKnownDevices];
+  const bool has_place = device.ordinal < kKnownDevices;
+  if (has_place && allowed[device.ordinal]) return cudaSuccess;
+  cudaFuncAttributes attributes{};
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               device.shared_bytes_per_block - static_cast<int>(attributes.sharedSizeBytes));
+  if (has_place && error == cudaSuccess) allowed[device.ordinal] = true;
+  return error;
+}
+
+// For kernels that wait for nothing: they start when the one in front has ended.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_alone(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream,
+                         Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
 
 // The kernel must call wait_for_previous_kernel() before it touches what an earlier kernel writes or reads.
 // It may call launch_dependents() at its start: whoever it lets start waits in the same way. `cluster`
@@ -60,7 +93,7 @@ int count_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, 
   config.numAttrs = 1;
   int clusters = 0;
   if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) == cudaSuccess) return clusters;
-  cudaGetLastError();  // not to be taken for a launch's
+  cudaGetLastError();  // leaves none behind: the answer stands for it
   return 0;
 }
 
@@ -68,9 +101,8 @@ int count_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, 
 // the same for every block and shared memory that they are launched with.
 template <auto kKernel>
 int resident_clusters(dim3 block, unsigned cluster, size_t shared_bytes, const Device& device) {
-  constexpr int kDevices = 32;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // one more than the answer, or 0
-  if (device.ordinal >= kDevices) return 0;
+  static std::atomic<int> known[kKnownDevices][kMaxCluster + 1];  // one more than the answer, or 0
+  if (device.ordinal >= kKnownDevices) return 0;
   std::atomic<int>& answer = known[device.ordinal][cluster];
   if (!answer) answer = count_clusters(kKernel, block, cluster, shared_bytes) + 1;
   return answer - 1;

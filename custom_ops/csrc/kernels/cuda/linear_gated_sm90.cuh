@@ -253,6 +253,8 @@ __global__ void __launch_bounds__(GatedSm90Shape::kThreads, 1)
     computing.compute();
   }
   cluster_sync();  // until then the other block loads and arrives here
+#else
+  refuse_architecture();
 #endif
 }
 

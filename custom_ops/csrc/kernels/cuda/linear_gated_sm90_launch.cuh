@@ -37,7 +37,7 @@ cudaError_t launch_gated_sm90(const FusedLinearParams& p, const Launch& launch) 
   params.activation = p.activation;
 
   constexpr auto kKernel = gated_sm90_kernel<Element>;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  error = allow_shared_memory<kKernel>(launch.device);
   if (error != cudaSuccess) return error;
   const dim3 block(Shape::kThreads);
   const int resident = resident_clusters<kKernel>(block, Shape::kCluster, Shape::kSharedBytes, launch.device);

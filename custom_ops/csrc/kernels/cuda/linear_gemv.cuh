@@ -252,16 +252,15 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   store_output<Element>(p, pass.first_token, output, gate, factor, residual);
 }
 
-template <typename Element>
-cudaError_t launch_gemv_kernel(void (*kernel)(FusedLinearParams, GemvPass), int64_t outputs_per_block,
-                               const FusedLinearParams& p, const GemvPass& pass, const Launch& launch) {
+template <typename Element, auto kKernel>
+cudaError_t launch_gemv_kernel(int64_t outputs_per_block, const FusedLinearParams& p, const GemvPass& pass,
+                               const Launch& launch) {
   const int64_t shared_rows = pass.num_tokens + (p.norm_weight ? 1 : 0);
   const auto shared_bytes = static_cast<int>(shared_rows * p.num_inputs * sizeof(Element));
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error != cudaSuccess) return error;
+  if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
+    return error;
   const int64_t blocks = (p.num_outputs + outputs_per_block - 1) / outputs_per_block;
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kGemvThreads), shared_bytes,
+  return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kGemvThreads), shared_bytes,
                            launch, p, pass);
 }
 
@@ -282,13 +281,13 @@ cudaError_t launch_gemv_pass(const FusedLinearParams& p, const GemvPass& pass, c
     return per_turn * (turns > 0 ? turns : 1);
   };
   if (pass.num_tokens == 2)
-    return launch_gemv_kernel<Element>(gemv_kernel<Element, 2, 1, kGated>, outputs(kGemvWarps), p, pass,
-                                       launch);
+    return launch_gemv_kernel<Element, gemv_kernel<Element, 2, 1, kGated>>(outputs(kGemvWarps), p, pass,
+                                                                           launch);
   if (!kGated && p.num_outputs > resident * kGemvWarps)
-    return launch_gemv_kernel<Element>(gemv_kernel<Element, 1, 2, kGated>, outputs(2 * kGemvWarps), p, pass,
-                                       launch);
-  return launch_gemv_kernel<Element>(gemv_kernel<Element, 1, 1, kGated>, outputs(kGemvWarps), p, pass,
-                                     launch);
+    return launch_gemv_kernel<Element, gemv_kernel<Element, 1, 2, kGated>>(outputs(2 * kGemvWarps), p, pass,
+                                                                           launch);
+  return launch_gemv_kernel<Element, gemv_kernel<Element, 1, 1, kGated>>(outputs(kGemvWarps), p, pass,
+                                                                         launch);
 }
 
 }  // namespace ortolan::cuda

@@ -28,7 +28,7 @@ cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch) {
   const bool regular = is_regular<Element>(p);
   for (int first = 0, taken = 1; first < p.num_tokens; first += taken) {
     const cudaError_t error =
-        !regular ? launch_gemv_kernel<Element>(odd_gemv_kernel<Element>, kGemvWarps, p, {first, 1}, launch)
+        !regular ? launch_gemv_kernel<Element, odd_gemv_kernel<Element>>(kGemvWarps, p, {first, 1}, launch)
         : p.activation == GatedActivation::kNone ? launch_gemv_step<Element, false>(p, first, taken, launch)
                                                  : launch_gemv_step<Element, true>(p, first, taken, launch);
     if (error != cudaSuccess) return error;

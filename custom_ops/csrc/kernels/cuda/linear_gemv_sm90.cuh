@@ -285,6 +285,8 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
     parts += turn_parts;
     turn_parts = -turn_parts;
   }
+#else
+  refuse_architecture();
 #endif
 }
 
@@ -338,12 +340,12 @@ bool launch_gemv_stream(const FusedLinearParams& p, const GemvPass& pass, const 
   if (launch.device.compute_capability != 90) return false;
   GemvStream stream{};
   if (!plan_stream<Element, kTokens, kGated>(p, launch.device, stream)) return false;
-  const auto kernel = gemv_stream_kernel<Element, kTokens, kGated>;
+  constexpr auto kKernel = gemv_stream_kernel<Element, kTokens, kGated>;
   int bytes = stream.shared_bytes(kTokens * p.num_inputs * static_cast<int64_t>(sizeof(Element)), kTokens);
   if (kGated) bytes = std::max(bytes, kGatedBytes - kStaticBytes);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  error = allow_shared_memory<kKernel>(launch.device);
   if (error == cudaSuccess)
-    error = launch_overlapped(kernel, dim3(static_cast<unsigned>(stream.blocks)), dim3(kGemvThreads), bytes,
+    error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(stream.blocks)), dim3(kGemvThreads), bytes,
                               launch, p, pass, stream);
   return true;
 }

@@ -280,13 +280,12 @@ __global__ void __launch_bounds__(128, 2)
 template <typename Element, int kHeadSize>
 cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch) {
   using Shape = MmaShape<kHeadSize>;
-  const auto kernel = mma_prefill_kernel<Element, kHeadSize>;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
-  if (error != cudaSuccess) return error;
+  constexpr auto kKernel = mma_prefill_kernel<Element, kHeadSize>;
+  if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
+    return error;
   const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
   const dim3 blocks(static_cast<unsigned>(tiles * params.num_heads));
-  return launch_overlapped(kernel, blocks, dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
+  return launch_overlapped(kKernel, blocks, dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
                            static_cast<int>(tiles), static_cast<int>(heads_per_section(params)));
 }
 

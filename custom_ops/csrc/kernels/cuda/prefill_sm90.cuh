@@ -164,6 +164,8 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
                                                  Logits::of(params.scale, params.softcap),
                                                  Turns<Shape>{group}};
   computing.compute(queries);
+#else
+  refuse_architecture();
 #endif
 }
 

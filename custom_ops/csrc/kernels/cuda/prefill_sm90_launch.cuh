@@ -24,8 +24,8 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
     error = make_cache_map(maps.values, element, params.value_cache, cache, maps.box_rows);
   if (error != cudaSuccess) return error;
 
-  const auto kernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+  constexpr auto kKernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
+  error = allow_shared_memory<kKernel>(launch.device);
   if (error != cudaSuccess) return error;
   WorkQueue queue;
   queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows, kDecodeTokens));
@@ -33,7 +33,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
   queue.taken = launch.counters;
   const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
-  return launch_overlapped(kernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
+  return launch_overlapped(kKernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
                            maps, queue);
 }
 

@@ -117,6 +117,10 @@ struct Half<__half> {
   }
 };
 
+// The body of a kernel on an architecture that it is not written for: its launch fails, where an empty one
+// would leave the output as it was.
+__device__ __forceinline__ void refuse_architecture() { __trap(); }
+
 // Lets the next kernel in the stream start before this one ends, and waits for the one before; both do
 // nothing where the launch did not ask for overlap.
 __device__ __forceinline__ void launch_dependents() {

@@ -15,6 +15,7 @@
 // (2012).
 #include <algorithm>
 
+#include "launch.cuh"
 #include "sampling_search.cuh"
 
 namespace ortolan::cuda {
@@ -190,7 +191,7 @@ cudaError_t launch_draws(const DecodeAdvanceParams& params, cudaStream_t stream)
                                         arguments, 0, stream);
     if (error != cudaSuccess) return error;
   }
-  return cudaGetLastError();
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -205,8 +206,7 @@ cudaError_t decode_advance(const DecodeAdvanceParams& params, cudaStream_t strea
   const int64_t blocks =
       std::clamp<int64_t>((params.vocab_size + kGreedyPerBlock - 1) / kGreedyPerBlock, 1, kMaxGreedyBlocks);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(params.num_sequences));
-  take_best<<<grid, kGreedyThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_alone(take_best, grid, dim3(kGreedyThreads), stream, params);
 }
 
 }  // namespace ortolan::cuda

@@ -1,6 +1,7 @@
 // SnapKvScore: the choice of kernels, and the merge between the two passes.
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "row_vectors.cuh"
 #include "score_instances.h"
 #include "score_plan.cuh"
 #include "score_sm90.cuh"
@@ -85,6 +86,7 @@ size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device& dev
 
 cudaError_t snapkv_score(const SnapKvScoreParams& params, const Launch& launch) {
   if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
+  if (vector_bytes(16, {params.capture, params.key_cache}) < 16) return cudaErrorMisalignedAddress;
   if (sm90_takes(params, launch.device))
     return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
       return launch_score_sm90<Element, kHeadSize>(params, launch);

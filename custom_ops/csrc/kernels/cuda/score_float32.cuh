@@ -2,11 +2,11 @@
 // then the sum of its probabilities per key.
 //
 // A warp multiplies 16 keys with the queries of one head, `kQueries` at a time, which wait in shared memory:
-// a key's sum over queries stays inside four threads. First pass, grid (spans, sequences * kv heads): a block
-// walks the tiles of its span and keeps each query's (maximum, sum) in shared memory; a fold merges the
-// spans. Second pass, grid (tiles, sequences * kv heads): probabilities, their sum over queries, the group's
-// reduction. Every order of additions follows from shapes and kv_len: no atomics, equal runs give equal bits.
-// Source: SnapKV, arXiv 2404.14469, section 4.
+// a key's sum over queries stays inside four threads. First pass, grid (spans, sequences * kv heads, shares
+// of the queries): a block walks the tiles of its span and keeps the (maximum, sum) of each query of its
+// share in shared memory; a fold merges the spans. Second pass, grid (tiles, sequences * kv heads):
+// probabilities, their sum over queries, the group's reduction. Every order of additions follows from shapes
+// and kv_len: no atomics, equal runs give equal bits. Source: SnapKV, arXiv 2404.14469, section 4.
 #pragma once
 
 #include "key_rows.cuh"
@@ -15,7 +15,8 @@
 
 namespace ortolan::cuda {
 
-// Tiles such that keys and two blocks of queries fit 99 KiB, what every GPU since sm_80 gives a block.
+// Tiles such that keys, two blocks of queries and the states of one fit 99 KiB, what every GPU since sm_80
+// gives a block.
 template <int kHeadSize>
 struct ScoreFloatTile {
   static constexpr int kRowBytes = kHeadSize * static_cast<int>(sizeof(float));
@@ -25,6 +26,25 @@ struct ScoreFloatTile {
   static constexpr int kQueries = kRowBytes <= 512 ? 32 : kRowBytes <= 1024 ? 16 : 8;
   static constexpr int kStride = kHeadSize + 4;
   static constexpr int kSharedBytes = (kKeys + 2 * kQueries) * kStride * static_cast<int>(sizeof(float));
+  static constexpr int kStateBytes = static_cast<int>(sizeof(SoftmaxState));
+  static constexpr int kWarpStateBytes = kWarps * kQueries * kStateBytes;
+  static_assert(kSharedBytes + kWarpStateBytes + kQueries * kStateBytes <= 99 << 10);
+
+  // Parts that the first pass cuts its queries into: as few as leave room for their states.
+  static int shares(const ScorePlan& plan, int shared_bytes_per_block) {
+    const int room = (shared_bytes_per_block - kSharedBytes - kWarpStateBytes) / (kQueries * kStateBytes);
+    return (plan.rows / kQueries + room - 1) / room;
+  }
+  // Of one part at most.
+  static int rows(const ScorePlan& plan, int shares) {
+    return (plan.rows / kQueries + shares - 1) / shares * kQueries;
+  }
+};
+
+// Blocks of queries, begin .. end.
+struct QueryBlocks {
+  int begin;
+  int end;
 };
 
 template <int kHeadSize>
@@ -74,12 +94,12 @@ struct ScoreFloatBlock {
   // Brings keys and the first queries in; `body(block, products)` is called for each block of queries in
   // turn.
   template <typename Body>
-  __device__ __forceinline__ void for_each_query_block(int32_t first_key, Body&& body) const {
+  __device__ __forceinline__ void for_each_query_block(int32_t first_key, QueryBlocks of, Body&& body) const {
     load_keys(first_key);
-    load_queries(0);
+    load_queries(of.begin);
     copy_async_commit();
-    for (int block = 0; block < blocks(); ++block) {
-      if (block + 1 < blocks()) load_queries(block + 1);
+    for (int block = of.begin; block < of.end; ++block) {
+      if (block + 1 < of.end) load_queries(block + 1);
       copy_async_commit();
       copy_async_wait<1>();
       __syncthreads();
@@ -125,19 +145,23 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
   using Tile = typename Block::Tile;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ SoftmaxState warp_states[Tile::kWarps][Tile::kQueries];
-  auto* states = reinterpret_cast<SoftmaxState*>(shared_memory + Tile::kSharedBytes);  // [rows]
   wait_for_previous_kernel();
   const ScorePair pair = ScorePair::of(p, blockIdx.y);
   const Block block{p, plan, pair, reinterpret_cast<float*>(shared_memory)};
   const int lane = block.lane();
-  for (int i = threadIdx.x; i < plan.rows; i += Tile::kThreads) states[i] = {-INFINITY, 0.0f};
+  const auto share = static_cast<int>(blockIdx.z), shares = static_cast<int>(gridDim.z);
+  const QueryBlocks own{block.blocks() * share / shares, block.blocks() * (share + 1) / shares};
+  const int first_row = own.begin * Tile::kQueries, end_row = own.end * Tile::kQueries;
+  // By number of the row, of which the share's have a place.
+  auto* states = reinterpret_cast<SoftmaxState*>(shared_memory + Tile::kSharedBytes) - first_row;
+  for (int i = first_row + threadIdx.x; i < end_row; i += Tile::kThreads) states[i] = {-INFINITY, 0.0f};
   __syncthreads();
 
   const int64_t begin = int64_t{blockIdx.x} * plan.span_keys;
   const int64_t end = begin + plan.span_keys;
   for (int64_t first = begin; first < end && first < pair.length; first += Tile::kKeys) {
     block.for_each_query_block(
-        static_cast<int32_t>(first), [&](int query_block, typename Block::Products& z) {
+        static_cast<int32_t>(first), own, [&](int query_block, typename Block::Products& z) {
           const int32_t key = static_cast<int32_t>(first) + block.warp() * 16 + lane / 4;
           const int32_t query = pair.first + query_block * Tile::kQueries % plan.query_rows + lane % 4 * 2;
 #pragma unroll
@@ -168,7 +192,7 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
   }
   __syncthreads();
   SoftmaxState* target = plan.partials + (int64_t{blockIdx.y} * plan.spans + blockIdx.x) * plan.rows;
-  for (int i = threadIdx.x; i < plan.rows; i += Tile::kThreads) target[i] = states[i];
+  for (int i = first_row + threadIdx.x; i < end_row; i += Tile::kThreads) target[i] = states[i];
 }
 
 template <int kHeadSize>
@@ -188,7 +212,7 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
     const SoftmaxState* states = plan.states + int64_t{blockIdx.y} * plan.rows;
     float sums[2] = {};
     block.for_each_query_block(
-        static_cast<int32_t>(first), [&](int query_block, typename Block::Products& z) {
+        static_cast<int32_t>(first), {0, block.blocks()}, [&](int query_block, typename Block::Products& z) {
 #pragma unroll
           for (int n = 0; n < Block::kQueryTiles; ++n)
 #pragma unroll

@@ -17,14 +17,17 @@ struct ScoreKernels {
   using Tile = ScoreMmaTile<kHeadSize>;
   static constexpr auto kStates = score_states_mma_kernel<Element, kHeadSize>;
   static constexpr auto kSums = score_sums_mma_kernel<Element, kHeadSize>;
-  static constexpr int kQueries = Tile::kStep;        // that a head's queries are rounded up to
-  static constexpr int kStateRows = Tile::kHeldRows;  // of a block of the first pass
-  static constexpr int kSumKeys = Tile::kHeldRows;    // of a block of the second
+  static constexpr int kQueries = Tile::kStep;      // that a head's queries are rounded up to
+  static constexpr int kSumKeys = Tile::kHeldRows;  // of a block of the second pass
   static constexpr int kTileKeys = Tile::kRows;
   static constexpr int kSharedBytes = Tile::kSharedBytes;
   static constexpr bool kInterleaved = true;  // spans take tiles by turns
 
-  static int states_bytes(const ScorePlan&) { return kSharedBytes; }
+  // Parts that the first pass cuts its queries into.
+  static int shares(const ScorePlan& plan, const Device&) {
+    return static_cast<int>(divide_up(plan.rows, Tile::kHeldRows));
+  }
+  static int states_bytes(const ScorePlan&, int) { return kSharedBytes; }
 };
 
 template <int kHeadSize>
@@ -33,14 +36,16 @@ struct ScoreKernels<float, kHeadSize> {
   static constexpr auto kStates = score_states_float_kernel<kHeadSize>;
   static constexpr auto kSums = score_sums_float_kernel<kHeadSize>;
   static constexpr int kQueries = Tile::kQueries;
-  static constexpr int kStateRows = 1 << 30;  // all
   static constexpr int kSumKeys = Tile::kKeys;
   static constexpr int kTileKeys = Tile::kKeys;
   static constexpr int kSharedBytes = Tile::kSharedBytes;
   static constexpr bool kInterleaved = false;
 
-  static int states_bytes(const ScorePlan& plan) {
-    return kSharedBytes + plan.rows * static_cast<int>(sizeof(SoftmaxState));
+  static int shares(const ScorePlan& plan, const Device& device) {
+    return Tile::shares(plan, device.shared_bytes_per_block);
+  }
+  static int states_bytes(const ScorePlan& plan, int shares) {
+    return kSharedBytes + Tile::rows(plan, shares) * Tile::kStateBytes;
   }
 };
 
@@ -55,9 +60,8 @@ ScorePlan plan_score(const SnapKvScoreParams& p, void* workspace) {
   plan.query_rows = static_cast<int>(divide_up(p.window_rows, Kernels::kQueries)) * Kernels::kQueries;
   plan.rows = plan.group * plan.query_rows;
   const auto tiles = static_cast<int>(divide_up(p.cache.capacity, Kernels::kTileKeys));
-  if (Kernels::kInterleaved) {
-    const int64_t others =
-        p.cache.num_kv_heads * std::max<int64_t>(divide_up(plan.rows, Kernels::kStateRows), 1);
+  if constexpr (Kernels::kInterleaved) {
+    const int64_t others = p.cache.num_kv_heads * std::max(Kernels::shares(plan, {}), 1);
     const auto wanted = static_cast<int>(std::clamp<int64_t>(kBlocks / others, 1, kMostSpans));
     plan.spans = std::min(wanted, tiles);
     plan.span_keys = Kernels::kTileKeys;
@@ -85,14 +89,12 @@ cudaError_t launch_score(const SnapKvScoreParams& p, const Launch& launch) {
   const auto pairs = static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads);
   if (plan.rows == 0)  // nothing was captured
     return cudaMemsetAsync(p.score, 0, pairs * p.cache.capacity * sizeof(float), launch.stream);
-  const int states_bytes = Kernels::states_bytes(plan);
-  cudaError_t error =
-      cudaFuncSetAttribute(Kernels::kStates, cudaFuncAttributeMaxDynamicSharedMemorySize, states_bytes);
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(Kernels::kSums, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 Kernels::kSharedBytes);
+  const int shares = Kernels::shares(plan, launch.device);
+  const int states_bytes = Kernels::states_bytes(plan, shares);
+  cudaError_t error = allow_shared_memory<Kernels::kStates>(launch.device);
+  if (error == cudaSuccess) error = allow_shared_memory<Kernels::kSums>(launch.device);
   if (error == cudaSuccess) {
-    const dim3 grid(plan.spans, pairs, static_cast<unsigned>(divide_up(plan.rows, Kernels::kStateRows)));
+    const dim3 grid(plan.spans, pairs, shares);
     error = launch_overlapped(Kernels::kStates, grid, threads, states_bytes, launch, p, plan);
   }
   if (error == cudaSuccess) error = launch_score_fold(p, plan, launch);

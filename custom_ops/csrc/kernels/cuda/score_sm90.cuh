@@ -208,6 +208,8 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
       const int head = h * Shape::kGroups + group;
       if (threadIdx.x % 4 == 0 && head < plan.group) target[head * Shape::kQueries + row + half * 8] = state;
     }
+#else
+  refuse_architecture();
 #endif
 }
 
@@ -282,6 +284,8 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
     store(key, 0.0f);
     store(key + 8, 0.0f);
   }
+#else
+  refuse_architecture();
 #endif
 }
 

@@ -45,18 +45,17 @@ cudaError_t launch_score_sm90(const SnapKvScoreParams& p, const Launch& launch) 
 
   const dim3 grid(plan.spans, static_cast<unsigned>(p.num_sequences * p.cache.num_kv_heads));
   const int shared_bytes = Shape::shared_bytes(plan.group);
-  const auto enqueue = [&](auto kernel) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const auto enqueue = [&]<auto kKernel>() {
+    const cudaError_t error = allow_shared_memory<kKernel>(launch.device);
     if (error != cudaSuccess) return error;
-    return launch_overlapped(kernel, grid, dim3(Shape::kThreads), shared_bytes, launch, p, plan, map);
+    return launch_overlapped(kKernel, grid, dim3(Shape::kThreads), shared_bytes, launch, p, plan, map);
   };
-  error = plan.group <= 2   ? enqueue(score_states_sm90_kernel<Element, kHeadSize, 1>)
-          : plan.group <= 4 ? enqueue(score_states_sm90_kernel<Element, kHeadSize, 2>)
-                            : enqueue(score_states_sm90_kernel<Element, kHeadSize, 4>);
+  error = plan.group <= 2   ? enqueue.template operator()<score_states_sm90_kernel<Element, kHeadSize, 1>>()
+          : plan.group <= 4 ? enqueue.template operator()<score_states_sm90_kernel<Element, kHeadSize, 2>>()
+                            : enqueue.template operator()<score_states_sm90_kernel<Element, kHeadSize, 4>>();
   if (error == cudaSuccess) error = launch_score_fold(p, plan, launch);
   if (error != cudaSuccess) return error;
-  return enqueue(score_sums_sm90_kernel<Element, kHeadSize>);
+  return enqueue.template operator()<score_sums_sm90_kernel<Element, kHeadSize>>();
 }
 
 #define ORTOLAN_INSTANTIATE_SCORE_SM90(Element, kHeadSize)                                             \

@@ -1,0 +1,103 @@
+"""What CUDA reports becomes Ortolan's errors, whichever call of the buffers meets it."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ortolan.errors import CapacityError, OrtolanError
+from ortolan.runtime.cuda import CudaBuffers
+
+
+class CudaError(RuntimeError):
+    """As cupy's own: a status and a text."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class CudaRuntimeError(CudaError):
+    """Stands for cupy's CUDARuntimeError."""
+
+
+class CudaDriverError(CudaError):
+    """Stands for cupy's CUDADriverError."""
+
+
+class PoolError(MemoryError):
+    """Stands for cupy's OutOfMemoryError."""
+
+
+class Failing:
+    """An array, pool, event or stream, each call of which fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def _fail(self, *_, **__):
+        raise self._error
+
+    set = get = malloc = record = synchronize = free_all_blocks = _fail
+
+
+def make_buffers(error: Exception) -> CudaBuffers:
+    """Make buffers on a device where all that can fail does."""
+    failing = Failing(error)
+    runtime = SimpleNamespace(CUDARuntimeError=CudaRuntimeError, memGetInfo=failing._fail)
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        driver=SimpleNamespace(CUDADriverError=CudaDriverError),
+        memory=SimpleNamespace(OutOfMemoryError=PoolError),
+        Event=failing._fail,
+        get_elapsed_time=failing._fail,
+    )
+    buffers = CudaBuffers.__new__(CudaBuffers)
+    buffers.device_id = 0
+    buffers._cupy = SimpleNamespace(cuda=cuda)
+    buffers._device = contextlib.nullcontext()
+    buffers._stream = contextlib.nullcontext()
+    buffers._pool = buffers._pinned_pool = failing
+    return buffers
+
+
+def compute(buffers: CudaBuffers, array: Failing) -> None:
+    with buffers.scope():
+        array.get()
+
+
+CALLS = {
+    "write": lambda buffers, failing: buffers.write(failing, np.zeros(3)),
+    "upload": lambda buffers, failing: buffers.upload(np.zeros(3)),
+    "allocate": lambda buffers, failing: buffers.allocate((3,), np.float32),
+    "pinned": lambda buffers, failing: buffers.pinned((3,), np.float32),
+    "staging": lambda buffers, failing: buffers.staging((3,), np.float32),
+    "download": lambda buffers, failing: buffers.download(failing),
+    "event": lambda buffers, failing: buffers.event(),
+    "record": lambda buffers, failing: buffers.record(failing),
+    "wait": lambda buffers, failing: buffers.wait(failing),
+    "seconds_between": lambda buffers, failing: buffers.seconds_between(failing, failing),
+    "memory": lambda buffers, failing: buffers.memory(),
+    "arithmetic": compute,
+}
+
+
+@pytest.mark.parametrize("kind", [CudaRuntimeError, CudaDriverError])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_fault_of_the_device_is_named(call, kind):
+    error = kind(716)  # a misaligned address
+    with pytest.raises(OrtolanError, match="cuda:0 failed: status 716; start a new process") as raised:
+        CALLS[call](make_buffers(error), Failing(error))
+    assert not isinstance(raised.value, CapacityError)
+
+
+def test_pinned_memory_that_there_is_none_of_is_no_fault_of_the_device():
+    with pytest.raises(CapacityError, match="no memory of the host for an array of 12 bytes"):
+        make_buffers(CudaRuntimeError(2)).pinned((3,), np.float32)
+
+
+@pytest.mark.parametrize("error", [CudaRuntimeError(2), CudaDriverError(2), PoolError("none")])
+def test_memory_that_there_is_none_of_for_arithmetic_is_no_fault_of_the_device(error):
+    with pytest.raises(CapacityError, match="cuda:0 has no memory left for this"):
+        compute(make_buffers(error), Failing(error))
