@@ -49,6 +49,11 @@ class CudaBuffers:
         """Device memory that this pool holds, used or not."""
         return int(self._pool.total_bytes())
 
+    @property
+    def shared_bytes_per_block(self) -> int:
+        """Shared memory that a block of a kernel may ask for."""
+        return int(self._device.attributes["MaxSharedMemoryPerBlockOptin"])
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Make the device and the stream current for array arithmetic.

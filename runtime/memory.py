@@ -127,11 +127,12 @@ def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, in
     )
 
 
-def check_pools(plan: EnginePlan, memory: tuple[int, int], device: str) -> None:
+def check_pools(plan: EnginePlan, scratch: int, memory: tuple[int, int], device: str) -> None:
     """Refuse an engine's page pools that do not fit the device, before any of them takes what others need.
 
     Args:
         plan: the pools.
+        scratch: bytes of attention's scratch memory.
         memory: free and all bytes of the device.
         device: its name.
 
@@ -139,9 +140,11 @@ def check_pools(plan: EnginePlan, memory: tuple[int, int], device: str) -> None:
         CapacityError: they are more than what is free.
     """
     free, total = memory
-    if plan.bytes > free:
+    needed = plan.bytes + scratch
+    if needed > free:
         raise CapacityError(
             f"an engine of {plan.max_sequences} sequences and max_context {plan.max_context} needs {plan.bytes} bytes "
-            f"of page pools on {device}; {free} of {total} are free, {plan.bytes - free} too few; lower "
-            "max_cache_bytes, or leave it out to take what is free"
+            f"of page pools and {scratch} of attention's scratch memory on {device}; {free} of {total} are free, "
+            f"{needed - free} too few; lower max_sequences, max_context or max_cache_bytes, or leave the last out to "
+            "take what is free"
         )

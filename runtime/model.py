@@ -50,6 +50,7 @@ from ortolan.runtime.memory import (
 from ortolan.runtime.options import SnapKv, check_snapkv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.restore import SavedSession
+from ortolan.runtime.scratch import decode_scratch_bytes
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
@@ -204,20 +205,25 @@ class Model:
         if self._device is None or max_cache_bytes is not None:
             return plan
         free, _ = self._device.free_memory()
-        most = int((free - estimate_chunk_bytes(self.manifest, plan)) * POOL_SHARE)
+        scratch = decode_scratch_bytes(self.manifest, plan, self._device.buffers.shared_bytes_per_block)
+        most = int((free - scratch - estimate_chunk_bytes(self.manifest, plan)) * POOL_SHARE)
         if plan.bytes <= most:
             return plan
         try:
             return plan_engine(self.manifest, max_sequences, max(1, most), chunk_tokens, max_context, cuda=True)
         except CapacityError as error:
-            raise CapacityError(f"{self._device.name} has {free} bytes free, too few for an engine: {error}") from error
+            raise CapacityError(
+                f"{self._device.name} has {free} bytes free, too few for an engine and {scratch} bytes of attention's "
+                f"scratch memory; lower max_sequences or max_context: {error}"
+            ) from error
 
     def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
         """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
         if self._device is None:
             return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
         device = self._device
-        check_pools(plan, device.free_memory(), device.name)
+        scratch = decode_scratch_bytes(self.manifest, plan, device.buffers.shared_bytes_per_block)
+        check_pools(plan, scratch, device.free_memory(), device.name)
         return CudaBatchStepper(
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )

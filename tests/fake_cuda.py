@@ -40,6 +40,10 @@ class FakeCuda(CudaBuffers):
     def pool_bytes(self) -> int:
         return 0
 
+    @property
+    def shared_bytes_per_block(self) -> int:
+        return 232448
+
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         yield

@@ -19,7 +19,7 @@ ELEMENTS = [np.dtype(np.float32), np.dtype(np.float16), devices.BFLOAT16]
 class DecodeStep:
     """RingKvAppend and SwaAttention of one token a sequence, over buffers that stay where they are."""
 
-    def __init__(self, element, *, graph, sequences, slots, size, window=-1, sink=0):
+    def __init__(self, element, *, graph, sequences, slots, size, window=-1, sink=0, stream=None):
         import cupy
 
         self.element = element
@@ -37,7 +37,10 @@ class DecodeStep:
             "value_cache_out": shapes["value_cache"],
             "output": shapes["query"],
         }
-        self._session = self._open(shapes, outputs, graph, window, sink)
+        settings = {"enable_cuda_graph": str(int(graph))}
+        if stream:
+            settings["user_compute_stream"] = str(stream.ptr)
+        self._session = self._open(shapes, outputs, settings, window, sink)
         self.buffers = {}
         for name, (shape, dtype) in shapes.items():
             self.buffers[name] = (
@@ -54,7 +57,7 @@ class DecodeStep:
         self._options = ort.RunOptions()
         self._options.add_run_config_entry("gpu_graph_id", "1" if graph else "-1")
 
-    def _open(self, shapes, outputs, graph, window, sink):
+    def _open(self, shapes, outputs, settings, window, sink):
         caches = ("key_cache", "value_cache")
         append = emitters.ring_kv_append(
             *("key", "value", *caches, "query_start", "past_len"), outputs=tuple(outputs)[:2], name="append", sink=sink
@@ -71,7 +74,7 @@ class DecodeStep:
         model = onnx.helper.make_model(model_graph, opset_imports=opsets, ir_version=10)
         options = ort.SessionOptions()
         ortolan.custom_ops.register(options)
-        provider = (devices.PROVIDERS["cuda"], {"enable_cuda_graph": str(int(graph))})
+        provider = (devices.PROVIDERS["cuda"], settings)
         return ort.InferenceSession(model.SerializeToString(), options, providers=[provider])
 
     def fill(self, name, values):
@@ -135,3 +138,22 @@ def test_across_a_ring_wrap(element, sink):
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 def test_lengths_that_fall_after_an_eviction(element):
     compare(element, [3000, 3001, 200, 201, 202, 700, 40], slots=4096)
+
+
+def test_a_graph_outlives_larger_steps_of_its_stream():
+    """Scratch memory that a graph was captured with stays where it is, while that of later steps grows and goes."""
+    rng, element, past = np.random.default_rng(0), np.dtype(np.float16), 300
+
+    def make(sequences, *, graph):
+        step = DecodeStep(element, graph=graph, sequences=sequences, slots=4096, size=64, stream=devices.stream())
+        for name in ("key_cache", "value_cache"):
+            step.fill(name, rng.standard_normal((sequences, KV_HEADS, past, 64)).astype(element))
+        return step, np.full((sequences, KV_HEADS), past, np.int32), draw(rng, element, sequences, 64)
+
+    captured, *inputs = make(2, graph=1)
+    expected = captured.run(*inputs)
+    for sequences in (90, 260):  # 8 and 16 MiB
+        step, *larger = make(sequences, graph=0)
+        first = step.run(*larger)
+        np.testing.assert_array_equal(captured.run(*inputs), expected)
+        np.testing.assert_array_equal(step.run(*larger), first)

@@ -10,12 +10,14 @@ namespace ortolan {
 namespace {
 
 constexpr size_t kSmallestBytes = size_t{1} << 20;
+constexpr size_t kLargeBytes = size_t{64} << 20;
 constexpr size_t kCounterBytes = cuda::kCounters * sizeof(unsigned);
 
 // Counters, and scratch memory behind them.
 struct Buffer {
   unsigned char* data;
-  size_t bytes;  // of the scratch memory
+  size_t bytes;              // of the scratch memory
+  bool is_captured = false;  // a graph may point into it
 
   static cudaError_t allocate(cudaStream_t stream, size_t bytes, Buffer& buffer) {
     void* data = nullptr;
@@ -27,6 +29,13 @@ struct Buffer {
     return error;
   }
 };
+
+// What is allocated for a request: few sizes, so that buffers seldom grow, but no more than kLargeBytes in
+// vain.
+size_t allocated_bytes(size_t bytes) {
+  if (bytes <= kLargeBytes) return std::bit_ceil(bytes < kSmallestBytes ? kSmallestBytes : bytes);
+  return (bytes + kLargeBytes - 1) / kLargeBytes * kLargeBytes;
+}
 
 // Whether work put on the stream now goes into a graph.
 cudaError_t is_captured(cudaStream_t stream, bool& captured) {
@@ -60,15 +69,14 @@ class Workspaces {
     if (error != cudaSuccess) return error;
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Buffer>& buffers = buffers_[{device, stream}];
-    if (buffers.empty() || buffers.back().bytes < bytes) {
+    const bool is_enough = !buffers.empty() && buffers.back().bytes >= bytes;
+    if (!is_enough || !buffers.back().is_captured) {
       bool captured = false;
       error = is_captured(stream, captured);
+      if (error == cudaSuccess && !is_enough)
+        error = captured ? cudaErrorStreamCaptureUnsupported : grow(buffers, stream, bytes);
       if (error != cudaSuccess) return error;
-      if (captured) return cudaErrorStreamCaptureUnsupported;
-      Buffer grown;
-      error = Buffer::allocate(stream, std::bit_ceil(bytes < kSmallestBytes ? kSmallestBytes : bytes), grown);
-      if (error != cudaSuccess) return error;
-      buffers.push_back(grown);
+      buffers.back().is_captured = captured;
     }
     launch.counters = reinterpret_cast<unsigned*>(buffers.back().data);
     launch.workspace = buffers.back().data + kCounterBytes;
@@ -94,6 +102,20 @@ class Workspaces {
 
  private:
   using Key = std::pair<int, cudaStream_t>;  // device, stream
+
+  // The last buffer goes first, in order with the work that uses it, so that both need not fit.
+  static cudaError_t grow(std::vector<Buffer>& buffers, cudaStream_t stream, size_t bytes) {
+    if (!buffers.empty() && !buffers.back().is_captured) {
+      const cudaError_t error = cudaFreeAsync(buffers.back().data, stream);
+      if (error != cudaSuccess) return error;
+      buffers.pop_back();
+    }
+    Buffer grown;
+    const cudaError_t error = Buffer::allocate(stream, allocated_bytes(bytes), grown);
+    if (error == cudaSuccess) buffers.push_back(grown);
+    return error;
+  }
+
   std::mutex mutex_;
   std::map<Key, std::vector<Buffer>> buffers_;
   std::map<Key, std::unique_ptr<cuda::Cublas>> handles_;

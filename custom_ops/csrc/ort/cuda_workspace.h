@@ -1,9 +1,10 @@
 // What the CUDA kernels of a stream share, as they run there in turn: scratch memory, counters and a cuBLAS
 // handle.
 //
-// A buffer that grew is kept until the last kernel is gone: a captured graph may still point into the smaller
-// one. ONNX Runtime runs a graph before it captures it, so nothing is allocated during a capture.
-// (KernelContext_GetScratchBuffer is no help: what it returns is never freed.)
+// A buffer that a captured graph points into is kept until the last kernel is gone, also where a larger one
+// has taken its place; others are freed once the stream has passed their last use. ONNX Runtime runs a graph
+// before it captures it, so nothing is allocated during a capture. (KernelContext_GetScratchBuffer is no
+// help: what it returns is never freed.)
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -135,9 +135,8 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
     combine_cluster<Element, kHeadSize>(params, shape, workspace, ClusterLine(params, shape, entry),
                                         shared.stages);
   } else {
-    count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0 && !counts_again(shape.entries))
-      for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = shared.starts[i];
+    const int strips = count_tiles(params, shape, shared.starts);
+    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
     sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
                                              DecodeLine(shared.starts, shape));
   }

@@ -16,7 +16,9 @@ constexpr int kSpanParts = 8;  // of a round: spans that are added up one after 
 
 // With few entries it is faster to count their tiles again than to read what the kernel before has counted.
 constexpr int kCountedEntries = 128;
-__host__ __device__ constexpr bool counts_again(int entries) { return entries <= kCountedEntries; }
+__host__ __device__ __forceinline__ bool counts_again(const DecodeShape& shape) {
+  return !shape.counted_strips && shape.entries <= kCountedEntries;
+}
 
 // Partial sums of a row in four columns.
 struct PartialSum {
@@ -197,17 +199,52 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
                              total);
 }
 
-// The sequence of a token; for whole warps.
+// The sequence of a token; for whole warps. Where each has one, it is found by the first guess.
 __device__ __forceinline__ int find_sequence(const Packing& packing, int64_t token) {
+  const auto holds = [&](int64_t sequence) {
+    return sequence < packing.num_sequences && packing.first(sequence) <= token &&
+           token < packing.first(sequence) + packing.count(sequence);
+  };
+  if (holds(token)) return static_cast<int>(token);
   const int lane = threadIdx.x % 32;
-  for (int first = 0; first < packing.num_sequences; first += 32) {
-    const int sequence = first + lane;
-    const bool holds = sequence < packing.num_sequences && packing.first(sequence) <= token &&
-                       token < packing.first(sequence) + packing.count(sequence);
-    if (const unsigned found = __ballot_sync(~0u, holds)) return first + __ffs(found) - 1;
-  }
+  for (int first = 0; first < packing.num_sequences; first += 32)
+    if (const unsigned found = __ballot_sync(~0u, holds(first + lane))) return first + __ffs(found) - 1;
   return -1;
 }
+
+// What a block of the combine kernel merges.
+struct CombinedRow {
+  DecodeEntry entry;
+  int index;  // of the entry, where its strip is not counted
+  int row;    // of the entry, which may have fewer
+
+  static __device__ __forceinline__ CombinedRow of_token(const SwaAttentionParams& params,
+                                                         const DecodeShape& shape, int token, int head) {
+    const int sequence = find_sequence(params.packing, token);
+    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return {};
+    const int kv_head = shape.by_group.divide(head);
+    const int sequence_row = (token - static_cast<int>(params.packing.first(sequence))) * shape.group + head -
+                             kv_head * shape.group;
+    const int row_tile = sequence_row / shape.entry_rows;
+    return {DecodeEntry::of(params, shape, sequence, row_tile, kv_head),
+            (row_tile * shape.sequences + sequence) * shape.kv_heads + kv_head,
+            sequence_row - row_tile * shape.entry_rows};
+  }
+  // Where strips are counted, for once the kernel before has done so.
+  static __device__ __forceinline__ CombinedRow of_entry(const SwaAttentionParams& params,
+                                                         const DecodeShape& shape, const int* holders,
+                                                         int index, int row) {
+    if (shape.counted_strips && holders[shape.by_kv_heads.divide(index)] < 0) return {};
+    return {DecodeEntry::of(params, shape, index, holders), index, row};
+  }
+  // The entry's number with the strip that the kernel before has counted for its first row; false: it has
+  // none.
+  __device__ __forceinline__ bool find_strip(const DecodeShape& shape, const int* first_strips) {
+    const int strip = first_strips[entry.sequence] + entry.first_row / shape.entry_rows;
+    index = strip * shape.kv_heads + entry.kv_head;
+    return 0 <= strip && strip < shape.counted_strips;
+  }
+};
 
 // Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
 // of a round, at most.
@@ -224,29 +261,27 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
   const int first_column = blockIdx.z * kColumns;
 
-  // One block waits even if none has work: who comes next relies on the kernel before this one.
-  const auto leave = [] {
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
-  };
   // Until the wait only what the kernel before had waited for is read.
-  int index = blockIdx.x, row = blockIdx.y;
-  if (by_token) {
-    const int sequence = find_sequence(params.packing, blockIdx.x);
-    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return leave();
-    const int token = static_cast<int>(blockIdx.x - params.packing.first(sequence));
-    index = DecodeEntry::index_of(shape, sequence, token, blockIdx.y, row);
+  if (shape.counted_strips && !by_token) wait_for_previous_kernel();
+  CombinedRow own = by_token ? CombinedRow::of_token(params, shape, blockIdx.x, blockIdx.y)
+                             : CombinedRow::of_entry(params, shape, workspace.starts + shape.entries + 1,
+                                                     blockIdx.x, blockIdx.y);
+  if (own.row >= own.entry.rows) {
+    // One block waits even if none has work: who comes next relies on the kernel before this one.
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
+    return;
   }
-  const DecodeEntry entry = DecodeEntry::of(params, shape, index);
-  if (row >= entry.rows) return leave();
-  const bool counts = counts_again(shape.entries);
+  const DecodeEntry& entry = own.entry;
+  const bool counts = counts_again(shape);
   if (counts) count_tiles(params, shape, counted);
   const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
   wait_for_previous_kernel();
+  if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
 
   const DecodeLine line(counts ? counted : workspace.starts, shape);
   const PartialRow<kHeadSize, DecodeLine> partial{
-      workspace, line, entry.tiles,
-      index,     row,  first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
+      workspace, line,    entry.tiles,
+      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
   if (partial.is_stored(first_span)) return;
   combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
 }

@@ -16,33 +16,19 @@ __device__ __forceinline__ int sum_before(int value, int lane) {
   return value;
 }
 
-// Entries that may hold rows: those of row tiles that some sequence reaches. For a whole block.
-__device__ __forceinline__ int count_entries(const SwaAttentionParams& params, const DecodeShape& shape) {
-  if (shape.row_tiles == 1) return shape.entries;
-  __shared__ int most_rows;
-  if (threadIdx.x == 0) most_rows = 0;
-  __syncthreads();
-  for (int n = threadIdx.x; n < params.packing.num_sequences; n += blockDim.x) {
-    const int tokens = static_cast<int>(params.packing.count(n));
-    if (tokens <= kDecodeTokens) atomicMax(&most_rows, tokens * shape.group);
-  }
-  __syncthreads();
-  return (most_rows + shape.entry_rows - 1) / shape.entry_rows * shape.pairs;
-}
-
-// Tiles before each entry, in shared memory; for a whole block.
-__device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
-                                            int* starts) {
+// Hands each index in 0 .. items to `store`, with its count and the sum of counts up to it; for a whole
+// block.
+template <typename Count, typename Store>
+__device__ __forceinline__ void sum_up(int items, const Count& count, const Store& store) {
   __shared__ int warp_totals[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int entries = count_entries(params, shape);
   int before = 0;
-  for (int first = 0; first < entries; first += blockDim.x) {
-    const bool one_warp = entries - first <= 32;
+  for (int first = 0; first < items; first += blockDim.x) {
+    const bool one_warp = items - first <= 32;
     if (one_warp && warp > 0) break;
     const int index = first + static_cast<int>(threadIdx.x);
-    const int tiles = index < entries ? DecodeEntry::of(params, shape, index).tiles.count() : 0;
-    int sum = before + sum_before(tiles, lane);
+    const int own = index < items ? count(index) : 0;
+    int sum = before + sum_before(own, lane);
     if (!one_warp) {
       if (lane == 31) warp_totals[warp] = sum;
       __syncthreads();
@@ -51,14 +37,59 @@ __device__ __forceinline__ void count_tiles(const SwaAttentionParams& params, co
       before += __shfl_sync(~0u, total, 31);
       __syncthreads();
     }
-    if (index < entries) starts[index + 1] = sum;
+    if (index < items) store(index, own, sum);
   }
+}
+
+// Numbers the row tiles that hold rows; returns how many. For a whole block. Row boundaries that do not rise
+// may ask for more than there is room for: those are not numbered.
+__device__ __forceinline__ int count_strips(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            int* holders) {
+  __shared__ int counted;
+  const auto row_tiles = [&](int sequence) {
+    const auto tokens = static_cast<int>(params.packing.count(sequence));
+    if (tokens <= 0 || tokens > kDecodeTokens) return 0;
+    return (tokens * shape.group + shape.entry_rows - 1) / shape.entry_rows;
+  };
+  sum_up(shape.sequences, row_tiles, [&](int sequence, int tiles, int sum) {
+    const int end = min(sum, shape.counted_strips);
+    int holder = sequence;
+    for (int strip = sum - tiles; strip < end; ++strip, holder += shape.sequences) holders[strip] = holder;
+    if (sequence == shape.sequences - 1) counted = end;
+  });
+  __syncthreads();
+  return counted;
+}
+
+// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block. Returns
+// the number of strips that have rows, where strips are counted.
+__device__ __forceinline__ int count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
+                                           int* starts) {
+  int* holders = starts + shape.entries + 1;
+  const int strips = shape.counted_strips ? count_strips(params, shape, holders) : 0;
+  const int entries = shape.counted_strips ? strips * shape.kv_heads : shape.entries;
+  sum_up(
+      entries, [&](int index) { return DecodeEntry::of(params, shape, index, holders).tiles.count(); },
+      [&](int index, int, int sum) { starts[index + 1] = sum; });
   if (threadIdx.x == 0) starts[0] = 0;
   __syncthreads();
   const int total = starts[entries];
   for (int index = entries + threadIdx.x; index < shape.entries; index += blockDim.x)
     starts[index + 1] = total;
   __syncthreads();
+  return strips;
+}
+
+// Leaves what a block has counted to the combine kernel; for a whole block.
+__device__ __forceinline__ void store_counts(const DecodeShape& shape, const DecodeWorkspace& workspace,
+                                             const int* starts, int strips) {
+  for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = starts[i];
+  for (int strip = threadIdx.x; strip < shape.counted_strips; strip += blockDim.x) {
+    const int place = shape.entries + 1 + strip, holder = strip < strips ? starts[place] : -1;
+    workspace.starts[place] = holder;
+    if (strip < strips && holder < shape.sequences)
+      workspace.first_strips[holder] = strip;  // its first row tile
+  }
 }
 
 // A place on the line of tiles, the stage that holds the tile and the buffer of its sums; all move forward.

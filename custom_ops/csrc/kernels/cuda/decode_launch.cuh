@@ -57,8 +57,12 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
   shape.entry_rows = std::min(8 * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
-  shape.pairs = static_cast<int>(params.packing.num_sequences) * kv_heads;
-  shape.entries = shape.pairs * shape.row_tiles;
+  shape.sequences = static_cast<int>(params.packing.num_sequences);
+  if (shape.row_tiles > 1 && shape.sequences > 1)
+    shape.counted_strips = static_cast<int>(
+        most_row_tiles(shape.sequences, params.packing.num_tokens, shape.group, shape.entry_rows));
+  shape.entries =
+      kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
   shape.warps = decode_warps<kHeadSize>(device);
   shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
   fill_shared<kHeadSize, kRowTiles>(shape, device);
@@ -69,7 +73,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   shape.guesses = can_guess(params, shape, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
-  shape.by_pairs = Divisor::of(shape.pairs);
+  shape.by_sequences = Divisor::of(shape.sequences);
   shape.by_line = Divisor::of(shape.blocks);
   return shape;
 }
@@ -121,7 +125,9 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   // A window's spans may lie anywhere in their rounds.
   const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
   const int64_t rows = params.packing.num_tokens * params.num_heads;
-  const bool by_token = rows < int64_t{shape.entries} * shape.entry_rows;
+  const int64_t places = int64_t{shape.entries} * shape.entry_rows;
+  // A token finds its sequence before the kernel in front has ended, a counted strip after.
+  const bool by_token = shape.counted_strips ? rows <= places : rows < places;
   const auto enqueue = [&](auto kernel, int columns, int threads) {
     const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : shape.entries),
                     static_cast<unsigned>(by_token ? params.num_heads : shape.entry_rows),
@@ -129,8 +135,7 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
                              shape, workspace, spans, by_token);
   };
-  if (std::min<int64_t>(rows, shape.entries * shape.entry_rows) * (kHeadSize / 32) >
-      2 * launch.device.num_multiprocessors)
+  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
     return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
   if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);

@@ -6,9 +6,17 @@
 // afresh, tiles are merged into spans in ascending order, and spans into the row. A span that a block holds
 // whole it hands on as one partial sum, else tile by tile; the combine kernel merges the rest in the same
 // order. At most one span straddles the end of a block's piece, so the place of a tile's partial sum follows
-// from that block's number, and memory does not grow with the context. Lengths are read on the device: the
-// cuts move as the context grows, the bits of the result do not.
+// from that block's number. A span's follows from its entry: memory is set aside for all spans of the cache's
+// capacity in every entry that may hold rows, and does not grow with the lengths. Those are read on the
+// device: the cuts move as the context grows, the bits of the result do not.
+//
+// An entry is a strip and a kv head; a strip is a row tile of a sequence. The host knows how many tokens
+// there are, but not whose. Where each sequence has at most one row tile, or there is one sequence, strips
+// are numbered row tile * sequences + sequence. Else only row tiles that hold rows are numbered, in order of
+// sequences: the device counts them, and a table says that other number, the holder, of each.
 #pragma once
+
+#include <numeric>
 
 #include "kernels.h"
 #include "key_tiles.cuh"
@@ -40,6 +48,25 @@ struct Divisor {
   }
 };
 
+// Row tiles of all sequences together, at most: a sequence of n tokens has divide_up(n * group, rows), and
+// one of more than kDecodeTokens has none.
+constexpr int64_t most_row_tiles(int64_t sequences, int64_t tokens, int64_t group, int64_t rows) {
+  const auto tiles_of = [&](int64_t n) { return (n * group + rows - 1) / rows; };
+  const int64_t held = tokens < sequences * kDecodeTokens ? tokens : sequences * kDecodeTokens;
+  const int64_t holders = held < sequences ? held : sequences;
+  // The rows that the last tile of a sequence lacks are less than all by a multiple of what divides both.
+  const int64_t packed = (held * group + holders * (rows - std::gcd(group, rows))) / rows;
+  const int64_t of_tokens = held * tiles_of(1);
+  const int64_t of_sequences = sequences * tiles_of(tokens < kDecodeTokens ? tokens : kDecodeTokens);
+  const int64_t smaller = of_tokens < of_sequences ? of_tokens : of_sequences;
+  return packed < smaller ? packed : smaller;
+}
+static_assert(most_row_tiles(128, 128, 4, 8) == 128);  // a token each
+static_assert(most_row_tiles(300, 300, 8, 8) == 300);
+static_assert(most_row_tiles(32, 32, 3, 8) == 32);
+static_assert(most_row_tiles(2, 17, 4, 8) == 9);         // 16 and 1
+static_assert(most_row_tiles(128, 4096, 4, 16) == 512);  // 16 each
+
 // Sizes that the host knows.
 struct DecodeShape {
   int group;  // query heads per kv head
@@ -50,16 +77,20 @@ struct DecodeShape {
   int tile_keys;  // a power of two
   int tile_shift;
   int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
-  int row_tiles;   // entries per sequence and kv head
-  int pairs;       // sequences * kv heads
-  int entries;     // pairs * row_tiles, row tiles outermost: most steps have one
+  int row_tiles;   // of a sequence, at most
+  int sequences;
+  int counted_strips;  // that the device may number; 0: all are numbered already
+  int entries;         // strips * kv heads, strips outermost
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
   bool guesses;   // a block's first tile before the kernel in front has ended; see decode_prefetch.cuh
-  Divisor by_group, by_kv_heads, by_pairs;
+  Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 
+  // Numbers of a table of tiles before each entry, [entries + 1], and holders of strips behind it,
+  // [counted_strips].
+  __host__ __device__ int table_size() const { return entries + 1 + counted_strips; }
   __host__ __device__ int64_t partials() const {
     return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
   }
@@ -84,11 +115,10 @@ struct DecodeEntry {
   KeyTiles tiles;
 
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                   int index) {
+                                                   int sequence, int row_tile, int kv_head) {
     DecodeEntry entry;
-    const int row_tile = shape.by_pairs.divide(index), pair = index - row_tile * shape.pairs;
-    entry.sequence = shape.by_kv_heads.divide(pair);
-    entry.kv_head = pair - entry.sequence * shape.kv_heads;
+    entry.sequence = sequence;
+    entry.kv_head = kv_head;
     entry.first_row = row_tile * shape.entry_rows;
     const int tokens = static_cast<int>(params.packing.count(entry.sequence));
     entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
@@ -102,16 +132,19 @@ struct DecodeEntry {
                              : KeyTiles{};
     return entry;
   }
-
-  // The entry that holds the row of a token and a query head, and the row's number in it.
-  static __device__ __forceinline__ int index_of(const DecodeShape& shape, int sequence, int token, int head,
-                                                 int& row) {
-    const int kv_head = shape.by_group.divide(head);
-    const int sequence_row = token * shape.group + head - kv_head * shape.group;
-    const int row_tile = sequence_row / shape.entry_rows;
-    row = sequence_row - row_tile * shape.entry_rows;
-    return row_tile * shape.pairs + sequence * shape.kv_heads + kv_head;
+  static __device__ __forceinline__ DecodeEntry of_holder(const SwaAttentionParams& params,
+                                                          const DecodeShape& shape, int holder, int kv_head) {
+    const int row_tile = shape.by_sequences.divide(holder);
+    return of(params, shape, holder - row_tile * shape.sequences, row_tile, kv_head);
   }
+  // `holders`: of strips, where they are counted.
+  static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                   int index, const int* holders = nullptr) {
+    const int strip = shape.by_kv_heads.divide(index);
+    return of_holder(params, shape, shape.counted_strips ? holders[strip] : strip,
+                     index - strip * shape.kv_heads);
+  }
+
   // Of a row: its token in the sequence, and its query head.
   __device__ __forceinline__ int token(const DecodeShape& shape, int row) const {
     return shape.by_group.divide(first_row + row);
@@ -162,7 +195,7 @@ struct EvenCut {
 
 // The line of all tiles, cut for all blocks.
 struct DecodeLine {
-  const int* starts;  // [entries + 1]: tiles before each entry
+  const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
   EvenCut cut;
 
@@ -176,7 +209,7 @@ struct DecodeLine {
   __device__ __forceinline__ int end(int entry) const { return starts[entry + 1]; }
   __device__ __forceinline__ DecodeEntry entry(const SwaAttentionParams& params, const DecodeShape& shape,
                                                int index) const {
-    return DecodeEntry::of(params, shape, index);
+    return DecodeEntry::of(params, shape, index, starts + entries + 1);
   }
   __device__ __forceinline__ int entry_of(int tile) const {
     int low = 0, high = entries;  // starts[low] <= tile < starts[high]; the last entries may be empty
@@ -231,7 +264,8 @@ struct Merge {
 // Where partial sums lie between the kernels: states [places, entry_rows], sums [places, entry_rows, head
 // size].
 struct DecodeWorkspace {
-  int* starts;  // [entries + 1]: tiles before each entry
+  int* starts;        // [entries + 1]: tiles before each entry; holders of strips behind it, -1: none
+  int* first_strips;  // [sequences], where strips are counted
   RowState* states;
   float* sums;
   int rows;  // of an entry
@@ -239,7 +273,7 @@ struct DecodeWorkspace {
   int64_t first_tile;  // place of the first tile's sums; spans' come before
 
   static size_t starts_bytes(const DecodeShape& shape) {
-    return (shape.entries + 1) * sizeof(int) + 255 & ~size_t{255};
+    return (shape.table_size() + shape.sequences) * sizeof(int) + 255 & ~size_t{255};
   }
   static size_t states_bytes(const DecodeShape& shape) {
     return shape.partials() * shape.entry_rows * sizeof(RowState);
@@ -251,6 +285,7 @@ struct DecodeWorkspace {
   static DecodeWorkspace of(void* memory, const DecodeShape& shape) {
     auto* states = static_cast<unsigned char*>(memory) + starts_bytes(shape);
     return {static_cast<int*>(memory),
+            static_cast<int*>(memory) + shape.table_size(),
             reinterpret_cast<RowState*>(states),
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,

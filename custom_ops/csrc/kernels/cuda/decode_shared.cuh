@@ -38,7 +38,7 @@ struct DecodeShared {
   Barrier* multiplied;    // [stages]: by all warps, so the stage may be loaded again
   Barrier* summed;        // [buffers]: sums, maxima and totals of all warps are there
   Barrier* merged;        // [buffers]: and have been read
-  int* starts;            // [entries + 1]
+  int* starts;            // [DecodeShape::table_size]
 
   template <int kHeadSize>
   static __host__ __device__ int bytes(const DecodeShape& shape, int rows) {
@@ -46,7 +46,7 @@ struct DecodeShared {
     return shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) +
            shape.buffers * shape.warps * warp_floats * static_cast<int>(sizeof(float)) +
            2 * (shape.stages + shape.buffers) * static_cast<int>(sizeof(Barrier)) +
-           (shape.entries + 1) * static_cast<int>(sizeof(int));
+           shape.table_size() * static_cast<int>(sizeof(int));
   }
   template <int kHeadSize>
   static __device__ __forceinline__ DecodeShared of(unsigned char* memory, const DecodeShape& shape,

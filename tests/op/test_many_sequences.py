@@ -1,0 +1,151 @@
+"""Steps of many sequences: each gets what it gets alone, bit for bit, however tokens are spread over them."""
+
+import functools
+
+import devices
+import numpy as np
+import pytest
+from attention_cases import (
+    Feeds,
+    Shape,
+    attention_feeds,
+    expected_attention,
+    plain_attention,
+    run_attention,
+)
+from tolerances import assert_as_good_as_plain
+
+pytestmark = pytest.mark.usefixtures("target")
+
+PAGE_SLOTS = 64
+CAPACITY = 2304  # whole pages; more than eight tiles of keys, as many as are merged before they are set down
+SIZES = (0, 1, 3, 16, 17, 40)  # the CUDA decode kernels take up to 16 tokens
+
+PACKINGS = {
+    "mixed": [SIZES[(b * b + b // 7) % 6] for b in range(40)],
+    "few among many": [16, *[0] * 17, 3, 3, 0, 5, *[1] * 10, 0, 0, 0, 2, 0, 0],
+    "a token each": [1] * 40,
+    "behind a chunk": [1, 300, 0, 5, 16, 2],
+}
+
+
+def one_sequence(shape: Shape, feeds: Feeds, b: int) -> tuple[Shape, Feeds]:
+    """Take a sequence out of a step; without pages the cache is a view."""
+    start = feeds["query_start"]
+    alone = {"query": feeds["query"][start[b] : start[b + 1]], "past_len": feeds["past_len"][b : b + 1]}
+    alone["query_start"] = np.array([0, start[b + 1] - start[b]], np.int32)
+    for name in ("key_cache", "value_cache"):
+        alone[name] = feeds[name] if "block_table" in feeds else feeds[name][b : b + 1]
+    if "block_table" in feeds:
+        alone["block_table"] = feeds["block_table"][b : b + 1]
+    lengths = {"tokens": shape.tokens[b : b + 1], "past": shape.past[b : b + 1]}
+    if shape.per_head_past:
+        lengths["per_head_past"] = shape.per_head_past[b : b + 1]
+    return Shape(**{**shape.__dict__, **lengths, "capacity": shape.slots}), alone
+
+
+def assert_each_is_as_alone(
+    shape: Shape, feeds: Feeds, results: tuple[np.ndarray, ...], sequences: range | list[int]
+) -> None:
+    output, lse = results
+    start = feeds["query_start"]
+    for b in sequences:
+        alone = run_attention(*one_sequence(shape, feeds, b))
+        rows = slice(start[b], start[b + 1])
+        devices.assert_same_bits(output[rows], alone[0])
+        devices.assert_same_bits(lse[:, rows], alone[1])
+
+
+@pytest.mark.parametrize("page_slots", [0, 16])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_three_hundred_sequences(head_size, page_slots):
+    past = [b * 7 % 61 for b in range(300)]
+    shape = Shape(tokens=[1] * 300, past=past, heads=64, kv_heads=8, head_size=head_size, page_slots=page_slots)
+    feeds = attention_feeds(shape)
+    results = run_attention(shape, feeds)
+    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
+    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
+        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_each_is_as_alone(shape, feeds, results, [0, 1, 31, 32, 157, 298, 299])
+
+
+@functools.lru_cache(maxsize=1)
+def draw_history(kv_heads: int, head_size: int) -> np.ndarray:
+    """Draw rows that all sequences take turns with, [2, Hkv, CAPACITY, D] float32."""
+    return np.random.default_rng(0).standard_normal((2, kv_heads, CAPACITY, head_size), np.float32)
+
+
+def long_feeds(shape: Shape) -> Feeds:
+    """Draw a step whose caches, without pages, hold NaN behind the last token of each kv head."""
+    rng = np.random.default_rng(1)
+    past = np.array(shape.per_head_past or shape.past, np.int32)
+    lengths = past.reshape(len(past), -1) + np.array(shape.tokens)[:, None]
+    feeds = {
+        "query": rng.standard_normal((sum(shape.tokens), shape.heads, shape.head_size)).astype(shape.dtype),
+        "query_start": np.cumsum([0, *shape.tokens]).astype(np.int32),
+        "past_len": past,
+    }
+    for name, rows in zip(
+        ("key_cache", "value_cache"), draw_history(shape.kv_heads, shape.head_size).astype(shape.dtype), strict=True
+    ):
+        feeds[name] = np.stack([np.roll(rows, 5 * b, axis=1) for b in range(len(past))])
+        written = np.arange(CAPACITY) < np.broadcast_to(lengths, (len(past), shape.kv_heads))[..., None]
+        feeds[name][~written] = np.nan
+    return feeds
+
+
+def in_pages(feeds: Feeds) -> Feeds:
+    """Deal the same caches over shuffled pages."""
+    sequences, heads, slots, size = feeds["key_cache"].shape
+    pages = slots // PAGE_SLOTS
+    table = np.random.default_rng(2).permutation(sequences * pages).reshape(sequences, pages).astype(np.int32)
+    paged = {**feeds, "block_table": table}
+    for name in ("key_cache", "value_cache"):
+        paged[name] = np.empty((sequences * pages, heads, PAGE_SLOTS, size), feeds[name].dtype)
+        cut = feeds[name].reshape(sequences, heads, pages, PAGE_SLOTS, size)
+        paged[name][table] = cut.transpose(0, 2, 1, 3, 4)
+    return paged
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    ("head_size", "kv_heads", "group", "options"),
+    [
+        (64, 2, 8, {}),
+        (128, 2, 4, {}),
+        (128, 2, 8, {"window": 1100, "sink": 5}),
+        (256, 1, 3, {}),
+        (512, 1, 4, {}),
+        (64, 2, 4, {"per_head": True}),
+    ],
+)
+def test_uneven_packings_over_long_caches(packing, head_size, kv_heads, group, options):
+    """Rows of several tokens fill several tiles, those of none fill none, and more than 16 belong to prefill."""
+    tokens = PACKINGS[packing]
+    rng = np.random.default_rng(3)
+    per_head = rng.integers(0, CAPACITY - 300, (len(tokens), kv_heads)).tolist() if "per_head" in options else None
+    shape = Shape(
+        tokens=tokens,
+        past=rng.integers(0, CAPACITY - 300, len(tokens)).tolist(),
+        per_head_past=per_head,
+        heads=group * kv_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        capacity=CAPACITY,
+        window=options.get("window", -1),
+        sink=options.get("sink", 0),
+    )
+    feeds = long_feeds(shape)
+    results = run_attention(shape, feeds)
+    assert_each_is_as_alone(shape, feeds, results, [b for b, count in enumerate(tokens) if count])
+    paged = Shape(**{**shape.__dict__, "page_slots": PAGE_SLOTS})
+    for actual, expected in zip(run_attention(paged, in_pages(feeds)), results, strict=True):
+        devices.assert_same_bits(actual, expected)
+    if devices.element() == np.float32:
+        return  # the mean of many keys is so small that single roundings decide; other tests hold it to the reference
+    for b in (tokens.index(count) for count in (1, 3, 16) if count in tokens):
+        one, alone = one_sequence(shape, feeds, b)
+        for actual, plain, expected in zip(
+            run_attention(one, alone), plain_attention(one, alone), expected_attention(one, alone), strict=True
+        ):
+            assert_as_good_as_plain(actual, plain, expected)
