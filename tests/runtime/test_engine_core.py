@@ -183,6 +183,24 @@ def test_a_request_larger_than_the_pool_fails_alone():
     assert requests[1].outbox.reason == "length"
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_requests_that_would_wait_for_ever_fail(monkeypatch, runs_ahead):
+    """No rule of the scheduler leads there; were one wrong, the engine's thread would otherwise spin."""
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    requests = [make_request(manifest, i, draw_prompt(20 + i, i), 10) for i in range(3)]
+    fits = core.scheduler._fits
+    monkeypatch.setattr(
+        core.scheduler, "_fits", lambda sequence, prefix: sequence.number != 1 and fits(sequence, prefix)
+    )
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert [request.outbox.reason for request in requests] == ["length", None, "length"]
+    assert isinstance(requests[1].outbox.error, CapacityError)
+    assert core.scheduler.held_bytes == 0
+
+
 def test_an_eviction_that_fails_ends_its_request_alone(monkeypatch):
     manifest = make_manifest(rings=False)
     core = make_core(manifest)
