@@ -28,7 +28,7 @@ from ortolan.manifest import Manifest
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.model import Model
+from ortolan.runtime.model import Model, SnapKvCheck
 from ortolan.runtime.options import Sampling, SnapKv, check_sampling, check_snapkv
 from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
@@ -99,7 +99,8 @@ class Engine:
         if share is None or share < 1.0:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
-        self._start(model.manifest, plan, model.batch_stepper(plan), share, lambda: model.tokenizer)
+        check = model.snapkv_check()
+        self._start(model.manifest, plan, model.batch_stepper(plan), share, check, lambda: model.tokenizer)
 
     @classmethod
     def _of(
@@ -113,7 +114,9 @@ class Engine:
     ) -> Engine:
         """Make an engine whose steps run elsewhere than in a model."""
         engine = cls.__new__(cls)
-        engine._start(manifest, plan, stepper, overcommit, lambda: tokenizer)
+        engine._start(
+            manifest, plan, stepper, overcommit, lambda snapkv: check_snapkv(snapkv, manifest), lambda: tokenizer
+        )
         return engine
 
     def _start(
@@ -123,10 +126,11 @@ class Engine:
         stepper: BatchStepper,
         overcommit: float,
         tokenizer: Callable[[], Tokenizer | None],
+        check: SnapKvCheck,
     ) -> None:
         self.plan = plan
         self._manifest = manifest
-        self._tokenizer = tokenizer
+        self._check_snapkv, self._tokenizer = check, tokenizer
         self._numbers = itertools.count()
         self._worker = Worker(EngineCore(Scheduler(plan, overcommit), stepper))
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -153,17 +157,15 @@ class Engine:
             snapkv: eviction after the prompt; None never evicts. Its pages beyond the budget become free then.
 
         Raises:
-            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed, or a text in `stop` where
-                the model has no tokenizer.
+            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed or that the model has no
+                eviction graph for, or a text in `stop` where the model has no tokenizer.
             ContextLengthError: the prompt is longer than `max_context`.
             CapacityError: it could not finish in the whole pool.
             EngineClosedError: the engine is closed.
         """
         tokens = self._checked(token_ids)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        check_snapkv(snapkv)
-        if snapkv is not None and not any(layer.evictable for layer in self._manifest.layers):
-            raise ConfigError("snapkv: no layer of this model can evict")
+        self._check_snapkv(snapkv)
         if snapkv is not None and snapkv.during_prefill:
             raise ConfigError("snapkv: an engine evicts after the prompt; during_prefill is for sessions")
         stops = StopFilter(stop, self._manifest.vocab_size, self._detokenize)
