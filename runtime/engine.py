@@ -84,7 +84,8 @@ class Engine:
             max_sequences: most requests that run at once; others wait.
             max_cache_bytes: of all page pools together; None takes what `max_sequences` of the longest sequences
                 need, on CUDA at most most of the free memory.
-            chunk_tokens: most tokens of one step, prompts' and generated ones; None takes the export's chunk size.
+            chunk_tokens: most tokens of one step, prompts' and generated ones, or `max_sequences` where that is more:
+                each decode gets its token, and a prompt at least one. None takes the export's chunk size.
             max_context: longest sequence, tokens; None takes the export's.
             overcommit: how many times over pages may be promised. At 1 an admitted request always has its pages;
                 above, the youngest gives its own back when they run out, and reads its tokens again later.
