@@ -126,8 +126,8 @@ class Engine:
         plan: EnginePlan,
         stepper: BatchStepper,
         overcommit: float,
-        tokenizer: Callable[[], Tokenizer | None],
         check: SnapKvCheck,
+        tokenizer: Callable[[], Tokenizer | None],
     ) -> None:
         self.plan = plan
         self._manifest = manifest
@@ -247,7 +247,7 @@ class Worker:
     def __init__(self, core: EngineCore) -> None:
         self._calls: deque[Callable[[EngineCore], object]] = deque()
         self._condition = threading.Condition()  # reentrant: a stream may be collected anywhere
-        self._closed: Exception | None = None
+        self._closed = ""  # why, once it is
         self._stopping = False
         self._core: EngineCore | None = core
         self._thread = threading.Thread(target=self._work, name="ortolan-engine", daemon=True)
@@ -257,7 +257,7 @@ class Worker:
         """Let the thread call a function before its next step. Raises EngineClosedError."""
         with self._condition:
             if self._closed or self._stopping:
-                raise EngineClosedError(f"the engine is closed{f': {self._closed}' if self._closed else ''}")
+                raise EngineClosedError(self._closed or "the engine is closed")
             self._calls.append(call)
             self._condition.notify()
 
@@ -279,7 +279,7 @@ class Worker:
         self.send(answer)
         while not answered.wait(timeout=1.0):
             if not self._thread.is_alive() and not answered.is_set():
-                raise EngineClosedError("the engine was closed")
+                raise EngineClosedError(self._closed or "the engine is closed")
         return answers.popleft()
 
     def stop(self) -> None:
@@ -293,15 +293,16 @@ class Worker:
     def _work(self) -> None:
         core = self._core
         assert core is not None
-        error: Exception = EngineClosedError("the engine was closed before the request ended")
+        closed, error = "the engine is closed", EngineClosedError("the engine was closed before the request ended")
         try:
             while self._take_calls(core):
                 core.step()
         except Exception as failure:  # whatever it is, every reader must learn of it
+            closed = f"the engine is closed, as it failed: {failure!r}"
             error = EngineClosedError(f"the engine failed: {failure!r}")
             error.__cause__ = failure
         with self._condition:
-            self._closed = error
+            self._closed = closed
             self._run_calls(core)
             core.cancel_all(error)
             self._core = None
