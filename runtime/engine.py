@@ -28,7 +28,7 @@ from ortolan.manifest import Manifest
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.model import Model
+from ortolan.runtime.model import Model, SnapKvCheck
 from ortolan.runtime.options import Sampling, SnapKv, check_sampling, check_snapkv
 from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
@@ -84,7 +84,8 @@ class Engine:
             max_sequences: most requests that run at once; others wait.
             max_cache_bytes: of all page pools together; None takes what `max_sequences` of the longest sequences
                 need, on CUDA at most most of the free memory.
-            chunk_tokens: most tokens of one step, prompts' and generated ones; None takes the export's chunk size.
+            chunk_tokens: most tokens of one step, prompts' and generated ones, or `max_sequences` where that is more:
+                each decode gets its token, and a prompt at least one. None takes the export's chunk size.
             max_context: longest sequence, tokens; None takes the export's.
             overcommit: how many times over pages may be promised. At 1 an admitted request always has its pages;
                 above, the youngest gives its own back when they run out, and reads its tokens again later.
@@ -99,7 +100,8 @@ class Engine:
         if share is None or share < 1.0:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
-        self._start(model.manifest, plan, model.batch_stepper(plan), share, lambda: model.tokenizer)
+        check = model.snapkv_check()
+        self._start(model.manifest, plan, model.batch_stepper(plan), share, check, lambda: model.tokenizer)
 
     @classmethod
     def _of(
@@ -113,7 +115,9 @@ class Engine:
     ) -> Engine:
         """Make an engine whose steps run elsewhere than in a model."""
         engine = cls.__new__(cls)
-        engine._start(manifest, plan, stepper, overcommit, lambda: tokenizer)
+        engine._start(
+            manifest, plan, stepper, overcommit, lambda snapkv: check_snapkv(snapkv, manifest), lambda: tokenizer
+        )
         return engine
 
     def _start(
@@ -122,11 +126,12 @@ class Engine:
         plan: EnginePlan,
         stepper: BatchStepper,
         overcommit: float,
+        check: SnapKvCheck,
         tokenizer: Callable[[], Tokenizer | None],
     ) -> None:
         self.plan = plan
         self._manifest = manifest
-        self._tokenizer = tokenizer
+        self._check_snapkv, self._tokenizer = check, tokenizer
         self._numbers = itertools.count()
         self._worker = Worker(EngineCore(Scheduler(plan, overcommit), stepper))
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -153,17 +158,15 @@ class Engine:
             snapkv: eviction after the prompt; None never evicts. Its pages beyond the budget become free then.
 
         Raises:
-            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed, or a text in `stop` where
-                the model has no tokenizer.
+            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed or that the model has no
+                eviction graph for, or a text in `stop` where the model has no tokenizer.
             ContextLengthError: the prompt is longer than `max_context`.
             CapacityError: it could not finish in the whole pool.
             EngineClosedError: the engine is closed.
         """
         tokens = self._checked(token_ids)
         max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        check_snapkv(snapkv)
-        if snapkv is not None and not any(layer.evictable for layer in self._manifest.layers):
-            raise ConfigError("snapkv: no layer of this model can evict")
+        self._check_snapkv(snapkv)
         if snapkv is not None and snapkv.during_prefill:
             raise ConfigError("snapkv: an engine evicts after the prompt; during_prefill is for sessions")
         stops = StopFilter(stop, self._manifest.vocab_size, self._detokenize)
@@ -244,7 +247,7 @@ class Worker:
     def __init__(self, core: EngineCore) -> None:
         self._calls: deque[Callable[[EngineCore], object]] = deque()
         self._condition = threading.Condition()  # reentrant: a stream may be collected anywhere
-        self._closed: Exception | None = None
+        self._closed = ""  # why, once it is
         self._stopping = False
         self._core: EngineCore | None = core
         self._thread = threading.Thread(target=self._work, name="ortolan-engine", daemon=True)
@@ -254,7 +257,7 @@ class Worker:
         """Let the thread call a function before its next step. Raises EngineClosedError."""
         with self._condition:
             if self._closed or self._stopping:
-                raise EngineClosedError(f"the engine is closed{f': {self._closed}' if self._closed else ''}")
+                raise EngineClosedError(self._closed or "the engine is closed")
             self._calls.append(call)
             self._condition.notify()
 
@@ -276,7 +279,7 @@ class Worker:
         self.send(answer)
         while not answered.wait(timeout=1.0):
             if not self._thread.is_alive() and not answered.is_set():
-                raise EngineClosedError("the engine was closed")
+                raise EngineClosedError(self._closed or "the engine is closed")
         return answers.popleft()
 
     def stop(self) -> None:
@@ -290,15 +293,16 @@ class Worker:
     def _work(self) -> None:
         core = self._core
         assert core is not None
-        error: Exception = EngineClosedError("the engine was closed before the request ended")
+        closed, error = "the engine is closed", EngineClosedError("the engine was closed before the request ended")
         try:
             while self._take_calls(core):
                 core.step()
         except Exception as failure:  # whatever it is, every reader must learn of it
+            closed = f"the engine is closed, as it failed: {failure!r}"
             error = EngineClosedError(f"the engine failed: {failure!r}")
             error.__cause__ = failure
         with self._condition:
-            self._closed = error
+            self._closed = closed
             self._run_calls(core)
             core.cancel_all(error)
             self._core = None

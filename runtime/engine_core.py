@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ortolan.errors import NumericError, OrtolanError
+from ortolan.errors import CapacityError, NumericError, OrtolanError
 from ortolan.runtime.batch_inputs import Row
 from ortolan.runtime.batch_stepper import BAD, BatchStepper, StepResult
 from ortolan.runtime.request import Request
@@ -97,6 +97,8 @@ class EngineCore:
         Where the stepper runs ahead, the tokens of a step are taken once the next is enqueued behind it.
         """
         chunks = self.scheduler.next_step()
+        if not (chunks or self._ahead):
+            self._fail_stuck()
         if self._ahead and not self._can_follow(chunks):
             self._take_ahead()
             chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
@@ -250,6 +252,16 @@ class EngineCore:
         request.outbox.fail(error)
         self._remove(request)
         self._stats.failed += 1
+
+    def _fail_stuck(self) -> None:
+        """Fail the request that keeps the others from running, where nothing runs: no later step would differ.
+
+        The scheduler's rules leave no such request; one that came about all the same must not wait for ever.
+        """
+        left = (*self.scheduler.admitted, *self.scheduler.waiting)
+        if left:
+            message = "the request gets no pages although nothing else runs; raise max_cache_bytes"
+            self._fail(self._requests[left[0]], CapacityError(message))
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.sequence]

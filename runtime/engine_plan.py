@@ -53,7 +53,7 @@ class EnginePlan:
     Attributes:
         max_sequences: most sequences that run at once.
         max_context: longest sequence, tokens.
-        chunk_tokens: most tokens of one step.
+        chunk_tokens: most tokens of one step, or `max_sequences` where that is more.
         page_size: P.
         kinds: the pool of each cache kind.
         rope_limits: the longest sequence of each RoPE variant, ascending.
@@ -100,7 +100,7 @@ def plan_engine(
         manifest: of a paged model.
         max_sequences: most sequences that run at once.
         max_cache_bytes: of all pools together; None takes what `max_sequences` of the longest sequences need.
-        chunk_tokens: most tokens of one step; None takes the manifest's chunk size.
+        chunk_tokens: as in `EnginePlan`; None takes the manifest's chunk size.
         max_context: longest sequence; None takes the manifest's.
         cuda: round rings up to whole tiles of the CUDA kernels.
 

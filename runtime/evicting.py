@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,10 @@ class EvictingSession(abc.ABC):
     @abc.abstractmethod
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on."""
+
+    @abc.abstractmethod
+    def _reading_again(self) -> AbstractContextManager[None]:
+        """Let tokens that count as read be read again; where that ends early, the sequence is shorter than it was."""
 
     @abc.abstractmethod
     def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
@@ -105,10 +110,11 @@ class EvictingSession(abc.ABC):
         first = max(begin, lengths.evicted_at)
         tail = np.array(self._history[first:], np.int64)
         lengths.check_rewind(first, self.plan)
-        if begin < lengths.evicted_at:
-            self._caches.restore_captures(self._captured_at_eviction)
-        lengths.rewind(first, self._capture_rows)
-        lengths.captured_from = begin
-        del self._history[first:]
-        if len(tail):
-            self._read(tail, lambda _: None)
+        with self._reading_again():
+            if begin < lengths.evicted_at:
+                self._caches.restore_captures(self._captured_at_eviction)
+            lengths.rewind(first, self._capture_rows)
+            lengths.captured_from = begin
+            del self._history[first:]
+            if len(tail):
+                self._read(tail, lambda _: None)

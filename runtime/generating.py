@@ -78,16 +78,27 @@ class GeneratingSession(abc.ABC):
 
         Raises:
             ConfigError: max_new_tokens is below 1; nothing was generated, it ended with the end-of-sequence token,
-                or the session was used otherwise since; besides, as `generate`.
+                the session was used otherwise since, or a step of it ended early and left too little to go on from:
+                while tokens were read again, or between reading and choosing one; besides, as `generate`.
         """
-        turn = self._generation
+        turn = self._resumable()
         if max_new_tokens is not None:
             max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        if turn is None or not turn.can_go_on:
-            raise ConfigError("no generation can be resumed: none was started, it ended, or other calls came after it")
+        if turn is None:
+            raise ConfigError(
+                "no generation can be resumed: none was started, it ended, other calls came after it, or it was "
+                "interrupted where too little was left to go on from"
+            )
         self._settle()
         longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
         return self._start(dataclasses.replace(turn, max_new_tokens=longest))
+
+    def _resumable(self) -> Generation | None:
+        """Return the last generation, if all that its next token depends on is still there."""
+        turn = self._generation
+        if turn is None or not turn.can_go_on or (turn.count and not self._pending):
+            return None
+        return turn
 
     def _settle(self) -> None:
         """End the generation under way, if there is one: the session is used otherwise."""

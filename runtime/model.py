@@ -58,6 +58,7 @@ SNAPKV_METADATA = "ortolan.snapkv"
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
 MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
 EvictBuilder = Callable[[Manifest, SnapKv], bytes]
+SnapKvCheck = Callable[[SnapKv | None], None]
 
 
 class Model:
@@ -106,7 +107,7 @@ class Model:
         self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
     ) -> CachePlan:
         """Plan the caches of a session without making it. Arguments and errors are those of `session`."""
-        check_snapkv(snapkv)
+        check_snapkv(snapkv, self.manifest)
         budget = snapkv.budget if snapkv and snapkv.during_prefill else None
         return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None, budget=budget)
 
@@ -163,11 +164,6 @@ class Model:
 
     def _make_session(self, plan: CachePlan, snapkv: SnapKv | None, capacities: list[int] | None = None) -> Session:
         """Make an empty session; `capacities` are the slots of each layer, where they are not the plan's."""
-        if snapkv is not None and not any(layer.evictable for layer in self.manifest.layers):
-            raise ConfigError(
-                "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
-                "snapkv_window=0"
-            )
         evict_session = None if snapkv is None else self._evict_session(snapkv)
         if self._device is None:
             return Session(
@@ -216,6 +212,17 @@ class Model:
                 f"{self._device.name} has {free} bytes free, too few for an engine and {scratch} bytes of attention's "
                 f"scratch memory; lower max_sequences or max_context: {error}"
             ) from error
+
+    def snapkv_check(self) -> SnapKvCheck:
+        """Return what refuses, by ConfigError, options that `session` would; it opens nothing, in whatever thread."""
+        recorded = self._recorded_eviction()[1] if self._evict_builder is None else None
+
+        def check(options: SnapKv | None) -> None:
+            check_snapkv(options, self.manifest)
+            if options is not None and self._evict_builder is None and options.structure != recorded:
+                raise self._no_graph(options, recorded)
+
+        return check
 
     def batch_stepper(self, plan: EnginePlan) -> BatchStepper:
         """Allocate the page pools of an engine, and return what runs its steps. Raises CapacityError."""
@@ -266,19 +273,26 @@ class Model:
 
     def _open_evict_graph(self, options: SnapKv) -> Any:
         """Open the folder's graph where it has these options, else build one."""
-        path = self.folder / EVICT_FILE
-        recorded = "none"
-        if path.is_file():
-            session = self._open(str(path))
-            recorded = session.get_modelmeta().custom_metadata_map.get(SNAPKV_METADATA, "{}")
-            if json.loads(recorded) == options.structure:
-                return session
+        session, recorded = self._recorded_eviction()
+        if recorded == options.structure:
+            return session
         if self._evict_builder is None:
-            raise ConfigError(
-                f"{path} was built for {recorded}, not {json.dumps(options.structure)}; "
-                "open the model with ortolan.load, which can build others"
-            )
+            raise self._no_graph(options, recorded)
         return self._open(self._evict_builder(self.manifest, options))
+
+    def _recorded_eviction(self) -> tuple[Any, dict[str, Any] | None]:
+        """Open the folder's eviction graph; returns it and the options that it was built for, None without one."""
+        path = self.folder / EVICT_FILE
+        if not path.is_file():
+            return None, None
+        session = self._open(str(path))
+        return session, json.loads(session.get_modelmeta().custom_metadata_map.get(SNAPKV_METADATA, "{}"))
+
+    def _no_graph(self, options: SnapKv, recorded: dict[str, Any] | None) -> ConfigError:
+        return ConfigError(
+            f"{self.folder / EVICT_FILE} was built for {json.dumps(recorded)}, not {json.dumps(options.structure)}; "
+            "open the model with ortolan.load, which can build others"
+        )
 
     def _open(self, model: str | bytes, *, graph: bool = False) -> Any:
         import onnxruntime

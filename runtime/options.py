@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ortolan.errors import MAX_LENGTH, ConfigError, finite_number, one_of, truth, whole_number
+from ortolan.manifest import Manifest
 
 POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
 UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
 EXPECTED_QUERIES = 256  # captured for the statistics of policy "expected", unless told otherwise
 POOLS = ("avg", "max")
 GRANULARITIES = ("kv_head", "layer", "model")
+OWN_BUDGETS = {"adakv": ("kv_head",), "pyramidkv": ("kv_head", "layer")}  # who may share a list where budgets differ
 GROUP_REDUCES = ("mean", "max", "sum")
 
 
@@ -25,7 +27,8 @@ class SnapKv:
         kernel: odd width of the pooling along positions.
         pool: "avg" or "max".
         sink: first positions, always kept.
-        granularity: who shares a keep-list: "kv_head", "layer" or "model".
+        granularity: who shares a keep-list: "kv_head", "layer" or "model". Those whose budgets differ cannot: policy
+            "adakv" takes "kv_head" alone, "pyramidkv" not "model".
         group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
         policy: what is kept: "snapkv" (the best-scored), "streaming" (sinks and the latest), "pyramidkv" (SnapKV with
             more for early layers; `budget` is the average), "adakv" (SnapKV whose kv heads share `budget` times
@@ -71,6 +74,12 @@ class SnapKv:
             ("policy", POLICIES),
         ):
             one_of(f"SnapKv {name}", getattr(self, name), allowed)
+        sharing = OWN_BUDGETS.get(self.policy, GRANULARITIES)
+        if self.granularity not in sharing:
+            raise ConfigError(
+                f"SnapKv policy {self.policy!r} gives budgets of their own to those that granularity "
+                f"{self.granularity!r} lets share a list; granularity must be {' or '.join(sharing)}"
+            )
 
     def _check_queries(self) -> None:
         given = self.queries
@@ -155,10 +164,21 @@ def check_sampling(given: Sampling | None) -> Sampling:
     return given
 
 
-def check_snapkv(given: SnapKv | None) -> None:
-    """Check that eviction options are such. Raises ConfigError."""
-    if given is not None and not isinstance(given, SnapKv):
+def check_snapkv(given: SnapKv | None, manifest: Manifest) -> None:
+    """Check that eviction options are such, and that a model has what they need. Raises ConfigError."""
+    if given is None:
+        return
+    if not isinstance(given, SnapKv):
         raise ConfigError(f"snapkv is {given!r}; it must be an ortolan.SnapKv, or None")
+    if not any(layer.evictable for layer in manifest.layers):
+        raise ConfigError(
+            "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
+            "snapkv_window=0"
+        )
+    if given.policy == "expected" and manifest.ropes is None:
+        raise ConfigError(
+            "snapkv: policy 'expected' needs RoPE frequencies, which this model folder lacks; export it again"
+        )
 
 
 def check_progress(given: object) -> None:

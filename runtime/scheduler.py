@@ -207,10 +207,10 @@ class Scheduler:
             pool = self.pools[kind.name]
             free = pool.available - sum(not pool.holders(page) for page in prefix)
             promised = sum(other.most_pages(kind) - len(other.pages[kind.name]) for other in self._admitted)
-            credit = int((self._overcommit - 1.0) * pool.num_pages)
+            credit = (self._overcommit - 1.0) * pool.num_pages  # may be infinite
             if promised + sequence.most_pages(kind) - len(prefix) > free + credit:
                 return False
-            if kind.pages_for(len(sequence.tokens)) - len(prefix) > free:
+            if sequence.known_pages(kind) - len(prefix) > free:
                 return False
         return True
 

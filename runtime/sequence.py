@@ -58,11 +58,19 @@ class TokenSequence:
 
     def most_pages(self, kind: KindPlan) -> int:
         """Return the most pages of a kind that the sequence can need from now on."""
+        return self._pages_until(kind, self.max_length)
+
+    def known_pages(self, kind: KindPlan) -> int:
+        """Return the most pages of a kind that it takes to feed all known tokens, at most `most_pages`."""
+        return self._pages_until(kind, min(len(self.tokens), self.max_length))
+
+    def _pages_until(self, kind: KindPlan, length: int) -> int:
+        """Return the most pages of a kind in use until `length` tokens are fed, the eviction between them included."""
         if kind.is_ring or not self.will_evict or self.snapkv is None:
-            return kind.pages_for(self.slots_at(kind, self.max_length))
-        if self.snapkv.policy in UNEVEN_POLICIES:
-            return kind.pages_for(self.max_length)
-        later = self.snapkv.budget + self.max_length - self.prompt_length
+            return kind.pages_for(self.slots_at(kind, length))
+        if self.snapkv.policy in UNEVEN_POLICIES or length <= self.prompt_length:
+            return kind.pages_for(length)
+        later = self.snapkv.budget + length - self.prompt_length
         return max(kind.pages_for(self.prompt_length), kind.pages_for(later))
 
     def chunk_end(self, room: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,15 @@ class Session(EvictingSession, GeneratingSession):
     ) -> Logits:
         """Read a prompt, or the next turn, in chunks; evict afterwards where SnapKV asks for it.
 
+        Reading that ends early, by a failed step, an interrupt or what `progress` raises, leaves the session with the
+        first `logical_length` tokens of its sequence and nothing else, fewer than before the call where tokens were
+        being read again. Another call reads the rest: all tokens from there on, the one that `generate` yielded last
+        included. If no chunk read that one, it no longer waits to be fed.
+
         Args:
             token_ids: [T], at least one.
-            progress: called with the number of tokens of each chunk that was read. What it raises ends the reading
-                after that chunk; `logical_length` says where, and the rest can be read by another call.
+            progress: called with the number of tokens of each chunk that was read, the token that `generate` yielded
+                last included. What it raises ends the reading after that chunk.
 
         Returns:
             Logits [V] float32 of the last token, those before any eviction.
@@ -113,7 +119,7 @@ class Session(EvictingSession, GeneratingSession):
         Raises:
             ConfigError: no tokens, ids outside the vocabulary, or no function `progress`; nothing was read.
             CapacityError: ring history is gone, or, as ContextLengthError, `max_context` would be passed; nothing was
-                read.
+                read, and a token that `generate` yielded last still waits to be fed.
             NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
                 before the chunk that failed; `logical_length` says where.
         """
@@ -123,7 +129,8 @@ class Session(EvictingSession, GeneratingSession):
         """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
         tokens = self._checked([token_id])
         self._settle()
-        return self._decode(tokens)
+        with self._ending_at_what_was_read():
+            return self._decode(tokens)
 
     def save(self, path: str | Path, rewind_tokens: int = 0) -> None:
         """Write the session to one file, from which `Model.restore` makes it anew; it can be used on.
@@ -187,7 +194,6 @@ class Session(EvictingSession, GeneratingSession):
 
     def _state(self) -> SessionState:
         """Return what there is to save; `_adopt` takes it."""
-        turn = self._generation
         return SessionState(
             plan=self.plan,
             snapkv=self._snapkv,
@@ -198,7 +204,7 @@ class Session(EvictingSession, GeneratingSession):
             history=self._history,
             pending=self._pending,
             variant=self._variant,
-            generation=turn if turn and turn.can_go_on else None,
+            generation=self._resumable(),
             finish_reason=self.finish_reason,
             captured_at_eviction=self._captured_at_eviction,
         )
@@ -222,10 +228,11 @@ class Session(EvictingSession, GeneratingSession):
         tokens = self._checked(token_ids)
         self._settle()
         first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)
-        self._free_room(first)
-        self._prepare_capture(first)
-        start, evicting = time.perf_counter(), self.stats.eviction_seconds
-        logits = self._feed(tokens, progress)
+        with self._ending_at_what_was_read():
+            self._free_room(first)
+            self._prepare_capture(first)
+            start, evicting = time.perf_counter(), self.stats.eviction_seconds
+            logits = self._feed(tokens, progress)
         self.stats.prefill_seconds += time.perf_counter() - start - (self.stats.eviction_seconds - evicting)
         self.stats.prefill_tokens += len(tokens)
         self._evict_if_due()
@@ -258,7 +265,11 @@ class Session(EvictingSession, GeneratingSession):
     def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
         variant = rope_variant(self._manifest.rope_limits, self.logical_length + len(tokens))
         if variant != self._variant:
-            tokens = self._restart(tokens, variant)
+            return self._restart(tokens, variant, progress)
+        return self._read_on(tokens, progress)
+
+    def _read_on(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
+        """Read tokens behind those read so far; caches get room for them."""
 
         def note(count: int) -> None:
             self._pending.clear()
@@ -312,7 +323,7 @@ class Session(EvictingSession, GeneratingSession):
             "rewind, or export with a wider dtype"
         )
 
-    def _restart(self, tokens: npt.NDArray[np.int64], variant: int) -> npt.NDArray[np.int64]:
+    def _restart(self, tokens: npt.NDArray[np.int64], variant: int, progress: Callable[[int], object] | None) -> Any:
         """Read the whole sequence again with the frequencies of its new length, as transformers does."""
         if self._lengths.evicted_at:
             raise CapacityError(
@@ -320,10 +331,32 @@ class Session(EvictingSession, GeneratingSession):
                 "but some were evicted; start a session whose first prompt is that long"
             )
         everything = np.concatenate([np.array(self._history, np.int64), tokens])
-        self._lengths.clear()
-        self._history.clear()
-        self._variant = variant
-        return everything
+        with self._reading_again():
+            self._lengths.clear()
+            self._history.clear()
+            self._variant = variant
+            return self._read_on(everything, progress)
+
+    @contextlib.contextmanager
+    def _reading_again(self) -> Iterator[None]:
+        """Let tokens that count as read be read again; where that ends early, the sequence is shorter than it was."""
+        try:
+            yield
+        except BaseException:
+            self._settle()
+            self._pending.clear()  # it would follow tokens that are gone
+            raise
+
+    @contextlib.contextmanager
+    def _ending_at_what_was_read(self) -> Iterator[None]:
+        """Let given tokens be read; where that ends early, all that no chunk read is the caller's to give again."""
+        try:
+            yield
+        except CapacityError:  # nothing was read, or the token that waited was
+            raise
+        except BaseException:
+            self._pending.clear()
+            raise
 
     def _make_room(self, count: int) -> None:
         """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""

@@ -83,7 +83,7 @@ actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
 @given(
     actions,
     st.booleans(),
-    st.sampled_from([10, 16, 64]),
+    st.sampled_from([7, 10, 16, 64]),  # the longest sequence takes 9 where it does not evict
     st.sampled_from([1.0, 4.0]),
     st.sampled_from([3, 24]),
     st.sampled_from([(256,), (60, 256)]),
@@ -94,6 +94,7 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
 ):
     manifest = make_manifest(rings=rings, rope_limits=rope_limits)
     core = make_core(manifest, pages, overcommit, runs_ahead=runs_ahead, chunk_tokens=chunk)
+    slots = 16 * next(kind.num_pages for kind in core.scheduler.plan.kinds if not kind.is_ring)
     requests, cancelled = [], set()
     for action in actions:
         if action is None:
@@ -119,6 +120,8 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
         if request in cancelled:
             assert isinstance(outbox.error, RequestCancelledError)
             assert outbox.tokens == wanted[: len(outbox.tokens)]
+        elif sequence.max_length > slots and not (sequence.snapkv and sequence.prompt_length > SNAPKV.budget):
+            assert isinstance(outbox.error, CapacityError)
         else:
             assert (outbox.tokens, outbox.reason, outbox.error) == (wanted, "length", None)
     assert core.scheduler.held_bytes == 0
@@ -178,6 +181,24 @@ def test_a_request_larger_than_the_pool_fails_alone():
     drain(core)
     assert isinstance(requests[0].outbox.error, CapacityError)
     assert requests[1].outbox.reason == "length"
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_requests_that_would_wait_for_ever_fail(monkeypatch, runs_ahead):
+    """No rule of the scheduler leads there; were one wrong, the engine's thread would otherwise spin."""
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    requests = [make_request(manifest, i, draw_prompt(20 + i, i), 10) for i in range(3)]
+    fits = core.scheduler._fits
+    monkeypatch.setattr(
+        core.scheduler, "_fits", lambda sequence, prefix: sequence.number != 1 and fits(sequence, prefix)
+    )
+    for request in requests:
+        core.add(request)
+    drain(core)
+    assert [request.outbox.reason for request in requests] == ["length", None, "length"]
+    assert isinstance(requests[1].outbox.error, CapacityError)
+    assert core.scheduler.held_bytes == 0
 
 
 def test_an_eviction_that_fails_ends_its_request_alone(monkeypatch):

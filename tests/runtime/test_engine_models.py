@@ -1,5 +1,6 @@
 """The engine on exported models, against sessions that read each prompt alone."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ortolan
-from ortolan import Engine, Sampling, SnapKv
+from ortolan import Engine, Sampling, SnapKv, runtime
 from ortolan.errors import ConfigError
 from ortolan.runtime.options import POLICIES
 
@@ -143,6 +144,24 @@ def test_a_model_that_cannot_evict_says_so(tmp_path, draw_tokens):
         with pytest.raises(ConfigError, match="evict"):
             engine.submit([1, 2], snapkv=SNAPKV)
         assert engine.submit(draw_tokens(20), 5, ignore_eos=True).result()
+
+
+def test_evictions_that_the_model_has_no_graph_for_are_refused_at_once(model, monkeypatch):
+    """Opened without a builder, a model has its folder's graph alone; one of an old export no RoPE frequencies."""
+    streaming = dataclasses.replace(SNAPKV, policy="streaming")
+    bare = runtime.load(model.folder, device="cpu", num_threads=1)
+    with Engine(bare, 2) as engine:
+        with pytest.raises(ConfigError, match=r"built for .*snapkv.*streaming"):
+            engine.submit([1, 2], snapkv=streaming)
+        with pytest.raises(ConfigError, match="streaming"):
+            bare.session(snapkv=streaming)
+        assert len(engine.submit([1] * 60, 5, ignore_eos=True, snapkv=SNAPKV).result()) == 5
+    monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, ropes=None))
+    expected = dataclasses.replace(SNAPKV, policy="expected")
+    with pytest.raises(ConfigError, match="RoPE frequencies"):
+        model.session(snapkv=expected)
+    with Engine(model, 2) as engine, pytest.raises(ConfigError, match="RoPE frequencies"):
+        engine.submit([1, 2], snapkv=expected)
 
 
 def test_eviction_during_prefill_is_for_sessions(model, draw_tokens):

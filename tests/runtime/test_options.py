@@ -29,6 +29,9 @@ BAD_SNAPKV = [
     {"pool": np.array(["avg", "max"])},
     {"during_prefill": True, "policy": "adakv"},
     {"during_prefill": True, "policy": "pyramidkv"},
+    {"granularity": "layer", "policy": "adakv"},
+    {"granularity": "model", "policy": "adakv"},
+    {"granularity": "model", "policy": "pyramidkv"},
 ]
 BAD_SAMPLING = [
     {"temperature": -0.1},
