@@ -172,7 +172,7 @@ def test_tokens_of_no_sequence_are_refused_on_every_device(target, operator):
     feeds = packed_feeds(operator) | {"query_start": np.zeros(1, np.int32), "past_len": np.zeros(0, np.int32)}
     if "capture" in feeds:
         feeds["capture"] = feeds["capture"][:0]
-    with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
+    with pytest.raises(Exception, match=f"{operator} node") as error:
         run_op(operator, feeds)
     assert "'query_start' must rise from 0 to T = 6; it has 1 element, and so no sequences" in str(error.value)
     assert f"test/{operator}" in str(error.value)
@@ -181,7 +181,7 @@ def test_tokens_of_no_sequence_are_refused_on_every_device(target, operator):
 @pytest.mark.parametrize("operator", PACKED)
 def test_row_boundaries_that_are_none_are_refused_on_every_device(target, operator):
     feeds = packed_feeds(operator) | {"query_start": np.zeros(0, np.int32), "past_len": np.zeros(0, np.int32)}
-    with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
+    with pytest.raises(Exception, match=f"{operator} node") as error:
         run_op(operator, feeds)
     assert "'query_start' has shape [0]; expected [B+1] with B >= 0" in str(error.value)
 
