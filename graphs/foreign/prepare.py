@@ -2,7 +2,7 @@
 
 1. Every weight is external, with a length; where its bytes really lie is kept aside. So is every other tensor of a
    type that onnx-graphsurgeon would change, as NumPy has not got it.
-2. Constant nodes are initializers.
+2. Constant nodes are initializers, and initializers are no inputs, as they are in graphs of older exporters.
 3. An `If` that chooses between tables of RoPE by the sequence's length is one table, with a note of the limit.
 4. Every node has a name of its own, and no value has a name that the converted graph needs.
 """
@@ -23,6 +23,7 @@ from ortolan.graphs.external_data import ExternalTensor, point_to
 from ortolan.graphs.foreign.rope_choice import RopeChoice, join_rope_tables
 from ortolan.graphs.foreign.tensors import PLAIN_TYPES, constant_tensor, take_bytes, tensor_bytes
 
+INITIALIZERS_ALONE = 4  # first version of the IR whose initializers need not be inputs
 INLINE_BYTES = 1024  # initializers up to this size stay in the graph
 _RESERVED = re.compile(
     r"^(token_ids|positions|query_start|past_len|rope_variant|logits|block_table\..*"
@@ -80,6 +81,7 @@ def prepare(source: onnx.ModelProto) -> Prepared:
     _check_opset(model)
     _name_nodes(graph)
     _lift_constants(graph)
+    _drop_fixed_inputs(model)
     choice = join_rope_tables(graph)
     names = _rename_values(graph)
     return Prepared(model, _move_weights_out(graph), names, choice)
@@ -111,6 +113,15 @@ def _lift_constants(graph: onnx.GraphProto) -> None:
             kept.append(node)
     del graph.node[:]
     graph.node.extend(kept)
+
+
+def _drop_fixed_inputs(model: onnx.ModelProto) -> None:
+    """Let no initializer be an input too, whose default it would be, in a version of the IR that needs none to be."""
+    model.ir_version, graph = max(model.ir_version, INITIALIZERS_ALONE), model.graph
+    fixed = {tensor.name for tensor in graph.initializer}
+    given = [value for value in graph.input if value.name not in fixed]
+    del graph.input[:]
+    graph.input.extend(given)
 
 
 def _rename_values(graph: onnx.GraphProto) -> dict[str, str]:

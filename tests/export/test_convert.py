@@ -244,6 +244,22 @@ def test_a_graph_in_a_folder_of_its_own_finds_tokenizer_and_end_tokens_above(sou
         ortolan.convert(source / "onnx", tmp_path / "other")
 
 
+@pytest.mark.parametrize("ir_version", [3, 8])
+def test_initializers_may_be_inputs_too(source, tmp_path, ir_version):
+    """As PyTorch writes them with keep_initializers_as_inputs, and as graphs before IR version 4 must."""
+    plain = ortolan.convert(source, tmp_path / "plain", max_context=64)
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    for tensor in model.graph.initializer:
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    model.ir_version = ir_version
+    onnx.save(model, source / "model.onnx")
+    folder = ortolan.convert(source, tmp_path / "model", max_context=64)
+    assert (folder / "model.onnx.data").read_bytes() == (plain / "model.onnx.data").read_bytes()
+    graphs = [onnx.load(each / "model.onnx", load_external_data=False).graph for each in (plain, folder)]
+    assert graphs[0] == graphs[1]
+    assert len(ortolan.load(folder, device="cpu").session().prefill(prompt_of(9))) == foreign.VOCABULARY
+
+
 def test_the_source_is_not_changed(source, tmp_path):
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     ortolan.convert(source, tmp_path / "model")
