@@ -91,7 +91,8 @@ def _run(options: argparse.Namespace) -> int:
     except OSError as error:  # of standard output; files' own are StorageErrors
         if not isinstance(error, BrokenPipeError):
             print(f"ortolan: error: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
+        with contextlib.suppress(io.UnsupportedOperation):  # a closed one has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("ortolan: interrupted", file=sys.stderr)

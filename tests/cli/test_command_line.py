@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -105,6 +106,16 @@ def test_closed_output_is_no_error(name, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, name, None)
     assert main(["inspect", str(model_dir)]) == 0
     assert main(["inspect", str(tmp_path)]) == 2
+
+
+def test_a_failure_behind_closed_output_is_one_line(monkeypatch, capsys):
+    def broken(_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(generate_command, "run", broken)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "x"]) == 1
+    assert capsys.readouterr().err == "ortolan: error: [Errno 5] broken\n"
 
 
 def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
