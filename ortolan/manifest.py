@@ -256,7 +256,9 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = read_description(folder)
     for name, size in manifest.files.items():
         file = folder / name
-        actual = file.stat().st_size if file.is_file() else None
+        if not os.path.isfile(file):
+            raise ContractMismatchError(f"{file} is missing, the manifest names it; export the model again")
+        actual = file.stat().st_size
         if actual != size:
             raise ContractMismatchError(f"{file}: {actual} bytes, the manifest says {size}; export the model again")
     return manifest

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, Any] | None:
-    """Check and count the fused graph; None where the folder has none."""
+    """Check and count the fused graph; None where the manifest names none."""
     from ortolan.graphs import count_fusions, verify_fused_pair, verify_model
     from ortolan.graphs.summary import load_structure
 
     name = manifest.fused_model
-    if name is None or not (folder / name).is_file():
+    if name is None:
         return None
+    if not os.path.isfile(folder / name):
+        return {"file": name, "graph": "missing"}
     fused = load_structure(folder / name)
     verify_model(fused)
     verify_fused_pair(plain, fused)
@@ -115,6 +118,9 @@ def _print(manifest: Manifest, summary: Any, fused: dict[str, Any] | None, plans
 def _print_fused(fused: dict[str, Any] | None) -> None:
     if fused is None:
         print("\nfused graph: none; CUDA runs the plain one")
+        return
+    if fused["graph"] == "missing":
+        print(f"\nfused graph: missing ({fused['file']}, which the manifest names); export the model again")
         return
     print(f"\nfused graph: ok ({fused['file']}, {fused['nodes']} nodes), which CUDA runs")
     counts = [[name, str(count)] for name, count in fused["operators"].items() if count]

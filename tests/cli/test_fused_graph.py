@@ -8,6 +8,7 @@ import pytest
 
 from ortolan.cli import main
 from ortolan.cli.demo import shipped_model
+from ortolan.errors import ContractMismatchError
 from ortolan.manifest import FUSED_FILE, read_manifest
 
 
@@ -38,12 +39,14 @@ def test_table_shows_the_fused_graph(graphs_dir, capsys):
     assert list(counts) == ["FusedLinear", "QkvRopeAppend"]
 
 
-def test_folder_without_the_fused_graph(graphs_dir, capsys):
+def test_a_fused_graph_that_is_gone_is_said_to_be_missing(graphs_dir, capsys):
     (graphs_dir / FUSED_FILE).unlink()
     assert main(["inspect", str(graphs_dir)]) == 0
-    assert "fused graph: none" in capsys.readouterr().out
+    assert f"fused graph: missing ({FUSED_FILE}, which the manifest names)" in capsys.readouterr().out
     assert main(["inspect", str(graphs_dir), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fused"] is None
+    assert json.loads(capsys.readouterr().out)["fused"] == {"file": FUSED_FILE, "graph": "missing"}
+    with pytest.raises(ContractMismatchError, match="is missing, the manifest names it"):
+        read_manifest(graphs_dir)
 
 
 def test_broken_fused_graph_is_refused(graphs_dir, capsys):
@@ -62,3 +65,7 @@ def test_export_without_fusion(tmp_path, capsys):
     assert not (tmp_path / "model" / FUSED_FILE).exists()
     assert read_manifest(tmp_path / "model").fused_model is None
     capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "model")]) == 0
+    assert "fused graph: none" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fused"] is None
