@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ ALLOWED = {
     "export": BASE | {"custom_ops", "graphs"},
     "runtime": BASE | {"custom_ops"},
 }
+OPTIONAL = {"cupy", "netron"}  # of an extra, and asked for by name where it is used
 FORBIDDEN_ANYWHERE_IN_RUNTIME = {"torch", "transformers", "onnx_graphsurgeon"}
 
 
@@ -30,6 +33,11 @@ def imported_modules(path: Path) -> set[str]:
     return names
 
 
+def sources_of(name: str) -> list[Path]:
+    folders = importlib.import_module(f"ortolan.{name}").__path__
+    return sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+
+
 def is_allowed(module: str, layer: str) -> bool:
     parts = module.split(".")
     if parts[0] != "ortolan":
@@ -41,8 +49,7 @@ def is_allowed(module: str, layer: str) -> bool:
 
 @pytest.mark.parametrize("layer", sorted(ALLOWED))
 def test_layer_imports_only_what_is_below_it(layer):
-    folders = importlib.import_module(f"ortolan.{layer}").__path__
-    sources = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+    sources = sources_of(layer)
     assert sources, f"no sources found for {layer}"
     broken = [
         f"{path}: {module}"
@@ -72,3 +79,12 @@ def test_import_is_light_and_loading_pulls_no_training_library(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.strip() == "[] []"
+
+
+def test_what_is_imported_is_declared():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
+    sources = {path for name in ("cli", *ALLOWED) for path in sources_of(name)}
+    found = {module.split(".")[0] for path in sources for module in imported_modules(path)}
+    assert "ml_dtypes" in found
+    assert found - declared - sys.stdlib_module_names - {"ortolan", *OPTIONAL} == set()
