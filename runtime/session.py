@@ -143,7 +143,7 @@ class Session(EvictingSession, GeneratingSession):
                 can; full-attention caches rewind as here. Each costs a slot in every ring.
 
         Raises:
-            ConfigError: no file can have that name, or the session is reading a prompt.
+            ConfigError: no file can have that name or may be made there, or the session is reading a prompt.
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
             ContractMismatchError: the model's files, which tell what model it is, are gone.
         """

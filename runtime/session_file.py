@@ -59,13 +59,16 @@ def check_target(path: Path) -> None:
         raise ConfigError(f"{path} is no regular file; give the name of the file to write")
     if not os.path.isdir(path.parent):
         raise ConfigError(f"{path.parent} is no folder; make it, or give another name")
+    folder = os.path.dirname(os.path.realpath(path))  # where a link leads, as that file is replaced
+    if os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder} may not be written to; save the session in another folder")
 
 
 def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
     """Write a file under a temporary name beside `path`, and rename it when all of it is on the disk.
 
     Raises:
-        ConfigError: no file can have that name.
+        ConfigError: no file can have that name, or none may be made there.
         StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
     """
     path = Path(os.path.realpath(path))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ortolan.cli.progress import token_bar
-from ortolan.cli.report import check_report_target, write_report
-from ortolan.errors import ConfigError
+from ortolan.cli.report import STANDARD, check_report_target, write_report
+from ortolan.errors import ConfigError, file_path
 
 ANSWER = "<<answer>>"  # stands for an answer in a chat template
 EPILOG = """examples:
@@ -98,15 +99,12 @@ def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
     from ortolan.runtime import stream_text
-    from ortolan.runtime.session_file import check_target
     from ortolan.runtime.text import check_stop_strings
 
     sampling, snapkv = _sampling(options), _snapkv(options)
     if options.load_session and snapkv:
         raise ConfigError("a saved session has its own SnapKV options; leave those out beside --load-session")
-    if options.save_session:
-        check_target(options.save_session)
-    check_report_target(options.stats_json)
+    _check_files(options)
     check_stop_strings(options.stop)
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
@@ -126,6 +124,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, and statistics that would replace a session. Raises ConfigError."""
+    from ortolan.runtime.session_file import check_target
+
+    if options.save_session:
+        check_target(file_path("--save-session", options.save_session))
+    check_report_target(options.stats_json)
+    if options.stats_json in (None, STANDARD):
+        return
+    for name in ("save_session", "load_session"):
+        path = getattr(options, name)
+        if path and os.path.realpath(path) == os.path.realpath(options.stats_json):
+            raise ConfigError(
+                f"--stats-json names the file of --{name.replace('_', '-')}, {path}, which it would replace; give "
+                "another name"
+            )
+
+
 def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
     """Read the prompt, and start to generate."""
     if options.chat:
@@ -141,6 +157,8 @@ def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace
 
 def _resume(session: Any, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
     """Go on with the saved session's generation, whose sampling goes on too."""
+    if options.chat:
+        raise ConfigError("--chat wraps a prompt, and a text that is resumed has none; leave it out, or give a prompt")
     if sampling != type(sampling)():
         raise ConfigError("a text that is resumed goes on with its own sampling; leave those options out")
     tokens: Iterator[int] = session.resume(options.max_new_tokens)
@@ -217,7 +235,8 @@ def _read_prompt(options: argparse.Namespace) -> str:
 
 
 def _read_standard_input() -> str:
-    return sys.stdin.read() if sys.stdin else ""  # it may be closed
+    text = sys.stdin.read() if sys.stdin else ""  # it may be closed
+    return text.removeprefix("\ufeff")
 
 
 def _write_stats(target: str, session: Any) -> None:

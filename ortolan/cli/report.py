@@ -14,7 +14,7 @@ STANDARD = "-"  # in place of a file's name
 
 
 def check_report_target(target: str | None) -> None:
-    """Refuse a name that no file can have, before the work that is to be reported. Raises ConfigError."""
+    """Refuse a file that cannot be written, before the work that is to be reported. Raises ConfigError."""
     if target is None or target == STANDARD:
         return
     if not target:
@@ -23,6 +23,9 @@ def check_report_target(target: str | None) -> None:
         raise ConfigError(f"{target} is a folder; give the name of the file to write")
     if not os.path.isdir(Path(target).parent):
         raise ConfigError(f"{Path(target).parent} is no folder; make it, or give another name than {target}")
+    is_there = os.path.exists(target)
+    if not (os.access(target, os.W_OK) if is_there else os.access(Path(target).parent, os.W_OK | os.X_OK)):
+        raise ConfigError(f"{target if is_there else Path(target).parent} may not be written to; give another file")
 
 
 def write_report(target: str, report: Mapping[str, Any], standard: TextIO) -> None:

@@ -1,8 +1,10 @@
 import io
 import json
+import os
 import sys
 
 import pytest
+from unreadable import make_unwritable
 
 import ortolan
 from ortolan.cli import main
@@ -44,14 +46,25 @@ def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
     assert capsys.readouterr().out == expected + "\n"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_prompt(model_dir, prompt_file, tmp_path, capsys):
+def test_a_byte_order_mark_is_no_part_of_a_prompt(model_dir, tmp_path, capsys, monkeypatch):
+    def counted(*arguments: str) -> tuple[str, int]:
+        options = ["--max-new-tokens", "6", "--stats-json", "-"]
+        assert main(["generate", str(model_dir), *arguments, *options]) == 0
+        output = capsys.readouterr()
+        return output.out, json.loads(output.err)["prefill_tokens"]
+
     marked = tmp_path / "marked.txt"
-    marked.write_bytes(b"\xef\xbb\xbf" + prompt_file.read_bytes())
-    answers = []
-    for path in (prompt_file, marked):
-        assert main(["generate", str(model_dir), "--prompt-file", str(path), "--max-new-tokens", "6"]) == 0
-        answers.append(capsys.readouterr().out)
-    assert answers[0] == answers[1]
+    marked.write_bytes(b"\xef\xbb\xbfdef first():")
+    expected = counted("--prompt", "def first():")
+    assert expected[1] == len("def first():")
+    assert counted("--prompt-file", str(marked)) == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffdef first():"))
+    assert counted() == expected
+
+
+def test_a_byte_order_mark_alone_is_an_empty_prompt(model_dir, monkeypatch, refused):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff"))
+    assert "prompt is empty" in refused("generate", str(model_dir))
 
 
 @pytest.mark.parametrize("options", [[], ["--snapkv-budget", "256"]], ids=["whole", "evicted"])
@@ -116,6 +129,24 @@ def test_bad_option_is_one_line(arguments, named, model_dir, refused):
 
 def test_an_empty_stop_is_refused_before_the_model_is_opened(tmp_path, refused):
     assert "stop" in refused("generate", str(tmp_path / "none"), "--prompt", "def f():", "--stop", "")
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_report_that_may_not_be_written_is_refused_before_the_work(tmp_path, refused, monkeypatch, what):
+    target = tmp_path / "stats.json"
+    if what == "file":
+        target.touch()
+    make_unwritable(tmp_path if what == "folder" else target, monkeypatch)
+    assert "may not be written" in refused(
+        "generate", str(tmp_path / "none"), "--prompt", "x", "--stats-json", str(target)
+    )
+
+
+def test_a_report_may_go_to_a_device_in_a_folder_that_takes_no_files(model_dir, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev" and access(path, mode))
+    options = ["--prompt", "x", "--max-new-tokens", "2", "--stats-json", "/dev/null"]
+    assert main(["generate", str(model_dir), *options]) == 0
 
 
 @pytest.mark.parametrize(("stop", "reason"), [("e", "stop"), ("\0never", "length")])

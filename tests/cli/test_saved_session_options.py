@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from byte_tokenizer import write_byte_tokenizer
+from unreadable import make_unwritable
 
 import ortolan
 from ortolan.cli import main
@@ -90,6 +91,7 @@ def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
         (["--max-context", "8"], "max_context"),
         (["--prompt", "", "--temperature", "1"], "own sampling"),
         (["--chat"], "chat template"),
+        (["--prompt", "", "--chat"], "--chat"),
     ],
 )
 def test_options_that_a_saved_session_has_itself(refuse, saved, arguments, named):
@@ -134,6 +136,32 @@ def test_a_bad_name_is_found_before_the_work(refuse, tmp_path, monkeypatch, name
     code, line = refuse("--prompt", "x", "--save-session", str(tmp_path / name))
     assert code == 2
     assert str(tmp_path) in line
+
+
+def test_a_folder_that_takes_no_files_is_found_before_the_work(refuse, tmp_path, monkeypatch):
+    monkeypatch.setattr(ortolan, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    make_unwritable(tmp_path, monkeypatch)
+    code, line = refuse("--prompt", "x", "--save-session", str(tmp_path / "a"))
+    assert code == 2
+    assert f"{tmp_path} may not be written" in line
+
+
+def test_a_link_out_of_a_folder_that_takes_no_files_is_written_through(run, tmp_path, monkeypatch):
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a").symlink_to(tmp_path / "a")
+    make_unwritable(tmp_path / "links", monkeypatch)
+    run("--prompt", PROMPT, "--max-new-tokens", "2", "--save-session", str(tmp_path / "links" / "a"))
+    assert (tmp_path / "a").is_file()
+
+
+@pytest.mark.parametrize("option", ["--save-session", "--load-session"])
+def test_statistics_do_not_replace_a_session(refuse, saved, tmp_path, option):
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "link").symlink_to("a")
+    code, line = refuse("--prompt", "x", option, saved, "--stats-json", str(tmp_path / "link"))
+    assert code == 2
+    assert option in line
+    assert (tmp_path / "a").read_bytes() == content
 
 
 def test_a_full_disk_fails_behind_the_text(model_dir, capsys, tmp_path, monkeypatch):
