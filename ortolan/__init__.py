@@ -73,7 +73,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number.
+        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number, or
+            fused no truth.
     """
     from ortolan import runtime
 

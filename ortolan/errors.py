@@ -135,3 +135,9 @@ def file_path(name: str, value: object) -> pathlib.Path:
     if "\0" in str(path):
         raise ConfigError(f"{name} is {str(path)!r}, which has a null character; no file can have that name")
     return path
+
+
+def check_progress(given: object) -> None:
+    """Check that a `progress` is a function, or None. Raises ConfigError."""
+    if given is not None and not callable(given):
+        raise ConfigError(f"progress is {given!r}; it must be a function that takes numbers, or None")

@@ -190,7 +190,8 @@ class EngineCore:
     def _row(self, chunk: Chunk) -> Row:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]
         if chunk.captures and not request.captures and sequence.snapkv is not None:
-            request.captures = self.stepper.make_captures(sequence.snapkv.captured_queries)
+            rows = min(sequence.snapkv.captured_queries, self.scheduler.plan.max_context)
+            request.captures = self.stepper.make_captures(rows)
         tokens = sequence.tokens[chunk.begin : chunk.end]
         return Row(
             tokens=tokens,

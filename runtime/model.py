@@ -18,6 +18,7 @@ from ortolan.errors import (
     ContractMismatchError,
     OpLibraryError,
     file_path,
+    truth,
     whole_number,
 )
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
@@ -249,7 +250,7 @@ class Model:
         """Refuse a plan that the device has no memory for."""
         assert self._device is not None
         memory = self._device.free_memory()
-        captured = capture_bytes(self.manifest, snapkv.captured_queries if snapkv else 0)
+        captured = capture_bytes(self.manifest, min(snapkv.captured_queries, plan.max_context) if snapkv else 0)
         largest = max(estimate_chunk_bytes(self.manifest, plan), estimate_evict_bytes(self.manifest, plan, snapkv))
         chunk = max(0, largest - self._device.arena_bytes())
         check_room(plan, captured, chunk, memory, self._device.name)
@@ -344,9 +345,12 @@ def load(
     Raises:
         ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number.
+        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number, or
+            fused no truth.
     """
     folder, num_threads = file_path("folder", folder), whole_number("num_threads", num_threads, 0, MAX_THREADS)
+    if fused is not None:
+        truth("fused", fused)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
         raise ContractMismatchError(

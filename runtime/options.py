@@ -24,15 +24,16 @@ class SnapKv:
     Attributes:
         budget: tokens kept in each full-attention layer.
         window: last queries that score, whose positions are always kept.
-        kernel: odd width of the pooling along positions.
+        kernel: odd width of the pooling along positions; at most 2 * max_context + 1 of the model.
         pool: "avg" or "max".
         sink: first positions, always kept.
         granularity: who shares a keep-list: "kv_head", "layer" or "model". Those whose budgets differ cannot: policy
             "adakv" takes "kv_head" alone, "pyramidkv" not "model".
         group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
         policy: what is kept: "snapkv" (the best-scored), "streaming" (sinks and the latest), "pyramidkv" (SnapKV with
-            more for early layers; `budget` is the average), "adakv" (SnapKV whose kv heads share `budget` times
-            their number) or "expected" (what queries to come are expected to attend to; it does not pool).
+            more for early layers: `budget` on average, or a little more where last layers are lifted to window and
+            sinks), "adakv" (SnapKV whose kv heads share `budget` times their number) or "expected" (what queries to
+            come are expected to attend to; it does not pool).
         queries: last queries of whose mean and covariance policy "expected" expects the next ones; None takes 256,
             or `window` where that is more. Other policies score by `window` queries and take None alone.
         during_prefill: also evict after each chunk of a prompt, and before a step that the caches have no room for,
@@ -177,14 +178,14 @@ def check_snapkv(given: SnapKv | None, manifest: Manifest) -> None:
         )
     if given.policy == "expected" and manifest.ropes is None:
         raise ConfigError(
-            "snapkv: policy 'expected' needs RoPE frequencies, which this model folder lacks; export it again"
+            "snapkv: policy 'expected' needs RoPE frequencies, which this model folder lacks; a converted model never "
+            "has them: choose another policy; one that was exported gets them when it is exported again"
         )
-
-
-def check_progress(given: object) -> None:
-    """Check that a prompt's `progress` is a function, or None. Raises ConfigError."""
-    if given is not None and not callable(given):
-        raise ConfigError(f"progress is {given!r}; it must be a function that takes a number, or None")
+    widest = 2 * manifest.max_context + 1  # reaches all positions from each; wider ones only take longer
+    if given.kernel > widest:
+        raise ConfigError(
+            f"SnapKv kernel is {given.kernel}; at most {widest} in a model of max_context {manifest.max_context}"
+        )
 
 
 def _set(options: SnapKv | Sampling, name: str, value: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, whole_number
+from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, check_progress, whole_number
 from ortolan.manifest import Manifest
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.evicting import EvictingSession
@@ -20,7 +20,7 @@ from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import SnapKv, check_progress
+from ortolan.runtime.options import SnapKv
 from ortolan.runtime.paged_caches import make_caches
 from ortolan.runtime.plan import CachePlan, rope_variant, split_chunks
 from ortolan.runtime.restore import SavedSession
@@ -57,7 +57,7 @@ class Session(EvictingSession, GeneratingSession):
         self._snapkv = snapkv
         self._evict_session = evict_session
         self._weights_bytes = weights_bytes
-        self._capture_rows = snapkv.captured_queries if snapkv else 0
+        self._capture_rows = min(snapkv.captured_queries, plan.max_context) if snapkv else 0
         self._identify = identify
         self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers(), capacities)
         self._stepper = self._make_stepper(ort_session)

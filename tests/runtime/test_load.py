@@ -30,6 +30,12 @@ def test_threads_that_are_no_number_are_refused(full_folder, count):
         ortolan.load(full_folder, device="cpu", num_threads=count)
 
 
+@pytest.mark.parametrize("fused", ["no", 0, 1, "", []])
+def test_a_choice_of_the_graph_that_is_no_truth_is_refused(full_folder, fused):
+    with pytest.raises(ConfigError, match=r"fused is .*True or False"):
+        ortolan.load(full_folder, device="cpu", fused=fused)
+
+
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", "", 0])
 def test_unknown_devices_are_refused(full_folder, name):
     with pytest.raises(ConfigError, match="cuda:N"):
