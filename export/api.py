@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.errors import ConfigError, UnsupportedModelError, file_path, one_of, truth
+from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
+from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
@@ -29,6 +29,7 @@ from ortolan.export.weights import (
     RandomWeights,
     WeightProvider,
     place_weights,
+    placed_bytes,
     weight_bytes,
     write_weights,
 )
@@ -116,7 +117,7 @@ def export(
         ConfigError: an argument has a value that is not allowed, or `out_dir` is in the way.
         StorageError: the disk is full, or writing failed otherwise; what was in `out_dir` is still there.
         UnsupportedModelError: the checkpoint asks for what is not implemented.
-        CheckpointError: the checkpoint is incomplete or contradicts its config.
+        CheckpointError: the checkpoint is incomplete, cannot be read, or contradicts its config.
     """
     options = ExportOptions(
         dtype=dtype,
@@ -130,6 +131,7 @@ def export(
         fuse=fuse,
     )
     source, target = file_path("hf_dir", hf_dir), file_path("out_dir", out_dir)
+    check_progress(progress)
     check_target(target, truth("overwrite", overwrite))
     hf_config = read_hf_config(source)
     family = find_family(hf_config)
@@ -137,7 +139,7 @@ def export(
     _check_shapes(config, hf_config, options)
     provider = _provider(source, family, hf_config, config, options)
     report = progress or (lambda done, total: None)
-    with temporary_sibling(target) as folder:
+    with temporary_sibling(target, placed_bytes(place_weights(config, options.dtype))) as folder:
         _write_folder(folder, source, config, provider, options, report)
         put_in_place(folder, target)
     return target
@@ -160,10 +162,7 @@ def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptio
             )
     limit = hf_config.get("max_position_embeddings")
     if isinstance(limit, int) and options.max_context > limit:
-        warnings.warn(
-            f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}",
-            stacklevel=3,
-        )
+        warn_caller(f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}")
 
 
 def _provider(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import CheckpointError
+from ortolan.export.reading import is_file, reading
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -50,10 +51,11 @@ class Checkpoint:
         self.entries = entries
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
-        """Map one tensor, or a half-open range of its rows, without copying it."""
+        """Map one tensor, or a half-open range of its rows, without copying it. Raises CheckpointError."""
         entry = self.entries[name]
         dtype = ELEMENT_TYPES[entry.element_type]
-        mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
+        with reading(entry.file):
+            mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
         return mapped if rows is None else mapped[rows[0] : rows[1]]
 
 
@@ -61,11 +63,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the headers of a folder's safetensors files.
 
     Raises:
-        CheckpointError: no file, a missing shard, a truncated or malformed file.
+        CheckpointError: no file, a missing shard, a file that cannot be read, a truncated or malformed one.
     """
     entries: dict[str, TensorEntry] = {}
     for file in _files(folder):
-        if not os.path.isfile(file):  # unlike Path's, it takes names that are too long
+        if not is_file(file):
             raise CheckpointError(f"{file} is missing; {INDEX_FILE} names it")
         entries |= _read_header(file)
     return Checkpoint(entries)
@@ -73,13 +75,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
-    if index.is_file():
+    if is_file(index):
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            with reading(index):
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-    if (folder / SINGLE_FILE).is_file():
+    if is_file(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
     raise CheckpointError(
         f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints are read "
@@ -88,8 +91,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with reading(file), file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if 8 + length > size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.errors import ConfigError, file_path, truth
+from ortolan.errors import ConfigError, check_progress, file_path, truth
+from ortolan.export.caller import warn_caller
 from ortolan.export.folder import (
     CacheOptions,
     check_numbers,
@@ -21,7 +21,7 @@ from ortolan.export.folder import (
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
 from ortolan.export.foreign_weights import place_foreign_weights, write_foreign_weights
-from ortolan.export.weights import WEIGHTS_FILE
+from ortolan.export.weights import WEIGHTS_FILE, placed_bytes
 from ortolan.graphs import (
     Conversion,
     ConversionOptions,
@@ -80,7 +80,8 @@ def convert(
     Args:
         source: folder with the graph (genai_config.json names it, or model.onnx), or the .onnx file itself.
         target: folder to make; written under a temporary name beside it, and renamed when it is whole.
-        max_context: longest sequence, tokens; None takes what the graph's RoPE tables hold, at most 32768.
+        max_context: longest sequence, tokens; None takes what the graph's RoPE tables hold, at most 32768 and at most
+            the source's context_length, where its configuration names one.
         chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
             sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
@@ -99,7 +100,7 @@ def convert(
         ConfigError: an argument has a value that is not allowed, or `target` is in the way.
         StorageError: the disk is full, or writing failed otherwise; what was in `target` is still there.
         UnsupportedModelError: a node of the graph cannot be converted; the message names it.
-        CheckpointError: weights are missing or truncated.
+        CheckpointError: weights or other files are missing, truncated, or cannot be read.
         ContractMismatchError: the file is no ONNX model.
     """
     arguments = ConvertArguments(
@@ -112,6 +113,7 @@ def convert(
         sliding_window=sliding_window,
     )
     folder, given = file_path("target", target), file_path("source", source)
+    check_progress(progress)
     check_target(folder, truth("overwrite", overwrite))
     opened = open_source(given)
     conversion = convert_model(opened.model, opened.names, _graph_options(opened, arguments))
@@ -121,7 +123,7 @@ def convert(
     placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder)
     parts = _Parts(opened, conversion, _manifest(opened, conversion, arguments), placed)
     _finish_graph(parts)
-    with temporary_sibling(folder) as temporary:
+    with temporary_sibling(folder, placed_bytes(placed)) as temporary:
         _write_folder(temporary, parts, progress or (lambda done, total: None))
         put_in_place(temporary, folder)
     return folder
@@ -140,15 +142,13 @@ def _graph_options(source: ForeignSource, arguments: ConvertArguments) -> Conver
 
 def _warn(source: ForeignSource, conversion: Conversion) -> None:
     if source.sliding_window > 0 and all(layer.window < 0 for layer in conversion.layers):
-        warnings.warn(
+        warn_caller(
             f"the source's configuration names a sliding window of {source.sliding_window}, which its attention does "
-            "not have; it is converted as it is, to full attention (sliding_window asks for rings)",
-            stacklevel=3,
+            "not have; it is converted as it is, to full attention (sliding_window asks for rings)"
         )
     if source.context_length is not None and conversion.max_context > source.context_length:
-        warnings.warn(
-            f"max_context {conversion.max_context} is beyond the source's context_length {source.context_length}",
-            stacklevel=3,
+        warn_caller(
+            f"max_context {conversion.max_context} is beyond the source's context_length {source.context_length}"
         )
 
 

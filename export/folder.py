@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ortolan.contract import PAGE_SIZES
 from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, truth, whole_number
+from ortolan.export.reading import is_file, reading
 from ortolan.graphs import build_evict_model
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
 
@@ -74,30 +75,40 @@ def check_target(target: Path, overwrite: bool) -> None:
     """Check that a folder can be made, or replaced where that was asked for.
 
     Raises:
-        ConfigError: something is in the way.
+        ConfigError: something is in the way, or the folder cannot be read.
     """
     if not os.path.exists(target):  # unlike Path's, it takes names that are too long
         return
     if not target.is_dir():
         raise ConfigError(f"{target} exists and is no folder; choose another output folder")
-    if any(target.iterdir()):
+    try:
+        is_empty = not any(target.iterdir())
+        is_model = os.path.isfile(target / MANIFEST_FILE)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be read: {error.strerror or error}; choose another folder") from error
+    if not is_empty:
         if not overwrite:
             raise ConfigError(
                 f"{target} is not empty; choose another folder, or overwrite it (overwrite=True, --overwrite)"
             )
-        if not (target / MANIFEST_FILE).is_file():
+        if not is_model:
             raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
 
 
 @contextlib.contextmanager
-def temporary_sibling(target: Path) -> Iterator[Path]:
+def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
     """Make a folder beside the target, on the same disk; it is removed unless it was renamed away.
+
+    Args:
+        target: what the folder will be renamed to.
+        weight_bytes: size of the file that will be written there besides small ones.
 
     Raises:
         ConfigError: no folder can be made there.
-        StorageError: the disk is full, or writing failed otherwise.
+        StorageError: the disk is full or has no room for the weights, or writing failed otherwise.
     """
     real = _real(target)
+    _check_free(real, weight_bytes)
     try:
         real.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{real.name}.", dir=real.parent))
@@ -111,6 +122,20 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
         raise StorageError(f"writing {target} failed, nothing was kept: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_free(target: Path, weight_bytes: int) -> None:
+    """Raise StorageError where the disk has no room for the weights."""
+    folder = next(folder for folder in target.parents if os.path.isdir(folder))
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError:  # writing will tell
+        return
+    if disk.total and disk.free < weight_bytes:  # some file systems tell nothing
+        raise StorageError(
+            f"the weights of {target} take {weight_bytes} bytes, and its disk has {disk.free} free; free "
+            f"{weight_bytes - disk.free} more, or choose another disk"
+        )
 
 
 def put_in_place(folder: Path, target: Path) -> None:
@@ -144,11 +169,16 @@ def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) ->
         folder: with all else that belongs there.
         manifest: of the model.
         tokenizer_folder: has the tokenizer's files, as far as there are any.
+
+    Raises:
+        CheckpointError: one of these cannot be read.
     """
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
     for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+        if is_file(tokenizer_folder / name):
+            with reading(tokenizer_folder / name):
+                content = (tokenizer_folder / name).read_bytes()
+            (folder / name).write_bytes(content)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")

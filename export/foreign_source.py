@@ -18,6 +18,7 @@ from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ortolan.export.folder import TOKENIZER_FILES
 from ortolan.export.foreign_weights import inline_small_weights
 from ortolan.export.hf_config import GENERATION_FILE
+from ortolan.export.reading import is_file, reading
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE
@@ -66,17 +67,18 @@ def open_source(path: Path) -> ForeignSource:
     """
     if not os.path.exists(path):  # unlike Path's, it takes names that are too long
         raise ConfigError(f"{path} does not exist; give the folder of a model, or its .onnx file")
-    folder = path if path.is_dir() else path.parent
-    if (folder / MANIFEST_FILE).is_file():
+    folder = path if os.path.isdir(path) else path.parent
+    if is_file(folder / MANIFEST_FILE):
         raise ConfigError(f"{folder} is a model folder of Ortolan already; load it as it is")
     side = _tokenizer_folder(folder)
     config = _read_config(folder, side)
     decoder = _section(config, "decoder")
     if "pipeline" in decoder:
         raise UnsupportedModelError(f"{folder / CONFIG_FILE}: the model is split into several graphs (pipeline)")
-    graph_file = path if path.is_file() else _find_graph(folder, decoder)
+    graph_file = path if is_file(path) else _find_graph(folder, decoder)
     inputs, outputs = _section(decoder, "inputs"), _section(decoder, "outputs")
-    model = load_structure(graph_file)
+    with reading(graph_file), graph_file.open("rb"):  # the parser's errors do not tell why
+        model = load_structure(graph_file)
     inline_small_weights(model, graph_file.parent)
     default = SourceNames()
     return ForeignSource(
@@ -100,22 +102,23 @@ def open_source(path: Path) -> ForeignSource:
 def _tokenizer_folder(folder: Path) -> Path:
     """Return the folder, or the one above where that has the tokenizer (graphs in a folder of their own)."""
     above = folder.resolve().parent
-    is_above = not (folder / TOKENIZER_FILES[0]).is_file() and (above / TOKENIZER_FILES[0]).is_file()
+    is_above = not is_file(folder / TOKENIZER_FILES[0]) and os.path.isfile(above / TOKENIZER_FILES[0])
     return above if is_above else folder
 
 
 def _read_config(folder: Path, side: Path) -> Mapping[str, Any]:
     """Return the section "model" of genai_config.json, or else generation_config.json, which names end tokens alike."""
     path = folder / CONFIG_FILE
-    if path.is_file():
+    if is_file(path):
         return _object(path, _read_json(path).get("model"))
     path = side / GENERATION_FILE
-    return _read_json(path) if path.is_file() else {}
+    return _read_json(path) if is_file(path) else {}
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        return _object(path, json.loads(path.read_text(encoding="utf-8")))
+        with reading(path):
+            return _object(path, json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -137,7 +140,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _find_graph(folder: Path, decoder: Mapping[str, Any]) -> Path:
     named = folder / str(decoder.get("filename", GRAPH_FILE))
-    if named.is_file():
+    if is_file(named):
         return named
     graphs = sorted(folder.glob("*.onnx"))
     if "filename" not in decoder and len(graphs) == 1:

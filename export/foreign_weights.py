@@ -8,6 +8,7 @@ from pathlib import Path
 import onnx
 
 from ortolan.errors import CheckpointError
+from ortolan.export.reading import is_file, reading
 from ortolan.export.weights import ALIGNMENT_BYTES, WEIGHTS_FILE
 from ortolan.graphs import ExternalTensor, ForeignBytes, foreign_bytes, is_small
 
@@ -63,9 +64,10 @@ def _check_range(name: str, source: ForeignBytes, folder: Path, sizes: dict[str,
         return
     path = folder / source.file
     if source.file not in sizes:
-        if not path.is_file():
+        if not is_file(path):
             raise CheckpointError(f"{path} is missing; weight '{name}' lies in it")
-        sizes[source.file] = path.stat().st_size
+        with reading(path):
+            sizes[source.file] = path.stat().st_size
     if source.offset + source.length > sizes[source.file]:
         raise CheckpointError(
             f"{path} has {sizes[source.file]} bytes; weight '{name}' lies at {source.offset} .. "
@@ -90,7 +92,7 @@ def write_foreign_weights(
         progress: called with (bytes written, bytes in all).
 
     Raises:
-        CheckpointError: a source file ended while it was read.
+        CheckpointError: a source file ended while it was read, or cannot be read.
     """
     total, written = sum(where.length for where in placed.values()), 0
     with target.open("xb") as stream:
@@ -107,7 +109,7 @@ def _slabs(name: str, source: ForeignBytes, folder: Path) -> Iterator[bytes]:
         yield source.data
         return
     left = source.length
-    with (folder / source.file).open("rb") as stream:
+    with reading(folder / source.file), (folder / source.file).open("rb") as stream:
         stream.seek(source.offset)
         while left:
             slab = stream.read(min(left, _SLAB_BYTES))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ortolan.errors import CheckpointError, UnsupportedModelError, finite_number
+from ortolan.export.reading import is_file, reading
 from ortolan.graphs.config import Activation
 
 CONFIG_FILE = "config.json"
@@ -165,13 +165,13 @@ def read_hf_config(folder: Path) -> HfConfig:
     those of a chat's turns often stand in the former alone.
 
     Raises:
-        CheckpointError: the folder has no config.json, or one of the two is not a JSON object.
+        CheckpointError: the folder has no config.json, or one of the two cannot be read or is no JSON object.
     """
     path = folder / CONFIG_FILE
-    if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
+    if not is_file(path):
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}; give the folder of a Hugging Face checkpoint")
     config = HfConfig(_read_object(path))
-    if not (folder / GENERATION_FILE).is_file():
+    if not is_file(folder / GENERATION_FILE):
         return config
     generation = HfConfig(_read_object(folder / GENERATION_FILE), file=GENERATION_FILE)
     ids = dict.fromkeys((*config.eos_token_ids, *generation.eos_token_ids))
@@ -180,7 +180,8 @@ def read_hf_config(folder: Path) -> HfConfig:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        keys = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            keys = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(keys, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ortolan.errors import CheckpointError
+from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
 from ortolan.export.families.base import Source
 from ortolan.graphs import ExternalTensor
@@ -125,6 +125,11 @@ def place_weights(config: ModelConfig, dtype: str) -> dict[str, ExternalTensor]:
     return placed
 
 
+def placed_bytes(placed: Mapping[str, ExternalTensor]) -> int:
+    """Return the size of the file that the weights make, padding included."""
+    return max((where.end for where in placed.values()), default=0)
+
+
 def write_weights(
     provider: WeightProvider,
     placed: Mapping[str, ExternalTensor],
@@ -161,7 +166,7 @@ def _stored(name: str, slab: Array, element: np.dtype[Any]) -> Array:
     with np.errstate(over="ignore"):
         data = np.ascontiguousarray(slab, dtype=element)
     if element == np.float16 and not np.isfinite(data).all():
-        warnings.warn(f"{name} has values that float16 does not hold; export with a wider dtype", stacklevel=2)
+        warn_caller(f"{name} has values that float16 does not hold; export with a wider dtype")
     return data
 
 

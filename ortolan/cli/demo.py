@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     _check_length(source, options.length)
     sample = make_sample(load_corpus("eval"), task)
     with _model_folder(options.keep_dir) as folder:
-        if not (options.keep_dir and folder.exists() and any(folder.iterdir())):
+        if not _is_kept(folder):
             ortolan.export(source, folder, max_context=_longest(source), chunk_size=CHUNK_SIZE)
         model = ortolan.load(folder, device=options.device)
         session = model.session(options.length + ANSWER_TOKENS, CHUNK_SIZE, snapkv)
@@ -92,12 +93,20 @@ def _check_length(source: Path, length: int) -> None:
 def _model_folder(keep: Path | None) -> Iterator[Path]:
     """Give the folder to export to: the caller's, or a temporary one that is removed."""
     if keep is not None:
-        if keep.exists() and not keep.is_dir():
+        if os.path.exists(keep) and not os.path.isdir(keep):
             raise ConfigError(f"--keep-dir {keep} exists and is no folder; choose another one")
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix="ortolan-demo-") as folder:
         yield Path(folder) / "model"
+
+
+def _is_kept(folder: Path) -> bool:
+    """Say whether an earlier demo has left its model in the folder. Raises ConfigError where it cannot be read."""
+    try:
+        return os.path.exists(folder) and any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--keep-dir {folder} cannot be read: {error.strerror or error}; choose another") from error
 
 
 def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
