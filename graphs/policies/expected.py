@@ -38,7 +38,10 @@ def keep_expected(parts: EvictParts) -> dict[int, Kept]:
         ConfigError: the manifest does not tell the model's RoPE frequencies.
     """
     if parts.manifest.ropes is None:
-        raise ConfigError("policy expected needs RoPE frequencies, which this model folder lacks; export it again")
+        raise ConfigError(
+            "policy expected needs RoPE frequencies, which this model folder lacks; a converted model never has them: "
+            "choose another policy; one that was exported gets them when it is exported again"
+        )
     scores = parts.shared_scores(lambda i: _Layer(parts, i).score())
     return {i: parts.keep_best(i, score, parts.budget) for i, score in scores.items()}
 

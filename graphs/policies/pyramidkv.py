@@ -15,7 +15,9 @@ STEEPNESS = 20  # beta of the paper: the last layer keeps about 1 / beta of the 
 
 
 def keep_pyramidkv(parts: EvictParts) -> dict[int, Kept]:
-    """Keep as SnapKV does, each layer within a budget of its own; they average to `budget`.
+    """Keep as SnapKV does, each layer within a budget of its own.
+
+    They average to `budget`, or to a little more where last layers are lifted to window and sinks.
 
     Raises:
         ConfigError: lists that are shared by all layers cannot have budgets of their own.

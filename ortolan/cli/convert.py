@@ -28,7 +28,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("source", type=Path, help="folder of the model, or its .onnx file")
     parser.add_argument("target", type=Path, help="model folder to make")
     parser.add_argument(
-        "--max-context", type=int, help="longest sequence, tokens (default: what its RoPE tables hold, up to 32768)"
+        "--max-context",
+        type=int,
+        help="longest sequence, tokens (default: what its RoPE tables hold, up to its context_length and 32768)",
     )
     parser.add_argument(
         "--sliding-window",

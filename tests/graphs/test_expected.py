@@ -102,5 +102,5 @@ def test_large_exponents_stay_numbers():
 
 
 def test_a_folder_without_frequencies_is_refused():
-    with pytest.raises(ConfigError, match="export it again"):
+    with pytest.raises(ConfigError, match="converted model never has them: choose another policy"):
         build_evict_model(dataclasses.replace(manifest(), ropes=None), policy="expected")
