@@ -140,6 +140,12 @@ def render_docs() -> str:
         "C slots per sequence, S sinks, W window, I input and O output features, R rotated pairs. Operators",
         'marked "CUDA only" stand in `model.fused.onnx` alone.',
         "",
+        "An output that continues an input is written in place where it is an output of the graph and bound to the",
+        "input's buffer, or where nothing else has or reads the input; else it begins as a copy. Positions go on past C",
+        "by the rule of rings also in a cache that is none: attention then refuses, on the CPU, what was overwritten.",
+        "ONNX Runtime takes attributes of any name; `onnx.checker` refuses others than those below once",
+        "`ortolan.custom_ops.register_schemas()` was called.",
+        "",
         "On CUDA, QkvRopeAppend and SnapKvScore, and SwaAttention of 16-bit elements, move 16 bytes at a time: what",
         "is bound to their ports of type T1, and to `cosine` and `sine`, starts at a multiple of 16 bytes; else the",
         "node fails with cudaErrorMisalignedAddress. The other operators take any buffer that is aligned to its",
@@ -169,7 +175,7 @@ def _doc_row(kind: str, index: int, port: Port) -> str:
     if port.optional:
         notes += " Optional."
     if port.alias >= 0:
-        notes += f" Continues the buffer of input {port.alias}."
+        notes += f" Continues input {port.alias}."
     if port.spends >= 0:
         notes += f" Takes the buffer of input {port.spends} where nothing reads that later."
     return f"| {kind} {index} | `{port.name}` | {port.shape} | {port.type} | {notes} |"

@@ -67,6 +67,16 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_i
   return cache;
 }
 
+CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
+                                const Tensor& value_cache) {
+  const CacheOutputs outputs{context.aliased_output(index, key_cache).data,
+                             context.aliased_output(index + 1, value_cache).data};
+  if (outputs.key == outputs.value && key_cache.size() > 0)
+    context.node().fail(
+        "outputs 'key_cache_out' and 'value_cache_out' lie in one buffer; bind each to its own");
+  return outputs;
+}
+
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
                  int64_t first, int64_t end) {
   if (!cache.block_table || !context.values_readable() || first >= end) return;

@@ -20,6 +20,15 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
 CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
                        size_t block_table_index, int64_t num_sequences);
 
+// The buffers that caches are written to: those of the inputs, or copies.
+struct CacheOutputs {
+  void* key;
+  void* value;
+};
+// Takes both outputs, from `index` on, which may not share a buffer.
+CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
+                                const Tensor& value_cache);
+
 // The pages of a sequence's positions first .. end must be in the pool. Entries of the block table that
 // nothing follows may hold anything.
 void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,

@@ -149,8 +149,9 @@ QkvRopeAppendParams read_qkv_rope_append(const Context& context) {
   params.key_norm_weight = context.input(7, {head_size}).data;
   read_angles(context, num_tokens, params);
   params.query = context.output(0, {num_tokens, params.num_heads, head_size}).data;
-  params.key_cache = context.aliased_output(1, key_cache).data;
-  params.value_cache = context.aliased_output(2, value_cache).data;
+  const CacheOutputs caches = read_cache_outputs(context, 1, key_cache, value_cache);
+  params.key_cache = caches.key;
+  params.value_cache = caches.value;
   read_capture(context, head_size, params);
   return params;
 }

@@ -93,11 +93,16 @@ int port_type(const Operator& op, const Port& port) {
   return abi::kFloat;
 }
 
-// ONNX Runtime asks for pairs of ports without naming the operator, so each schema has functions of its own.
-template <const Schema& kSchema, int Port::* kSource>
-size_t port_map(int** inputs, int** outputs) {
+// The input whose buffer an output may take, or -1.
+int reused_input(const Port& port) { return port.alias >= 0 ? port.alias : port.spends; }
+
+// Pairs of such ports; ONNX Runtime asks for them without naming the operator, so each schema has a function
+// of its own. They are declared as what may happen in place, not as aliases: an alias that is no graph output
+// holds even where the old value is a constant, the caller's, or read again.
+template <const Schema& kSchema>
+size_t reused_ports(int** inputs, int** outputs) {
   size_t count = 0;
-  for (const Port& port : kSchema.outputs) count += port.*kSource >= 0;
+  for (const Port& port : kSchema.outputs) count += reused_input(port) >= 0;
   *inputs = *outputs = nullptr;
   if (count == 0) return 0;
   *inputs = static_cast<int*>(std::malloc(count * sizeof(int)));
@@ -105,8 +110,8 @@ size_t port_map(int** inputs, int** outputs) {
   if (!*inputs || !*outputs) return 0;
   size_t next = 0;
   for (size_t i = 0; i < kSchema.outputs.size(); ++i) {
-    if (kSchema.outputs[i].*kSource < 0) continue;
-    (*inputs)[next] = kSchema.outputs[i].*kSource;
+    if (reused_input(kSchema.outputs[i]) < 0) continue;
+    (*inputs)[next] = reused_input(kSchema.outputs[i]);
     (*outputs)[next++] = static_cast<int>(i);
   }
   return count;
@@ -155,9 +160,9 @@ Operator define(Compute compute, Provider provider, ElementType element) {
   op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   op.GetStartVersion = [](const abi::CustomOp*) { return 1; };
   op.GetEndVersion = [](const abi::CustomOp*) { return 1; };
-  op.GetMayInplace = port_map<kSchema, &Port::spends>;
+  op.GetMayInplace = reused_ports<kSchema>;
   op.ReleaseMayInplace = release_map;
-  op.GetAliasMap = port_map<kSchema, &Port::alias>;
+  op.GetAliasMap = [](int**, int**) -> size_t { return 0; };
   op.ReleaseAliasMap = release_map;
   return op;
 }

@@ -40,8 +40,9 @@ RingKvAppendParams read_ring_kv_append(const Context& context) {
   check_appended_pages(context, params);
   params.key = key.data;
   params.value = value.data;
-  params.key_cache = context.aliased_output(0, key_cache).data;
-  params.value_cache = context.aliased_output(1, value_cache).data;
+  const CacheOutputs caches = read_cache_outputs(context, 0, key_cache, value_cache);
+  params.key_cache = caches.key;
+  params.value_cache = caches.value;
   return params;
 }
 
@@ -145,8 +146,9 @@ KvCompactParams read_kv_compact(const Context& context) {
     context.bad_shape(2, keep, "with Hkv = " + std::to_string(key_cache.dim(1)));
   params.cache = read_cache(context, key_cache, 0, 3, params.num_sequences);
   check_keep(context, params);
-  params.key_cache = context.aliased_output(0, key_cache).data;
-  params.value_cache = context.aliased_output(1, value_cache).data;
+  const CacheOutputs caches = read_cache_outputs(context, 0, key_cache, value_cache);
+  params.key_cache = caches.key;
+  params.value_cache = caches.value;
   return params;
 }
 

@@ -13,7 +13,7 @@ struct Port {
   const char* shape;  // in the operator contract's symbols, for messages
   PortType type;
   bool optional;
-  int alias;             // outputs: index of the input whose buffer is continued, or -1
+  int alias;             // outputs: index of the input whose buffer is continued or else copied, or -1
   bool on_host = false;  // inputs: in host memory on every device
   int spends = -1;  // outputs: index of the input whose buffer it takes if nothing reads that later, or -1
 };
