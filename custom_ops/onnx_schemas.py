@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+
 import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
@@ -13,9 +16,17 @@ _Option = onnx.defs.OpSchema.FormalParameterOption
 
 def register_schemas() -> None:
     """Register the operators' schemas with onnx; does nothing where they already are."""
+    missing = [operator for operator in OPERATORS if not onnx.defs.has(operator.name, OPERATOR_DOMAIN)]
+    for operator in missing:
+        onnx.defs.register_schema(build_schema(operator))
+    if missing:  # before 1.23 onnx would release their Python functions after the interpreter's end, and crash
+        atexit.register(_forget_schemas)
+
+
+def _forget_schemas() -> None:
     for operator in OPERATORS:
-        if not onnx.defs.has(operator.name, OPERATOR_DOMAIN):
-            onnx.defs.register_schema(build_schema(operator))
+        with contextlib.suppress(onnx.defs.SchemaError):  # somebody else may have done it
+            onnx.defs.deregister_schema(operator.name, OPERATOR_VERSION, OPERATOR_DOMAIN)
 
 
 def build_schema(operator: Operator) -> onnx.defs.OpSchema:

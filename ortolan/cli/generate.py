@@ -235,8 +235,11 @@ def _read_prompt(options: argparse.Namespace) -> str:
 
 
 def _read_standard_input() -> str:
-    text = sys.stdin.read() if sys.stdin else ""  # it may be closed
-    return text.removeprefix("\ufeff")
+    """Read UTF-8, as files are read, whatever the locale."""
+    binary = getattr(sys.stdin, "buffer", None)
+    if binary is not None:
+        return str(binary.read().decode("utf-8-sig"))
+    return sys.stdin.read().removeprefix("\ufeff") if sys.stdin else ""  # it may be closed
 
 
 def _write_stats(target: str, session: Any) -> None:

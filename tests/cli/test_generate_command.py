@@ -58,8 +58,14 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(model_dir, tmp_path, capsys, m
     expected = counted("--prompt", "def first():")
     assert expected[1] == len("def first():")
     assert counted("--prompt-file", str(marked)) == expected
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffdef first():"))
-    assert counted() == expected
+    for stdin in (io.StringIO("\ufeffdef first():"), io.TextIOWrapper(io.BytesIO(marked.read_bytes()), "latin-1")):
+        monkeypatch.setattr(sys, "stdin", stdin)  # UTF-8 in any locale
+        assert counted() == expected
+
+
+def test_standard_input_that_is_not_utf8_is_refused(model_dir, monkeypatch, refused):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode("latin-1")), "latin-1"))
+    assert "'utf-8' codec can't decode" in refused("generate", str(model_dir))
 
 
 def test_a_byte_order_mark_alone_is_an_empty_prompt(model_dir, monkeypatch, refused):

@@ -1,5 +1,7 @@
 """The table of operators, what is generated from it, and the library agree."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import onnx
@@ -24,6 +26,19 @@ def test_library_names_itself():
     assert library_info().version == ortolan.__version__
     assert "cpu" in library_info().providers
     assert library_path().is_file()
+
+
+def test_schemas_are_gone_before_the_interpreter_ends():
+    """Of older versions, onnx calls their Python functions' destructors when there is no interpreter any more."""
+    program = """
+import atexit, onnx
+from ortolan.custom_ops import register_schemas
+atexit.register(lambda: print("at the end", onnx.defs.has("SwaAttention", "ortolan")))  # runs after later ones
+register_schemas()
+print("registered", onnx.defs.has("SwaAttention", "ortolan"))
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path("/"))
+    assert result.stdout.splitlines() == ["registered True", "at the end False"]
 
 
 def test_schemas_reach_checker_and_shape_inference():
