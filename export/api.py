@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,6 @@ from ortolan.export.weights import (
     WeightProvider,
     place_weights,
     placed_bytes,
-    weight_bytes,
     write_weights,
 )
 from ortolan.graphs import (
@@ -138,9 +137,9 @@ def export(
     config = family.read(hf_config, options.max_context)
     _check_shapes(config, hf_config, options)
     provider = _provider(source, family, hf_config, config, options)
-    report = progress or (lambda done, total: None)
-    with temporary_sibling(target, placed_bytes(place_weights(config, options.dtype))) as folder:
-        _write_folder(folder, source, config, provider, options, report)
+    parts = _Parts(source, config, provider, options, place_weights(config, options.dtype))
+    with temporary_sibling(target, placed_bytes(parts.placed)) as folder:
+        _write_folder(folder, parts, progress or (lambda done, total: None))
         put_in_place(folder, target)
     return target
 
@@ -173,42 +172,44 @@ def _provider(
     return CheckpointWeights(open_checkpoint(source), family.sources(config), config)
 
 
-def _write_folder(
-    folder: Path,
-    source: Path,
-    config: ModelConfig,
-    provider: WeightProvider,
-    options: ExportOptions,
-    progress: Callable[[int, int], object],
-) -> None:
-    manifest = _manifest(config, options)
-    placed = place_weights(config, options.dtype)
-    for name, model in _graphs(config, options, manifest, placed).items():
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a model folder is written from."""
+
+    source: Path
+    config: ModelConfig
+    provider: WeightProvider
+    options: ExportOptions
+    placed: dict[str, ExternalTensor]
+
+
+def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
+    manifest = _manifest(parts.config, parts.options)
+    for name, model in _graphs(parts, manifest).items():
         (folder / name).write_bytes(model.SerializeToString(deterministic=True))
-    total, written = weight_bytes(config, options.dtype), 0
+    total, written = sum(where.length for where in parts.placed.values()), 0
 
     def advance(count: int) -> None:
         nonlocal written
         written += count
         progress(written, total)
 
-    write_weights(provider, placed, options.dtype, folder / WEIGHTS_FILE, advance)
-    complete_folder(folder, manifest, source)
+    write_weights(parts.provider, parts.placed, parts.options.dtype, folder / WEIGHTS_FILE, advance)
+    complete_folder(folder, manifest, parts.source)
 
 
-def _graphs(
-    config: ModelConfig, options: ExportOptions, manifest: Manifest, placed: Mapping[str, ExternalTensor]
-) -> dict[str, onnx.ModelProto]:
+def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
     """Build and verify the decoder graphs by file name; all read the one weights file."""
+    options = parts.options
     graph_options = GraphOptions(
         dtype=options.dtype,
         sink=options.sink,
         snapkv_window=options.snapkv_window,
         page_size=options.graph_page_size,
     )
-    model = build_model(config, graph_options)
+    model = build_model(parts.config, graph_options)
     onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
-    attach_external_data(model, placed)
+    attach_external_data(model, parts.placed)
     graphs = {MODEL_FILE: model}
     if options.fuse:
         graphs[FUSED_FILE] = fuse_model(model)

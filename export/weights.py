@@ -168,9 +168,3 @@ def _stored(name: str, slab: Array, element: np.dtype[Any]) -> Array:
     if element == np.float16 and not np.isfinite(data).all():
         warn_caller(f"{name} has values that float16 does not hold; export with a wider dtype")
     return data
-
-
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Count the bytes of all weights, padding aside."""
-    elements = sum(int(np.prod(shape, dtype=np.int64)) for shape in weight_shapes(config).values())
-    return elements * int(NUMPY_TYPES[dtype].itemsize)
