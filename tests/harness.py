@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import devices
@@ -183,3 +183,14 @@ def empty_caches(
 ) -> list[np.ndarray]:
     """Return a key and a value cache whose empty slots hold NaN."""
     return [np.full((pages, kv_heads, slots, head_size), np.nan, dtype or devices.element()) for _ in range(2)]
+
+
+def attention_inputs(batch: Batch, caches: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Name the inputs of SwaAttention that a batch and its key and value caches make."""
+    return {
+        "query": batch.query,
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "query_start": batch.query_start,
+        "past_len": batch.past_len,
+    }

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import devices
 import numpy as np
 import pytest
-from harness import empty_caches, open_session, output_types, random_batch, run_op
+from harness import attention_inputs, empty_caches, open_session, output_types, random_batch, run_op
 
 import ortolan.custom_ops
 from ortolan import Sampling
@@ -25,13 +25,7 @@ def attention_feeds(tokens, *, slots=64, size=64, heads=4, kv_heads=2):
     """Draw one sequence's queries and caches of zeros."""
     batch = random_batch(np.random.default_rng(0), [tokens], [0], heads=heads, kv_heads=kv_heads, head_size=size)
     caches = [np.zeros_like(cache) for cache in empty_caches(1, kv_heads, slots, size)]
-    return {
-        "query": batch.query,
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "query_start": batch.query_start,
-        "past_len": batch.past_len,
-    }
+    return attention_inputs(batch, caches)
 
 
 def score_feeds():
@@ -114,14 +108,7 @@ def exhaust_memory():
         tokens, past = [1] * sequences, [0] * sequences
         batch = random_batch(np.random.default_rng(0), tokens, past, heads=64, kv_heads=8, head_size=128)
         caches = [np.zeros_like(cache) for cache in empty_caches(1, 8, page_slots, 128)]
-        feeds = {
-            "query": batch.query,
-            "key_cache": caches[0],
-            "value_cache": caches[1],
-            "query_start": batch.query_start,
-            "past_len": batch.past_len,
-            "block_table": np.zeros((sequences, pages), np.int32),
-        }
+        feeds = attention_inputs(batch, caches) | {"block_table": np.zeros((sequences, pages), np.int32)}
         with pytest.raises(Exception, match=r"test/SwaAttention.*cudaErrorMemoryAllocation"):
             run_op("SwaAttention", feeds)
 

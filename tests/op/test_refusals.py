@@ -3,21 +3,14 @@
 import devices
 import numpy as np
 import pytest
-from harness import empty_caches, open_session, random_batch, run_op
+from harness import attention_inputs, empty_caches, open_session, random_batch, run_op
 
 BATCH = random_batch(np.random.default_rng(0), [4, 2], [0, 3])
 
 
 def attention(**changes):
     caches = [np.zeros_like(c) for c in empty_caches(2, 2, 32, 16)]
-    feeds = {
-        "query": BATCH.query,
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "query_start": BATCH.query_start,
-        "past_len": BATCH.past_len,
-    }
-    return {**feeds, **changes}
+    return {**attention_inputs(BATCH, caches), **changes}
 
 
 def append(**changes):

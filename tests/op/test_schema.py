@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 import onnxruntime
 import pytest
-from harness import build_model, empty_caches, random_batch
+from harness import attention_inputs, build_model, empty_caches, random_batch
 
 import ortolan
 from ortolan.custom_ops import codegen, library_info, library_path, register_schemas
@@ -48,13 +48,7 @@ def test_schemas_reach_checker_and_shape_inference():
     register_schemas()
     batch = random_batch(np.random.default_rng(0), [2], [0])
     caches = empty_caches(1, 2, 32, 16)
-    feeds = {
-        "query": batch.query,
-        "key_cache": caches[0],
-        "value_cache": caches[1],
-        "query_start": batch.query_start,
-        "past_len": batch.past_len,
-    }
+    feeds = attention_inputs(batch, caches)
     model = build_model("SwaAttention", feeds, {"window": 4})
     onnx.checker.check_model(model)
     model.graph.node[0].attribute[0].name = "windoe"
