@@ -7,19 +7,10 @@ from typing import Any
 from ortolan import contract
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import MANIFEST_METADATA, Manifest
+from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
 
 # What the graph was built for. Other fields, such as chunk_size, say how it is run.
-BUILT_FOR = (
-    "dtype",
-    "vocab_size",
-    "num_heads",
-    "sink",
-    "paged",
-    "page_size",
-    "layers",
-    "attention_scale",
-    "attention_softcap",
-)
+BUILT_FOR = ("dtype", "weight_format", "cache_dtype", "vocab_size", "sink", "paged", "page_size", "layers")
 
 
 def check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
@@ -36,9 +27,9 @@ def check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
 def _check_inputs(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check that the graph has the inputs that the manifest promises, and no others."""
     inputs = {i.name for i in ort_session.get_inputs()}
-    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
+    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN, contract.LOGIT_ROWS}
+    wanted |= {spec.name for specs in _tensors(manifest).values() for spec in specs}
     for index, layer in enumerate(manifest.layers):
-        wanted |= {contract.key_cache(index), contract.value_cache(index)}
         if layer.evictable:
             wanted |= {contract.kv_len(index), contract.capture(index)}
     wanted |= {kind.block_table for kind in manifest.cache_kinds}
@@ -60,16 +51,27 @@ def _check_shapes(ort_session: Any, manifest: Manifest, file_name: str) -> None:
             f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
             f"of {manifest.vocab_size}; export the model again"
         )
-    for index, layer in enumerate(manifest.layers):
-        for name in (contract.key_cache(index), contract.value_cache(index)):
-            _, heads, slots, size = shapes[name]
-            fits = not manifest.paged or slots == manifest.page_size
-            if not fits or [heads, size] != [layer.num_kv_heads, layer.head_size]:
+    for index, specs in _tensors(manifest).items():
+        for spec in specs:
+            expected = spec.shape(0, manifest.page_size)[1:]
+            found = shapes[spec.name][1:]
+            fixed = [
+                (a, b)
+                for a, b, size in zip(found, expected, spec.page_shape, strict=False)
+                if size != SLOTS or manifest.paged
+            ]
+            if len(found) != len(expected) or any(a != b for a, b in fixed):
+                paged = f" in pages of {manifest.page_size}" if manifest.paged else ""
                 raise ContractMismatchError(
-                    f"{file_name}: {name} has the shape {shapes[name]}, the manifest says "
-                    f"{layer.num_kv_heads} kv heads of size {layer.head_size}"
-                    f"{f' in pages of {manifest.page_size}' if manifest.paged else ''}; export the model again"
+                    f"{file_name}: {spec.name} has the shape {shapes[spec.name]}, the manifest says "
+                    f"{list(spec.page_shape)}{paged} for layer {index}; export the model again"
                 )
+
+
+def _tensors(manifest: Manifest) -> dict[int, tuple[TensorSpec, ...]]:
+    """Return what holds the state of each layer that has one of its own."""
+    layers = manifest.layers
+    return {i: kind_of(layers[i]).tensors(i, layers[i], manifest) for i in own_layers(manifest)}
 
 
 def _check_metadata(ort_session: Any, manifest: Manifest, file_name: str) -> None:

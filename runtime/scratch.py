@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from ortolan.manifest import LayerInfo, Manifest
-from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.plan import ELEMENT_BYTES
+from ortolan.runtime.caches.plan import CachePlan as EnginePlan
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 HEAD_SIZES = (64, 128, 256, 512)  # that kernels are compiled for
 DECODE_TOKENS = 16  # a sequence with more new tokens in a step belongs to prefill
@@ -32,11 +33,11 @@ def decode_scratch_bytes(manifest: Manifest, plan: EnginePlan, shared_bytes: int
     """
     if manifest.dtype == "float32":
         return 0  # its kernel takes each row in one piece
-    tokens = max(plan.chunk_tokens, plan.max_sequences)
+    tokens = max(plan.chunk_size, plan.max_sequences)
     most = 0
     for kind, planned in zip(manifest.cache_kinds, plan.kinds, strict=True):
         for layer in (manifest.layers[index] for index in kind.layers):
-            rows = decode_rows(plan.max_sequences, tokens, manifest.num_heads // layer.num_kv_heads)
+            rows = decode_rows(plan.max_sequences, tokens, layer.num_heads // layer.num_kv_heads)
             spans = planned.table_pages * planned.page_size // tile_keys(layer, shared_bytes) // SPAN_TILES
             most = max(most, layer.num_kv_heads * rows * (spans + SPARE_SPANS) * _row_bytes(layer))
     return most

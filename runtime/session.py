@@ -1,107 +1,128 @@
-"""One sequence: prefill in chunks, decode, evict, rewind, generate."""
+"""One sequence, driven by a caller: prefill in chunks, decode, evict, rewind, generate, save."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, check_progress, whole_number
-from ortolan.manifest import Manifest
-from ortolan.runtime.buffers import Array, Buffers, HostBuffers
-from ortolan.runtime.evicting import EvictingSession
-from ortolan.runtime.fingerprint import Fingerprint
-from ortolan.runtime.generating import GeneratingSession
-from ortolan.runtime.lengths import Lengths
-from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import SnapKv
-from ortolan.runtime.paged_caches import make_caches
-from ortolan.runtime.plan import CachePlan, rope_variant, split_chunks
-from ortolan.runtime.restore import SavedSession
-from ortolan.runtime.sampler import Generation
-from ortolan.runtime.session_state import SessionState, save_state
+from ortolan.errors import ConfigError, check_progress, whole_number
+from ortolan.policies import Eviction
+from ortolan.runtime.caches.plan import CachePlan, split_chunks
+from ortolan.runtime.device.memory import MemoryReport
+from ortolan.runtime.eviction.evicting import Evicting
+from ortolan.runtime.generate.chain import Chain, Chosen
+from ortolan.runtime.generate.generation import Generation
+from ortolan.runtime.generate.logprobs import TokenLogprobs, check_logprobs
+from ortolan.runtime.generate.stops import Detokenize, Stops
+from ortolan.runtime.generate.turn import Turn, TurnOptions
+from ortolan.runtime.options import Sampling
+from ortolan.runtime.saved.fingerprint import Fingerprint
+from ortolan.runtime.saved.state import SavedParts
+from ortolan.runtime.saved.writer import save_sequence
+from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
-from ortolan.runtime.step_inputs import check_token_ids
-from ortolan.runtime.stepper import Logits, Stepper
+from ortolan.runtime.steps.feeder import Feeder, FeederParts, Tokens, Wanted
+from ortolan.runtime.steps.layout import check_token_ids
+from ortolan.runtime.steps.reader import Reader
+from ortolan.runtime.steps.stepper import Logits
+
+SCORED_ROWS = 256  # tokens of a chunk whose logits are all computed
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
+Progress = Callable[[int], object] | None
 
 
-class Session(EvictingSession, GeneratingSession):
-    """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionParts:
+    """What a session is made of.
 
-    Tokens that `generate` yields belong to the sequence: the last one is fed together with whatever comes
-    next, also where the caller stopped early.
+    Attributes:
+        feeder: the sequence's state, caches, room and stepper.
+        eviction: options; None never evicts.
+        evict_session: ONNX Runtime's session of the eviction graph; None without options.
+        identify: says what model this is, for saved sessions.
+        detokenize: starts to decode token ids, for stop texts.
+        report: says what holds how many bytes.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        ort_session: Any,
-        plan: CachePlan,
-        snapkv: SnapKv | None,
-        evict_session: Any,
-        buffers: Buffers | None = None,
-        weights_bytes: int = 0,
-        identify: Callable[[], Fingerprint] | None = None,
-        capacities: Sequence[int] | None = None,
-    ) -> None:
-        self.plan = plan
+    feeder: FeederParts
+    eviction: Eviction | None
+    evict_session: Any
+    identify: Callable[[], Fingerprint]
+    detokenize: Detokenize
+    report: Callable[[Session], MemoryReport]
+
+
+class Session:
+    """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
+
+    May move between threads, one at a time; on CUDA its first decode step on each captures the graph there. Tokens that
+    `generate` yields belong to the sequence: the last one is fed together with whatever comes next, also where the
+    caller stopped early.
+
+    Attributes:
+        plan: of the caches.
+        stats: what was done so far, and how long it took.
+        state: tokens and lengths of the sequence.
+        generation: the one that was started last, as long as nothing else used the session.
+        finish_reason: why the last generation ended; None before.
+    """
+
+    def __init__(self, parts: SessionParts) -> None:
+        self.plan: CachePlan = parts.feeder.plan
         self.stats = Stats()
+        self.state: SequenceState = parts.feeder.state
+        self.generation: Generation | None = None
         self.finish_reason: str | None = None
-        self._manifest = manifest
-        self._snapkv = snapkv
-        self._evict_session = evict_session
-        self._weights_bytes = weights_bytes
-        self._capture_rows = min(snapkv.captured_queries, plan.max_context) if snapkv else 0
-        self._identify = identify
-        self._caches = make_caches(manifest, plan, self._capture_rows, buffers or HostBuffers(), capacities)
-        self._stepper = self._make_stepper(ort_session)
-        self._lengths = Lengths(manifest)
-        self._history: list[int] = []  # every token fed so far
-        self._pending: list[int] = []  # yielded by generate, not fed yet
-        self._variant = 0
-        self._captured_at_eviction: dict[int, Array] = {}
-        self._generation: Generation | None = None  # the last one, until the session is used otherwise
-        self._is_reading = False  # while a prompt's `progress` is called
+        self.feeder = Feeder(parts.feeder, self.stats)
+        self._parts = parts
+        self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
+        self._evicting.on_lost = self._settle
+        self._reader = Reader(self.feeder, self._evicting)
+        self._chain = Chain(self.feeder, self._reader)
 
     @property
     def logical_length(self) -> int:
         """Tokens read so far."""
-        return self._lengths.logical
+        return self.state.fed
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that the key and value caches take now; of paged ones, their pages."""
-        return self._caches.bytes
+        """Bytes that the caches take now; of paged ones, their pages."""
+        return self.feeder.room.bytes
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """Options of the eviction; None: it never evicts."""
+        return self._parts.eviction
 
     def physical_length(self, layer: int) -> int:
         """Return the tokens that one layer's cache holds: after an eviction, fewer than were read."""
-        self._check_layer(layer)
-        return self._lengths.held().get(layer, min(self._lengths.logical, self.cache_capacity(layer)))
+        index = self._cache_layer(layer)
+        if index in self.feeder.held():
+            return self.state.lengths.held(index)
+        return min(self.state.fed, self.feeder.caches.capacity(index))
 
     def cache_capacity(self, layer: int) -> int:
-        """Return the slots of one layer's cache now."""
-        self._check_layer(layer)
-        return self._caches.capacity(layer)
+        """Return the slots of one layer's cache now; of a layer that reads another's, those of that one."""
+        return self.feeder.caches.capacity(self._cache_layer(layer))
 
     def kept_positions(self, layer: int) -> npt.NDArray[np.int32] | None:
         """Return the positions that the last eviction kept, [Hkv, K] ascending; None before one.
 
         Where kv heads keep different numbers, -1 follows those of a head with fewer.
         """
-        self._check_layer(layer)
-        kept = self._lengths.kept.get(layer)
+        kept = self.state.lengths.kept.get(self._cache_layer(layer))
         return None if kept is None else kept.copy()
 
-    def prefill(
-        self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None = None
-    ) -> Logits:
-        """Read a prompt, or the next turn, in chunks; evict afterwards where SnapKV asks for it.
+    def prefill(self, token_ids: TokenIds, progress: Progress = None) -> Logits:
+        """Read a prompt, or the next turn, in chunks; evict afterwards where that is due.
 
         Reading that ends early, by a failed step, an interrupt or what `progress` raises, leaves the session with the
         first `logical_length` tokens of its sequence and nothing else, fewer than before the call where tokens were
@@ -117,20 +138,146 @@ class Session(EvictingSession, GeneratingSession):
             Logits [V] float32 of the last token, those before any eviction.
 
         Raises:
-            ConfigError: no tokens, ids outside the vocabulary, or no function `progress`; nothing was read.
+            ConfigError: no tokens, ids outside the vocabulary, or `progress` is not a function; nothing was read.
             CapacityError: ring history is gone, or, as ContextLengthError, `max_context` would be passed; nothing was
                 read, and a token that `generate` yielded last still waits to be fed.
             NumericError: the model produced NaN or infinity. As after any failed step, the session then ends
                 before the chunk that failed; `logical_length` says where.
         """
-        return self._fetch(self._read_prompt(token_ids, progress))
+        check_progress(progress)
+        tokens = self._checked(token_ids)
+        self._settle()
+        logits: Logits = self._reader.read_prompt(tokens, progress).logits()[-1].copy()
+        return logits
 
     def step(self, token_id: int) -> Logits:
         """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
         tokens = self._checked([token_id])
         self._settle()
-        with self._ending_at_what_was_read():
-            return self._decode(tokens)
+        logits: Logits = self._reader.decode(tokens).logits()[-1].copy()
+        return logits
+
+    def score(self, token_ids: TokenIds, logprobs: int = 0, progress: Progress = None) -> list[TokenLogprobs]:
+        """Read tokens, and say how likely each of them was after those before it.
+
+        Args:
+            token_ids: [T], at least one.
+            logprobs: how many most likely tokens come with each.
+            progress: as in `prefill`.
+
+        Returns:
+            T - 1 entries, for all tokens but the first.
+
+        Raises:
+            ConfigError: the session evicts, or a token waits to be fed; besides, as `prefill`.
+        """
+        check_progress(progress)
+        best = check_logprobs(logprobs) or 0
+        if self._parts.eviction is not None or self.state.pending:
+            raise ConfigError(
+                "score reads tokens in a session without eviction, and after none that waits to be fed; make a session "
+                "of its own for it"
+            )
+        tokens = self._checked(token_ids)
+        self._settle()
+        result: list[TokenLogprobs] = []
+        for begin, end in split_chunks(len(tokens), min(self.plan.chunk_size, SCORED_ROWS)):
+            count = end - begin
+            step = self._reader.read_prompt(tokens[begin:end], progress, Wanted(draws=(None,) * count))
+            result += step.score(tokens[begin + 1 : end + 1].tolist(), best)
+        return result
+
+    def generate(
+        self,
+        token_ids: TokenIds,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        progress: Progress = None,
+        *,
+        stop: Stops = (),
+        logprobs: int | None = None,
+    ) -> Generation:
+        """Read a prompt and yield the tokens that follow it, without the end-of-sequence token.
+
+        The prompt is read by this call, not by the first `next`. When the iterator ends, `finish_reason` is
+        "eos", "stop", "length" (max_new_tokens) or "context" (max_context); until then, and where it is left early,
+        it is None. The iterator's `tokens`, `logprobs` and `text` have what was yielded so far.
+
+        Args:
+            token_ids: [T], at least one.
+            max_new_tokens: the most to generate.
+            sampling: how tokens are chosen; None takes the most likely.
+            progress: as in `prefill`.
+            stop: texts, token ids and lists of these, or one text or id, that end the generation. They are not
+                yielded; of a stop of several tokens all but the last were read, and stay in the sequence.
+            logprobs: how many most likely tokens come with each token's log-probability; None: no log-probabilities.
+
+        Raises:
+            ConfigError: max_new_tokens is below 1, a stop is not allowed, or the session was used otherwise before the
+                iterator ended; besides, as `prefill`.
+        """
+        check_progress(progress)
+        turn = self._turn(
+            TurnOptions(
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=frozenset(self._manifest.eos_token_ids),
+                stop=stop,
+                logprobs=logprobs,
+            )
+        )
+        tokens = self._checked(token_ids)
+        self._settle()
+        self.finish_reason = None
+        seen: Tokens | tuple[()] = ()
+        if turn.sampling.repetition_penalty != 1.0:
+            seen = np.concatenate([np.array(self.state.history, np.int64), tokens])
+        wanted = Wanted(draws=(turn.draw(self.state.fed + len(tokens), seen),), logprobs=turn.logprobs)
+        result = self._reader.read_prompt(tokens, progress, wanted)
+        return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]))
+
+    def resume(self, max_new_tokens: int | None = None) -> Generation:
+        """Go on with the last generation as if it had never been left, also in a restored session.
+
+        Args:
+            max_new_tokens: how many more at most; None: what is left of the number that `generate` was given.
+
+        Raises:
+            ConfigError: max_new_tokens is below 1; nothing was generated, it ended with the end-of-sequence token or a
+                stop, the session was used otherwise since, or a step of it ended early and left too little to go on
+                from: while tokens were read again, or between reading and choosing one; besides, as `generate`.
+        """
+        if max_new_tokens is not None:
+            max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        left = self._resumable()
+        if left is None:
+            raise ConfigError(
+                "no generation can be resumed: none was started, it ended, other calls came after it, or it was "
+                "interrupted where too little was left to go on from"
+            )
+        self._chain.settle()
+        turn = left.turn
+        longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
+        turn.reopen(longest, len(self.state.tokens), self.plan.max_context)
+        self.finish_reason = None
+        generation = self._start(turn, None)
+        generation.take_up(left)
+        return generation
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from logical position `length` on; 0 starts anew.
+
+        A token that `generate` yielded last, and that is not fed yet, is forgotten too.
+
+        Raises:
+            ConfigError: the length is negative, or more than was read.
+            CapacityError: the history before it is gone: evicted, or overwritten in a ring.
+        """
+        length = whole_number("the length to rewind to", length, 0, self.logical_length)
+        self._settle()
+        if 0 < length < self.logical_length:
+            self.feeder.check_rewind(length)
+        self.feeder.rewind(length)
 
     def save(self, path: str | Path, rewind_tokens: int = 0) -> None:
         """Write the session to one file, from which `Model.restore` makes it anew; it can be used on.
@@ -147,227 +294,65 @@ class Session(EvictingSession, GeneratingSession):
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
             ContractMismatchError: the model's files, which tell what model it is, are gone.
         """
-        if self._identify is None or self._is_reading:
-            raise ConfigError("a session can be saved between calls only, and where Model.session made it")
-        save_state(path, self._state(), self._manifest, self._identify(), rewind_tokens)
+        if self._reader.is_reading:
+            raise ConfigError("a session cannot be saved while it reads a prompt; save it between calls")
+        save_sequence(path, self.saved_parts(), self._parts.identify(), rewind_tokens)
 
-    def rewind(self, length: int) -> None:
-        """Forget all tokens from logical position `length` on; 0 starts anew.
+    def saved_parts(self) -> SavedParts:
+        """Return what there is to save; steps under way count as written, not as read."""
+        lengths = copy.deepcopy(self.state.lengths)
+        lengths.discard(self._chain.steps_ahead, self.feeder.capture_rows)
+        left = self._resumable()
+        return SavedParts(
+            manifest=self._manifest,
+            plan=self.plan,
+            eviction=self._parts.eviction,
+            caches=self.feeder.caches,
+            state=self.state,
+            lengths=lengths,
+            capture_rows=self.feeder.capture_rows,
+            generation=None if left is None else left.describe(),
+            finish_reason=self.finish_reason,
+        )
 
-        A token that `generate` yielded last, and that is not fed yet, is forgotten too.
-
-        Raises:
-            ConfigError: the length is negative, or more than was read.
-            CapacityError: the history before it is gone: evicted, or overwritten in a ring.
-        """
-        length = whole_number("the length to rewind to", length, 0, self.logical_length)
-        self._settle()
-        if length == 0:
-            self._lengths.clear()
-            self._variant = 0
-        elif length < self.logical_length:
-            self._lengths.check_rewind(length, self.plan)
-            self._lengths.rewind(length, self._capture_rows)
-        del self._history[length:]
-        self._pending.clear()
-        held = self._lengths.held()
-        self._caches.release({i: self._grown(i, length) if length else 0 for i, length in held.items()}, held)
+    def take_up(self, generation: dict[str, Any] | None, finish_reason: str | None) -> None:
+        """Go on with a generation that was saved; for `Model.restore`, which has filled state and caches."""
+        self.finish_reason = finish_reason
+        if generation is not None:
+            turn = Turn.from_description(generation["turn"], self._manifest.vocab_size, self._parts.detokenize)
+            self._start(turn, None).take_description(generation)
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
-        return MemoryReport(
-            device="cpu",
-            weights_bytes=self._weights_bytes,
-            cache_bytes=self.cache_bytes,
-            planned_cache_bytes=self.plan.bytes,
-            free_page_bytes=self._caches.free_bytes,
-            capture_bytes=self._caches.capture_bytes,
-            step_bytes=self._stepper.bytes,
-        )
+        return self._parts.report(self)
 
-    def _make_stepper(self, ort_session: Any) -> Any:
-        return Stepper(ort_session, self._manifest, self._caches)
+    @property
+    def _manifest(self) -> Any:
+        return self.feeder.manifest
 
-    def fill_from(self, saved: SavedSession) -> None:
-        """Take over a saved session's state and caches; for `Model.restore`, which makes the session for it."""
-        self._adopt(saved.load(self._state(), self._manifest))
+    def _turn(self, options: TurnOptions) -> Turn:
+        return Turn(options, self._manifest.vocab_size, self._parts.detokenize)
 
-    def _state(self) -> SessionState:
-        """Return what there is to save; `_adopt` takes it."""
-        return SessionState(
-            plan=self.plan,
-            snapkv=self._snapkv,
-            capture_rows=self._capture_rows,
-            caches=self._caches,
-            capacities=[self.cache_capacity(index) for index in range(len(self.plan.layers))],
-            lengths=copy.deepcopy(self._lengths),
-            history=self._history,
-            pending=self._pending,
-            variant=self._variant,
-            generation=self._resumable(),
-            finish_reason=self.finish_reason,
-            captured_at_eviction=self._captured_at_eviction,
-        )
+    def _start(self, turn: Turn, chosen: Chosen | None) -> Generation:
+        self.generation = Generation(self, self.state, self._chain, turn, chosen, self.plan.max_context)
+        return self.generation
 
-    def _adopt(self, state: SessionState) -> None:
-        """Go on from a state whose caches are this session's."""
-        self._lengths, self._history, self._pending = state.lengths, state.history, state.pending
-        self._variant, self._generation, self.finish_reason = state.variant, state.generation, state.finish_reason
-        self._captured_at_eviction = state.captured_at_eviction
+    def _resumable(self) -> Generation | None:
+        """Return the last generation, if all that its next token depends on is still there."""
+        left = self.generation
+        return left if left is not None and left.can_go_on else None
 
-    def _fetch(self, logits: Any) -> Logits:
-        """Return logits [V] of a read on the host."""
-        result: Logits = logits
-        return result
+    def _settle(self) -> None:
+        """End the generation under way, if there is one: the session is used otherwise."""
+        self.generation = None
+        self._chain.settle()
 
-    def _read_prompt(
-        self, token_ids: Sequence[int] | npt.NDArray[Any], progress: Callable[[int], object] | None
-    ) -> Any:
-        """Do what `prefill` says; the logits stay where the steps left them."""
-        check_progress(progress)
-        tokens = self._checked(token_ids)
-        self._settle()
-        first = len(tokens) if self.plan.bound is None else min(len(tokens), self.plan.chunk_size)
-        with self._ending_at_what_was_read():
-            self._free_room(first)
-            self._prepare_capture(first)
-            start, evicting = time.perf_counter(), self.stats.eviction_seconds
-            logits = self._feed(tokens, progress)
-        self.stats.prefill_seconds += time.perf_counter() - start - (self.stats.eviction_seconds - evicting)
-        self.stats.prefill_tokens += len(tokens)
-        self._evict_if_due()
-        return logits
-
-    def _decode(self, tokens: npt.NDArray[np.int64]) -> Logits:
-        start, captured = time.perf_counter(), self.stats.graph_capture_seconds
-        logits = self._fetch(self._feed(tokens, None))
-        self.stats.decode_seconds += time.perf_counter() - start - (self.stats.graph_capture_seconds - captured)
-        self.stats.decode_tokens += len(tokens)
-        return logits
-
-    def _checked(self, token_ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def _checked(self, token_ids: TokenIds) -> Tokens:
         """Check ids, and return those to feed."""
-        return self._with_pending(check_token_ids(token_ids, self._manifest.vocab_size))
+        return self._reader.with_pending(check_token_ids(token_ids, self._manifest.vocab_size))
 
-    def _with_pending(self, given: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Put the token that `generate` left before the given ones, and check that there is room."""
-        tokens = np.concatenate([np.array(self._pending, np.int64), given])
-        after = self.logical_length + len(tokens)
-        if after > self.plan.max_context:
-            raise ContextLengthError(
-                f"{len(tokens)} more tokens make {after}, past max_context = {self.plan.max_context} "
-                f"({self.logical_length} are read); make the session with a larger max_context"
-            )
-        if self._lengths.missing_ring(self.logical_length, self.plan) is not None:
-            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
-        return tokens
-
-    def _feed(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
-        variant = rope_variant(self._manifest.rope_limits, self.logical_length + len(tokens))
-        if variant != self._variant:
-            return self._restart(tokens, variant, progress)
-        return self._read_on(tokens, progress)
-
-    def _read_on(self, tokens: npt.NDArray[np.int64], progress: Callable[[int], object] | None) -> Any:
-        """Read tokens behind those read so far; caches get room for them."""
-
-        def note(count: int) -> None:
-            self._pending.clear()
-            if progress:
-                self._is_reading = True
-                try:
-                    progress(count)
-                finally:
-                    self._is_reading = False
-
-        if self.plan.bound is not None:
-            return self._read_bounded(tokens, note)
-        self._make_room(len(tokens))
-        return self._read(tokens, note)
-
-    def _read_bounded(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
-        """Read tokens as `_read` does, and evict between chunks, so that caches of a planned size hold them."""
-        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
-            if begin:
-                self._evict_if_due()
-            self._free_room(end - begin)
-            self._make_room(end - begin)
-            logits = self._read(tokens[begin:end], note)
-        return logits
-
-    def _rooms(self) -> list[int]:
-        """Return how many more tokens each full-attention cache takes as it is."""
-        limit = self.plan.bound or self.plan.max_context
-        return [min(self.cache_capacity(i), limit) - held for i, held in self._lengths.held().items()]
-
-    def _read(self, tokens: npt.NDArray[np.int64], note: Callable[[int], object]) -> Any:
-        """Run the decoder over tokens in chunks; `note` is called with the size of each that is read."""
-        for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
-            logits = self._run(tokens[begin:end])
-            note(end - begin)
-        return logits
-
-    def _run(self, chunk: npt.NDArray[np.int64]) -> Logits:
-        lengths = self._lengths
-        lengths.discard(len(chunk), self._capture_rows)  # written even where the run fails
-        logits: Logits = self._stepper.run(chunk, lengths.logical, lengths.physical, self._variant).copy()
-        if not np.isfinite(logits.sum(dtype=np.float64)):
-            raise self._numeric_error(len(chunk))
-        lengths.advance(len(chunk))
-        self._history.extend(chunk.tolist())
-        return logits
-
-    def _numeric_error(self, count: int) -> NumericError:
-        return NumericError(
-            f"the logits after position {self._lengths.logical + count - 1} hold NaN or infinity; "
-            "rewind, or export with a wider dtype"
-        )
-
-    def _restart(self, tokens: npt.NDArray[np.int64], variant: int, progress: Callable[[int], object] | None) -> Any:
-        """Read the whole sequence again with the frequencies of its new length, as transformers does."""
-        if self._lengths.evicted_at:
-            raise CapacityError(
-                f"past {self._manifest.rope_limits[self._variant]} tokens this model rotates all keys anew, "
-                "but some were evicted; start a session whose first prompt is that long"
-            )
-        everything = np.concatenate([np.array(self._history, np.int64), tokens])
-        with self._reading_again():
-            self._lengths.clear()
-            self._history.clear()
-            self._variant = variant
-            return self._read_on(everything, progress)
-
-    @contextlib.contextmanager
-    def _reading_again(self) -> Iterator[None]:
-        """Let tokens that count as read be read again; where that ends early, the sequence is shorter than it was."""
-        try:
-            yield
-        except BaseException:
-            self._settle()
-            self._pending.clear()  # it would follow tokens that are gone
-            raise
-
-    @contextlib.contextmanager
-    def _ending_at_what_was_read(self) -> Iterator[None]:
-        """Let given tokens be read; where that ends early, all that no chunk read is the caller's to give again."""
-        try:
-            yield
-        except CapacityError:  # nothing was read, or the token that waited was
-            raise
-        except BaseException:
-            self._pending.clear()
-            raise
-
-    def _make_room(self, count: int) -> None:
-        """Grow full-attention caches: those that an eviction had shrunk, and paged ones."""
-        held = self._lengths.held()
-        slots = {i: self.cache_capacity(i) for i in held}
-        slots |= {i: self._grown(i, n + count) for i, n in held.items() if n + count > slots[i]}
-        self._caches.fit(slots, held)
-
-    def _grown(self, index: int, needed: int) -> int:
-        """Return the slots that a full-attention cache of `needed` tokens gets."""
-        return max(self.plan.grown_capacity(index, needed), self._manifest.sink + 1)
-
-    def _check_layer(self, layer: int) -> None:
-        whole_number("layer", layer, 0, len(self.plan.layers) - 1)
+    def _cache_layer(self, layer: int) -> int:
+        """Return the layer whose cache a layer reads: mostly its own."""
+        index = whole_number("layer", layer, 0, len(self.plan.layers) - 1)
+        owner = self._manifest.layers[index].cache_of
+        return index if owner is None else owner

@@ -1,8 +1,10 @@
-"""A CUDA device made of NumPy arrays: what a device session enqueues happens at once, on the CPU provider."""
+"""A CUDA device made of NumPy arrays: what a stepper enqueues happens at once, on the CPU provider."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -10,14 +12,17 @@ import numpy as np
 import pytest
 
 import ortolan
-from ortolan import Sampling, SnapKv, contract
+from ortolan import contract
 from ortolan.errors import CapacityError
-from ortolan.runtime import device_session
-from ortolan.runtime.buffers import wrap
-from ortolan.runtime.cuda import CudaBuffers
-from ortolan.runtime.device_session import DeviceModel, DeviceSession
-from ortolan.runtime.plan import plan_caches
-from ortolan.runtime.sampler import distribution, penalize
+from ortolan.runtime.device.buffers import wrap
+from ortolan.runtime.device.cuda import CudaBuffers
+from ortolan.runtime.device.memory import DeviceMemory
+from ortolan.runtime.device.opening import Device
+from ortolan.runtime.device.providers import CPU_PROVIDER
+from ortolan.runtime.generate.draw import BAD, Draw
+from ortolan.runtime.generate.logprobs import top_logprobs
+from ortolan.runtime.generate.sampler import choose
+from ortolan.runtime.steps import bucket
 
 TOTAL_BYTES = 2**30
 
@@ -30,7 +35,6 @@ class FakeCuda(CudaBuffers):
         self.trims = 0
         self.waits = 0
         self.synchronizations = 0
-        self.fail_wait = False
 
     @property
     def stream_pointer(self) -> int:
@@ -53,7 +57,7 @@ class FakeCuda(CudaBuffers):
 
     def allocate(self, shape, dtype):
         if np.prod(shape, dtype=np.int64) * np.dtype(dtype).itemsize > TOTAL_BYTES:
-            raise CapacityError(f"no memory for shape {shape}")
+            raise CapacityError(f"cannot allocate shape {shape}")
         array = np.empty(shape, dtype)
         array.view(np.uint8).fill(0xFF)  # NaN, and no sensible length
         return array
@@ -106,49 +110,54 @@ class FakeCuda(CudaBuffers):
         binding.bind_ortvalue_output(contract.output(name), value)
 
 
-class FakeChooser:
-    """Chooses as the kernels do, with NumPy's random numbers."""
+class FakeSampler:
+    """Chooses as the kernels do, by the host's sampler."""
 
     def __init__(self, device, logits, state) -> None:
         self._logits, self._state = logits, state
         self.bytes = 0
 
-    def start(self, sampling: Sequence[Sampling], histories: Sequence[Sequence[int]]) -> None:
-        self._options, self._seen = sampling[0], set(histories[0])
+    def start(self, draws: Sequence[Draw | None]) -> None:
+        self._draws = [draw and dataclasses.replace(draw, seen=list(draw.seen)) for draw in draws]
 
-    def check(self, produced) -> None:
-        produced[0] = int(np.argmax(self._logits[0])) if np.isfinite(self._logits[0]).all() else -1
-
-    def choose(self, produced, draw: int, advance_tokens: int) -> None:
+    def choose(self, produced, advance_tokens: int, logprobs=None) -> None:
         state = self._state
-        produced[0] = self._choose(draw) if np.isfinite(self._logits[0]).all() else -1
-        self._seen.add(int(produced[0]))
-        state.token_ids[0] = max(0, produced[0])
+        produced[:] = choose(self._logits, self._draws)
+        for row, draw in enumerate(self._draws):
+            if draw is None and produced[row] != BAD:  # as the device, which takes the most likely token then
+                produced[row] = int(np.argmax(self._logits[row]))
+            elif draw is not None:
+                seen = [*draw.seen, int(produced[row])]
+                self._draws[row] = dataclasses.replace(draw, position=draw.position + 1, seen=seen)
+        state.token_ids[:] = np.maximum(produced, 0)
         for lengths in (state.positions, state.past_len, state.kv_len):
             lengths += advance_tokens
+        if logprobs is not None:
+            self._fill(logprobs, produced)
 
-    def _choose(self, draw: int) -> int:
-        logits = self._logits[0]
-        if self._options.repetition_penalty != 1.0:
-            logits = penalize(logits, sorted(self._seen), self._options.repetition_penalty)
-        if self._options.temperature == 0.0:
-            return int(np.argmax(logits))
-        probabilities = distribution(logits, self._options)
-        return int(np.random.default_rng([self._options.seed, draw]).choice(len(probabilities), p=probabilities))
+    def logprob_results(self, k: int):
+        return np.zeros((len(self._logits), 2 + 2 * k), np.int32)
+
+    def score(self, tokens, k: int):
+        words = np.zeros((len(tokens), 2 + 2 * k), np.int32)
+        self._fill(words, tokens)
+        return words
+
+    def _fill(self, words, tokens) -> None:
+        k = words.shape[1] // 2 - 1
+        for row, token in enumerate(tokens):
+            if not np.isfinite(self._logits[row]).all():
+                continue
+            (scored,) = top_logprobs(self._logits[row : row + 1], [int(token)], k)
+            words[row, 1 : 2 + k].view(np.float32)[:] = [scored.logprob, *(value for _, value in scored.top)]
+            words[row, 2 + k :] = [best for best, _ in scored.top]
 
 
-def make_session(
-    model: ortolan.Model,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    max_context: int | None = None,
-    chunk_size: int | None = None,
-    snapkv: SnapKv | None = None,
-) -> DeviceSession:
-    """Make a device session of a model that was loaded for the CPU."""
-    monkeypatch.setattr(device_session, "TokenChooser", FakeChooser)
-    budget = snapkv.budget if snapkv and snapkv.during_prefill else None
-    plan = plan_caches(model.manifest, max_context, chunk_size, cuda=True, budget=budget)
-    evict_session = model._evict_session(snapkv) if snapkv else None
-    shared = DeviceModel(FakeCuda(), itertools.count(1), TOTAL_BYTES, 0)
-    return DeviceSession(model.manifest, model._session, plan, snapkv, evict_session, shared)
+def on_fake_cuda(model: ortolan.Model, monkeypatch: pytest.MonkeyPatch) -> ortolan.Model:
+    """Return a model that was loaded for the CPU as one whose sessions and engines believe in a CUDA device."""
+    monkeypatch.setattr(bucket, "DeviceSampler", FakeSampler)
+    fake = copy.copy(model)
+    fake.device = Device(provider=CPU_PROVIDER, num_threads=1, cuda=FakeCuda())
+    fake.memory = DeviceMemory(fake.device, model.manifest)
+    fake.decoder = dataclasses.replace(model.decoder, graph_ids=itertools.count(1))
+    return fake

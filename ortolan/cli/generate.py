@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
     from ortolan.runtime import stream_text
-    from ortolan.runtime.text import check_stop_strings
+    from ortolan.runtime.text.stopping import check_stop_strings
 
     sampling, snapkv = _sampling(options), _snapkv(options)
     if options.load_session and snapkv:
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse files that cannot be written, and statistics that would replace a session. Raises ConfigError."""
-    from ortolan.runtime.session_file import check_target
+    from ortolan.runtime.saved.file import check_target
 
     if options.save_session:
         check_target(file_path("--save-session", options.save_session))

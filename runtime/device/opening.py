@@ -1,0 +1,85 @@
+"""Opens graphs with ONNX Runtime on the device of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ortolan.custom_ops import register
+from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
+from ortolan.runtime.device.buffers import HostBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
+from ortolan.runtime.device.providers import CPU_PROVIDER, cuda_options
+
+Session = Any  # onnxruntime.InferenceSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where a model runs.
+
+    Attributes:
+        provider: of ONNX Runtime.
+        num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
+        cuda: the CUDA device; None: the host.
+    """
+
+    provider: str
+    num_threads: int = 0
+    cuda: CudaBuffers | None = None
+
+    @property
+    def buffers(self) -> HostBuffers | CudaBuffers:
+        """Where arrays live."""
+        return self.cuda or HostBuffers()
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return f"cuda:{self.cuda.device_id}" if self.cuda else "cpu"
+
+    def open(self, model: str | bytes, folder: Path, *, captures: bool = False) -> Session:
+        """Open a graph.
+
+        Args:
+            model: its path, or its bytes.
+            folder: of the model, for messages.
+            captures: whether runs may be captured as CUDA graphs.
+
+        Raises:
+            CapacityError: the device has no memory for the weights.
+            ContractMismatchError: ONNX Runtime refuses the graph.
+            OpLibraryError: the provider cannot be started.
+        """
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = self.num_threads
+        providers: list[Any] = [self.provider]
+        if self.cuda:
+            options.enable_mem_pattern = False  # patterns of every prompt length would each keep their memory
+            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+            settings = cuda_options(self.cuda.device_id, self.cuda.stream_pointer, graph=captures)
+            providers = [(self.provider, settings), CPU_PROVIDER]
+        register(options)
+        try:
+            fallback = int(self.provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
+            session = onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=fallback)
+        except Exception as error:  # the binding raises its own exception types, one per status code
+            if self.cuda and is_out_of_memory(error):
+                raise CapacityError(f"{self.name} has no memory for {folder}: {error}") from error
+            raise ContractMismatchError(f"ONNX Runtime cannot open the graph of {folder}: {error}") from error
+        if session.get_providers()[0] != self.provider:
+            raise OpLibraryError(
+                f"ONNX Runtime cannot start {self.provider}: it offers {session.get_providers()} instead; check that "
+                "the CUDA and cuDNN libraries of onnxruntime-gpu can be loaded"
+            )
+        return session
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether ONNX Runtime failed for want of device memory."""
+    text = str(error).lower()
+    return any(sign in text for sign in ("failed to allocate memory", "out of memory", "available memory of"))

@@ -1,0 +1,1 @@
+"""The engine: many sequences at once, driven by a scheduler."""

@@ -1,0 +1,288 @@
+"""Runs the steps of an engine, one after another, in whatever thread calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.runtime.engine.pool_caches import Pools
+from ortolan.runtime.engine.request import Request
+from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
+from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine did since it was made.
+
+    Attributes:
+        steps: runs of the scheduler that fed something.
+        fed_tokens: prompts' and generated ones, those read anew included.
+        generated_tokens: tokens chosen.
+        reused_tokens: tokens of prompts that were not read because pages held them already.
+        evictions: sequences evicted.
+        preemptions: times a sequence gave its pages back for an older one.
+        most_running: most requests that had pages at once.
+        finished, failed: requests that ended by themselves, and by an error or a cancel.
+    """
+
+    steps: int = 0
+    fed_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    most_running: int = 0
+    finished: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A chunk that was run with its sequence's pages, and where its logits are."""
+
+    chunk: Chunk
+    pages: dict[str, list[int]]
+    result: StepResult
+    row: int
+
+
+class EngineCore:
+    """Owns the scheduler, the stepper and all requests; not thread-safe."""
+
+    def __init__(self, scheduler: Scheduler, stepper: Stepper, pools: Pools) -> None:
+        self.scheduler, self.stepper, self.pools = scheduler, stepper, pools
+        self._requests: dict[TokenSequence, Request] = {}
+        self._stats = EngineStats()
+        self._ahead: list[Ran] = []  # a step whose tokens were not taken yet: PENDING in their sequences
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._requests)
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters."""
+        scheduler = self.scheduler
+        return dataclasses.replace(
+            self._stats, reused_tokens=scheduler.reused_tokens, preemptions=scheduler.preemptions
+        )
+
+    def add(self, request: Request) -> None:
+        """Let a request wait; one that cannot fit fails by itself."""
+        try:
+            self.scheduler.add(request.sequence)
+        except OrtolanError as error:
+            request.outbox.fail(error)
+            request.close()
+            self._stats.failed += 1
+            return
+        self._requests[request.sequence] = request
+
+    def cancel(self, request: Request, error: Exception) -> None:
+        """End a request with an error, unless it has ended."""
+        if request.sequence in self._requests:
+            self._fail(request, error)
+
+    def cancel_all(self, error: Exception) -> None:
+        """End all requests with an error."""
+        for request in list(self._requests.values()):
+            self._fail(request, error)
+
+    def step(self) -> None:
+        """Run one step of whatever can run; a failure ends only the requests that it belongs to.
+
+        Where the stepper runs ahead, the tokens of a step are taken once the next is enqueued behind it.
+        """
+        chunks = self.scheduler.next_step()
+        if not (chunks or self._ahead):
+            self._fail_stuck()
+        if self._ahead and not self._can_follow(chunks):
+            self._take_ahead()
+            chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
+        self._stats.steps += bool(chunks)
+        self._stats.most_running = max(self._stats.most_running, len(self.scheduler.admitted))
+        ran = self._run([chunk for chunk in chunks if not chunk.captures])
+        for chunk in chunks:
+            if chunk.captures:  # alone, so that nothing is captured of the others
+                ran += self._run([chunk])
+        if self.stepper.depth and _is_one_run(ran):
+            self._advance(ran)
+            for each in ran:
+                if each.chunk.samples:
+                    each.chunk.sequence.tokens.append(PENDING)
+            before, self._ahead = self._ahead, ran
+            self._take(before)
+        else:
+            self._take_ahead()
+            self._finish(ran)
+
+    def save(self, request: Request, path: Path) -> None:
+        """Write an unfinished request to a file, between two steps.
+
+        Raises:
+            ConfigError: it has ended, or has read nothing yet; besides, as `Session.save`.
+        """
+        if self._ahead:
+            self._take_ahead()
+        sequence = request.sequence
+        if sequence not in self._requests or not sequence.fed or not sequence.pages:
+            raise ConfigError("a request can be saved while it runs; this one has ended, or still waits")
+        self.pools.save(path, sequence, {"turn": request.turn.describe(), "chosen": None, "ready": []})
+
+    def _can_follow(self, chunks: Sequence[Chunk]) -> bool:
+        """Say whether all that a step needs is known, or on the device since the step under way."""
+        unknown = [chunk for chunk in chunks if chunk.sequence.tokens[chunk.end - 1] == PENDING]
+        ahead = {each.chunk.sequence: each for each in self._ahead}
+        for chunk in unknown:
+            before = ahead.get(chunk.sequence)
+            if before is None or before.pages is not chunk.sequence.pages:  # it gave its pages back meanwhile
+                return False
+            if (before.chunk.end, chunk.end) != (chunk.begin, chunk.begin + 1):
+                return False
+        if not unknown or not any(self._requests[chunk.sequence].has_penalty for chunk in chunks):
+            return True
+        # A penalty needs all tokens; the device has marked them where the same sequences go on decoding.
+        same = [chunk.sequence for chunk in unknown] == list(ahead)
+        one_each = all(each.chunk.end - each.chunk.begin == 1 for each in self._ahead)
+        return same and one_each and len(unknown) == len(chunks)
+
+    def _take_ahead(self) -> None:
+        """Wait for the step under way, and take its tokens."""
+        before, self._ahead = self._ahead, []
+        self._take(before)
+
+    def _take(self, before: Sequence[Ran]) -> None:
+        """Put the tokens that a step under way has chosen in their places; they may end requests."""
+        for each in before:
+            each.result.tokens()  # also where nobody wants them: no more than one step may be under way
+            if each.chunk.sequence in self._requests and self._check(each):
+                self._offer_prefix(each)
+                if each.chunk.samples:
+                    self._accept(each)
+
+    def _finish(self, ran: Sequence[Ran]) -> None:
+        """Wait for a step, and do all that follows from it."""
+        alive = [each for each in ran if each.chunk.sequence in self._requests]
+        sound = [each for each in alive if self._check(each)]
+        self._advance(sound)
+        for each in sound:
+            self._offer_prefix(each)
+            if each.chunk.evicts and not self._evict(self._requests[each.chunk.sequence]):
+                continue
+            if each.chunk.samples:
+                each.chunk.sequence.tokens.append(PENDING)
+                self._accept(each)
+
+    def _offer_prefix(self, ran: Ran) -> None:
+        if ran.pages is ran.chunk.sequence.pages:  # else it gave them back meanwhile
+            self.scheduler.offer_prefix(ran.chunk.sequence, ran.chunk.end)
+
+    def _advance(self, ran: Sequence[Ran]) -> None:
+        self.scheduler.advance(tuple(each.chunk for each in ran))
+        self._stats.fed_tokens += sum(each.chunk.end - each.chunk.begin for each in ran)
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[Ran]:
+        """Run chunks together; where that fails, one by one, so that only those at fault fail."""
+        if not chunks:
+            return []
+        try:
+            rows = [self._row(chunk) for chunk in chunks]
+            result = self.stepper.run(rows)
+        except OrtolanError as error:
+            if self._ahead:
+                self._take_ahead()
+            elif len(chunks) == 1:
+                self._fail(self._requests[chunks[0].sequence], error)
+                return []
+            left = [chunk for chunk in chunks if chunk.sequence in self._requests]
+            return [ran for chunk in left for ran in self._run([chunk])]
+        return [Ran(chunk, chunk.sequence.pages, result, row) for row, chunk in enumerate(chunks)]
+
+    def _row(self, chunk: Chunk) -> Row:
+        sequence, request = chunk.sequence, self._requests[chunk.sequence]
+        if sequence.is_stored and request.saved is not None:
+            self.pools.load(sequence, request.saved)
+            sequence.is_stored = False
+            request.close()
+        if chunk.captures and not sequence.captures:
+            sequence.captures = self.pools.make_captures(sequence)
+        tokens = sequence.tokens[chunk.begin : chunk.end]
+        return Row(
+            tokens=tokens,
+            logical=chunk.begin,
+            pages=sequence.pages,
+            variant=sequence.variant,
+            physical=sequence.lengths.physical_at(chunk.begin),
+            captures=sequence.captures if chunk.captures else {},
+            draws=(request.draw(chunk.end) if chunk.samples else None,),
+            logprobs=request.turn.logprobs if chunk.samples else None,
+            source=self._row_ahead(sequence) if tokens[-1] == PENDING else None,
+        )
+
+    def _row_ahead(self, sequence: TokenSequence) -> int:
+        return next(each.row for each in self._ahead if each.chunk.sequence is sequence)
+
+    def _check(self, ran: Ran) -> bool:
+        """Fail a request whose logits are no numbers; its pages serve nobody else."""
+        if ran.result.tokens()[ran.row] != BAD:
+            return True
+        message = f"the logits after position {ran.chunk.end - 1} contain NaN or infinity; export the model with a wider dtype"
+        self.scheduler.forget_prefix(ran.chunk.sequence)
+        self._fail(self._requests[ran.chunk.sequence], NumericError(message))
+        return False
+
+    def _accept(self, ran: Ran) -> None:
+        """Put the token that a chunk's logits chose in its place; it may end the request."""
+        request, place = self._requests[ran.chunk.sequence], ran.chunk.end
+        token = ran.result.tokens()[ran.row]
+        request.sequence.tokens[place] = token
+        self._stats.generated_tokens += 1
+        if request.accept(token, place + 1, ran.result.logprobs()[ran.row]):
+            self._remove(request)
+            self._stats.finished += 1
+
+    def _evict(self, request: Request) -> bool:
+        """Evict after the prompt; returns whether the request goes on."""
+        sequence = request.sequence
+        try:
+            self.pools.evict(sequence)
+        except OrtolanError as error:
+            self._fail(request, error)
+            return False
+        sequence.captures = {}
+        self.scheduler.release_evicted(sequence)
+        self._stats.evictions += 1
+        return True
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        request.outbox.fail(error)
+        self._remove(request)
+        self._stats.failed += 1
+
+    def _fail_stuck(self) -> None:
+        """Fail the request that keeps the others from running, where nothing runs: no later step would differ.
+
+        The scheduler's rules leave no such request; one that came about all the same must not wait for ever.
+        """
+        left = (*self.scheduler.admitted, *self.scheduler.waiting)
+        if left:
+            message = "the request gets no pages although nothing else runs; raise max_cache_bytes"
+            self._fail(self._requests[left[0]], CapacityError(message))
+
+    def _remove(self, request: Request) -> None:
+        del self._requests[request.sequence]
+        request.sequence.captures = {}
+        request.close()
+        self.scheduler.remove(request.sequence)
+
+
+def _is_one_run(ran: Sequence[Ran]) -> bool:
+    """Say whether one run did all of a step, and nothing else follows from it than tokens."""
+    special = any(each.chunk.captures or each.chunk.evicts for each in ran)
+    return not special and len({id(each.result) for each in ran}) == 1

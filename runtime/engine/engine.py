@@ -1,0 +1,336 @@
+"""Serves many requests with one model: submit prompts, read tokens as they come."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from ortolan.errors import ConfigError, ContextLengthError, file_path, finite_number, truth, whole_number
+from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
+from ortolan.runtime.caches.plan import CachePlan
+from ortolan.runtime.engine.core import EngineCore, EngineStats
+from ortolan.runtime.engine.pool_caches import PoolCaches, Pools
+from ortolan.runtime.engine.request import Request
+from ortolan.runtime.engine.scheduler import Scheduler, check_fits
+from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.engine.stream import Outbox, Stream
+from ortolan.runtime.engine.worker import Worker
+from ortolan.runtime.eviction.graphs import check_eviction, one_eviction
+from ortolan.runtime.generate.stops import Detokenize, Stops
+from ortolan.runtime.generate.turn import Shown, Turn, TurnOptions
+from ortolan.runtime.model import Model
+from ortolan.runtime.options import Sampling
+from ortolan.runtime.saved.fingerprint import Fingerprint
+from ortolan.runtime.saved.reader import SavedSequence
+from ortolan.runtime.steps.layout import check_token_ids
+from ortolan.runtime.steps.stepper import Stepper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of an engine's page pools. `held_bytes`, `kept_bytes` and `free_bytes` add up to `pool_bytes`.
+
+    Attributes:
+        pool_bytes: allocated once, for all pools.
+        held_bytes: of pages that requests hold.
+        kept_bytes: of pages that nobody holds, kept for prompts that begin as they do.
+        free_bytes: of the other pages.
+    """
+
+    pool_bytes: int
+    held_bytes: int
+    kept_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is made of.
+
+    Attributes:
+        manifest: of the model.
+        plan: of the pools.
+        stepper: runs steps over them.
+        pools: what else is done with them.
+        check_eviction: refuses eviction options that the model has no graph for, by ConfigError, in whatever thread.
+        detokenize: starts to decode token ids, for stop texts.
+        identify: says what model this is, for saved sequences.
+    """
+
+    manifest: Manifest
+    plan: CachePlan
+    stepper: Stepper
+    pools: Pools
+    check_eviction: Callable[[Eviction | None], None]
+    detokenize: Detokenize
+    identify: Callable[[], Fingerprint]
+
+
+class Engine:
+    """Runs many requests at once: each step feeds one token of every running request and a part of new prompts.
+
+    One thread of the engine's own runs all steps, so that the model is used by no other thread meanwhile; `submit`,
+    streams and `cancel` may be used from any thread and any event loop. Close the engine, or use it as a context
+    manager; requests that are unfinished then fail with EngineClosedError. An engine that nobody refers to any more,
+    through a stream neither, closes itself.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_sequences: int = 16,
+        max_cache_bytes: int | None = None,
+        chunk_tokens: int | None = None,
+        *,
+        max_context: int | None = None,
+        overcommit: float = 1.0,
+    ) -> None:
+        """Allocate the page pools and start the thread.
+
+        Args:
+            model: a paged one.
+            max_sequences: most requests that run at once; others wait.
+            max_cache_bytes: of all page pools together; None takes what `max_sequences` of the longest sequences
+                need, on CUDA at most most of the free memory.
+            chunk_tokens: most tokens of one step, prompts' and generated ones, or `max_sequences` where that is more:
+                each decode gets its token, and a prompt at least one. None takes the export's chunk size.
+            max_context: longest sequence, tokens; None takes the export's.
+            overcommit: how many times over pages may be promised. At 1 an admitted request always has its pages;
+                above, the youngest gives its own back when they run out, and reads its tokens again later.
+
+        Raises:
+            ConfigError: the model is not paged, or a number is not allowed.
+            CapacityError: the bytes hold no sequence, or there is no memory for them.
+        """
+        if not isinstance(model, Model):
+            raise ConfigError(f"model is {model!r}; it must be what ortolan.load returns")
+        share = finite_number(overcommit)
+        if share is None or share < 1.0:
+            raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
+        plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
+        store, stepper = model.pool_stepper(plan)
+        pools = PoolCaches(store, plan, model.evictions.open, lambda: model.fingerprint)
+        parts = EngineParts(
+            manifest=model.manifest,
+            plan=plan,
+            stepper=stepper,
+            pools=pools,
+            check_eviction=model.evictions.check,
+            detokenize=model.detokenize,
+            identify=lambda: model.fingerprint,
+        )
+        self._start(parts, share)
+
+    @classmethod
+    def of(cls, parts: EngineParts, overcommit: float = 1.0) -> Engine:
+        """Make an engine whose steps run elsewhere than in a model."""
+        engine = cls.__new__(cls)
+        engine._start(parts, overcommit)
+        return engine
+
+    def _start(self, parts: EngineParts, overcommit: float) -> None:
+        self.plan = parts.plan
+        self._parts = parts
+        self._numbers = itertools.count()
+        self.worker = Worker(EngineCore(Scheduler(parts.plan, overcommit), parts.stepper, parts.pools))
+        self._finalizer = weakref.finalize(self, self.worker.stop)
+
+    def submit(
+        self,
+        token_ids: Sequence[int] | npt.NDArray[Any],
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        *,
+        stop: Stops = (),
+        ignore_eos: bool = False,
+        snapkv: Eviction | None = None,
+        eviction: Eviction | None = None,
+        logprobs: int | None = None,
+        session: str | Path | None = None,
+    ) -> Stream:
+        """Ask for the tokens that follow a prompt; returns at once.
+
+        Args:
+            token_ids: [T], at least one.
+            max_new_tokens: the most to generate.
+            sampling: how tokens are chosen; None takes the most likely.
+            stop: texts, token ids and sequences of these, or one text or id, that end the request. They are not
+                yielded, nor is a token in which a text begins; `Stream.text` has what comes before it.
+            ignore_eos: generate past end-of-sequence tokens.
+            snapkv: the same as `eviction`.
+            eviction: after the prompt; None never evicts. Its pages beyond the budget become free then.
+            logprobs: how many most likely tokens come with each token's log-probability, in `Stream.logprobs`; None: no
+                log-probabilities.
+            session: file of a saved session or request, whose sequence the prompt follows; None begins a new one.
+
+        Raises:
+            ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed or that the model has no
+                eviction graph for, or a text in `stop` where the model has no tokenizer.
+            ContextLengthError: the prompt is longer than `max_context`.
+            CapacityError: it could not finish in the whole pool.
+            SessionFileError, ContractMismatchError: the file cannot be read, or another model wrote it.
+            EngineClosedError: the engine is closed.
+        """
+        options = one_eviction(eviction, snapkv)
+        self._check_eviction(options)
+        turn = self._turn(
+            TurnOptions(
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=frozenset(() if truth("ignore_eos", ignore_eos) else self._parts.manifest.eos_token_ids),
+                stop=stop,
+                logprobs=logprobs,
+            )
+        )
+        given: list[int] = check_token_ids(token_ids, self._parts.manifest.vocab_size).tolist()
+        saved = None if session is None else self._open(session)
+        sequence = self._sequence(given, options, saved)
+        request = Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=Outbox(), saved=saved)
+        return self._submit(request, len(given))
+
+    def restore(self, path: str | Path, max_new_tokens: int | None = None) -> Stream:
+        """Go on with the generation of a saved session or request, as if it had never been left.
+
+        Args:
+            path: of the file; nothing is changed, so that it can be restored again.
+            max_new_tokens: how many more at most; None: what is left of the number that it was asked for.
+
+        Returns:
+            The tokens that come now; those before are not repeated.
+
+        Raises:
+            ConfigError: max_new_tokens is below 1, or the file holds no generation that can go on.
+            SessionFileError: the file cannot be read, is not a saved session, or is truncated or altered.
+            ContractMismatchError: another model or another version of the format wrote it.
+            CapacityError: it could not finish in the whole pool.
+            EngineClosedError: the engine is closed.
+        """
+        if max_new_tokens is not None:
+            max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        saved = self._open(path)
+        try:
+            turn, sequence, outbox = self._take_up(saved, path, max_new_tokens)
+        except BaseException:
+            saved.close()
+            raise
+        if outbox.is_ended:
+            saved.close()
+            return Stream(outbox, 0, lambda: None, lambda path: None)
+        return self._submit(
+            Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=outbox, saved=saved), 0
+        )
+
+    def stats(self) -> EngineStats:
+        """Return what was done so far."""
+        return self.worker.ask(lambda core: core.stats())
+
+    def memory(self) -> EngineMemory:
+        """Return who holds how many bytes between two steps."""
+        return self.worker.ask(_count_memory)
+
+    def close(self) -> None:
+        """End all requests and the thread, and free the pools; a second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_eviction(self, options: Eviction | None) -> None:
+        check_eviction(options, self._parts.manifest)
+        self._parts.check_eviction(options)
+        if options is not None and options.during_prefill:
+            raise ConfigError("eviction: an engine evicts after the prompt; during_prefill is for sessions")
+
+    def _turn(self, options: TurnOptions) -> Turn:
+        return Turn(options, self._parts.manifest.vocab_size, self._parts.detokenize)
+
+    def _open(self, path: str | Path) -> SavedSequence:
+        saved = SavedSequence(file_path("path", path))
+        try:
+            saved.check_model(self._parts.identify())
+        except BaseException:
+            saved.close()
+            raise
+        return saved
+
+    def _sequence(self, given: list[int], options: Eviction | None, saved: SavedSequence | None) -> TokenSequence:
+        """Describe a sequence whose last tokens are the given ones; closes the file where that fails."""
+        sequence = TokenSequence(number=next(self._numbers), prompt_length=0, max_length=0, eviction=options)
+        context = self.plan.max_context
+        try:
+            if saved is not None:
+                saved.load_state(sequence, self.plan, self._parts.manifest)
+                sequence.is_stored, sequence.is_unrepeatable = True, sequence.evicted_at > 0
+            sequence.tokens += given
+            sequence.prompt_length = len(sequence.tokens) if given else 0
+            if len(sequence.tokens) > context:
+                raise ContextLengthError(
+                    f"the prompt has {len(sequence.tokens)} tokens, more than max_context = {context}; shorten it, or "
+                    "make the engine with a larger max_context"
+                )
+        except BaseException:
+            if saved is not None:
+                saved.close()
+            raise
+        return sequence
+
+    def _take_up(
+        self, saved: SavedSequence, path: str | Path, max_new_tokens: int | None
+    ) -> tuple[Turn, TokenSequence, Outbox]:
+        """Rebuild a saved generation, and hand on what it had chosen and not shown."""
+        described, outbox = saved.generation, Outbox()
+        if described is None:
+            raise ConfigError(f"{path} holds no generation to go on with; submit a prompt with session={str(path)!r}")
+        turn = Turn.from_description(described["turn"], self._parts.manifest.vocab_size, self._parts.detokenize)
+        sequence, context = self._sequence([], saved.eviction, saved), self.plan.max_context
+        outbox.put([Shown.from_list(each) for each in described["ready"]], turn.text)
+        if described["chosen"] is not None:
+            token, logprobs = Shown.from_list(described["chosen"])
+            outbox.put(turn.accept(token, sequence.fed + 1, context, logprobs), turn.text)
+            sequence.tokens.append(token)
+        if turn.can_go_on and sequence.pending:
+            longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
+            turn.reopen(longest, len(sequence.tokens), context)
+        if turn.finish_reason is not None:
+            outbox.finish(turn.finish_reason)
+        elif not sequence.pending:
+            raise ConfigError(f"{path} holds no generation to go on with; submit a prompt with session={str(path)!r}")
+        return turn, sequence, outbox
+
+    def _submit(self, request: Request, prompt_tokens: int) -> Stream:
+        sequence, turn = request.sequence, request.turn
+        sequence.max_length = min(len(sequence.tokens) + turn.max_new_tokens - turn.count - 1, self.plan.max_context)
+        try:
+            check_fits(self.plan, sequence)
+            self.worker.send(lambda core: core.add(request))
+        except BaseException:
+            request.close()
+            raise
+        return Stream(  # a stream keeps its engine alive
+            request.outbox,
+            prompt_tokens,
+            lambda: self.worker.cancel(request),
+            lambda path: self.worker.ask(lambda core: core.save(request, path)),
+        )
+
+
+def _count_memory(core: EngineCore) -> EngineMemory:
+    scheduler = core.scheduler
+    bytes_of = {kind.name: kind.page_bytes for kind in scheduler.plan.kinds}
+    pools = scheduler.pools.values()
+    return EngineMemory(
+        pool_bytes=core.pools.bytes,
+        held_bytes=sum(pool.held * bytes_of[pool.name] for pool in pools),
+        kept_bytes=sum(pool.kept * bytes_of[pool.name] for pool in pools),
+        free_bytes=sum(pool.free * bytes_of[pool.name] for pool in pools),
+    )

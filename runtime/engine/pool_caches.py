@@ -1,0 +1,100 @@
+"""The page pools of an engine, as its core uses them: captured queries, evictions, saved sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ortolan.policies import Eviction
+from ortolan.runtime.caches.plan import CachePlan
+from ortolan.runtime.caches.store import CacheStore, Captures, SequenceCaches
+from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.eviction.evictor import evict
+from ortolan.runtime.saved.fingerprint import Fingerprint
+from ortolan.runtime.saved.reader import SavedSequence
+from ortolan.runtime.saved.state import SavedParts
+from ortolan.runtime.saved.writer import save_sequence
+
+
+class Pools(Protocol):
+    """What the core needs of the pools besides the steps over them."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all page pools."""
+
+    def make_captures(self, sequence: TokenSequence) -> Captures:
+        """Allocate what takes the queries that a sequence's eviction needs. Raises CapacityError."""
+
+    def evict(self, sequence: TokenSequence) -> None:
+        """Evict a sequence, and record it in its lengths.
+
+        Raises:
+            OrtolanError: the eviction failed, and the sequence's caches are lost.
+        """
+
+    def load(self, sequence: TokenSequence, saved: SavedSequence) -> None:
+        """Fill a sequence's pages with what a file holds. Raises SessionFileError."""
+
+    def save(self, path: Path, sequence: TokenSequence, generation: dict[str, Any] | None) -> None:
+        """Write a sequence to a file. Raises as `Session.save` does."""
+
+
+class PoolCaches:
+    """Pools in a store."""
+
+    def __init__(
+        self,
+        store: CacheStore,
+        plan: CachePlan,
+        open_graph: Callable[[Eviction], Any],
+        identify: Callable[[], Fingerprint],
+    ) -> None:
+        self._store, self._plan, self._open_graph, self._identify = store, plan, open_graph, identify
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all page pools."""
+        return self._store.bytes
+
+    def make_captures(self, sequence: TokenSequence) -> Captures:
+        """Allocate what takes queries; zeros, which favour no position, where fewer will be read than it takes."""
+        assert sequence.eviction is not None
+        rows = min(sequence.eviction.captured_queries, self._plan.max_context)
+        captures = self._store.make_captures(rows)
+        if sequence.prompt_length - sequence.fed < rows:
+            with self._store.buffers.scope():
+                for capture in captures.values():
+                    capture[:] = 0
+        return captures
+
+    def evict(self, sequence: TokenSequence) -> None:
+        """Evict a sequence, and record it in its lengths."""
+        assert sequence.eviction is not None
+        manifest, lengths = self._store.manifest, sequence.lengths
+        caches = SequenceCaches(self._store, sequence.pages, sequence.captures)
+        heads = {i: manifest.layers[i].num_kv_heads for i in sequence.captures}
+        physical = {i: lengths.physical_of(i, count) for i, count in heads.items()}
+        session = self._open_graph(sequence.eviction)
+        keep = evict(session, caches, sequence.eviction, physical, lengths.logical, sequence.variant)
+        lengths.record_eviction(keep, heads)
+
+    def load(self, sequence: TokenSequence, saved: SavedSequence) -> None:
+        """Fill a sequence's pages with what a file holds."""
+        saved.load_caches(sequence, SequenceCaches(self._store, sequence.pages))
+
+    def save(self, path: Path, sequence: TokenSequence, generation: dict[str, Any] | None) -> None:
+        """Write a sequence to a file."""
+        parts = SavedParts(
+            manifest=self._store.manifest,
+            plan=self._plan,
+            eviction=sequence.eviction,
+            caches=SequenceCaches(self._store, sequence.pages),
+            state=sequence,
+            lengths=sequence.lengths,
+            capture_rows=0,
+            generation=generation,
+            finish_reason=None,
+        )
+        save_sequence(path, parts, self._identify(), 0)

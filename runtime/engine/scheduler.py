@@ -1,0 +1,272 @@
+"""Decides what each step of an engine feeds: whose tokens, into which pages, and who waits.
+
+Rules, in order:
+ 1. Every running sequence that needs one token gets it, so that no prompt delays a decode by more than a chunk.
+ 2. What is left of `chunk_tokens` goes to prompts under way, the oldest first, then to waiting ones in their order.
+ 3. A waiting sequence is admitted when the pages that it may ever need are free beyond those promised to the admitted
+    ones; so whoever is admitted can finish. Nobody overtakes the first that waits.
+ 4. With `overcommit` above 1, promises may exceed the pool by that factor. When pages then run out, the youngest
+    admitted sequence gives its pages back and waits again, before all younger ones; later it reads its tokens anew.
+    One that cannot be read anew, as it was restored after an eviction, is never made to wait again, and is admitted
+    without that factor.
+
+Nothing here runs a model, reads a clock or draws a number: equal calls give equal steps.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from ortolan.errors import CapacityError
+from ortolan.runtime.caches.pages import PagePool, PrefixIndex, chain_digests, extend_chain
+from ortolan.runtime.caches.plan import CachePlan, rope_variant
+from ortolan.runtime.engine.sequence import TokenSequence
+
+PENDING = -1  # in place of a token that the device has chosen and the host not seen yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of one sequence that a step feeds.
+
+    Attributes:
+        sequence: whose.
+        begin, end: half-open range of its tokens.
+        samples: whether the token after them is not known yet, so that the logits choose it.
+        captures: whether their queries are needed to evict.
+        evicts: whether the sequence evicts after them.
+    """
+
+    sequence: TokenSequence
+    begin: int
+    end: int
+    samples: bool
+    captures: bool
+    evicts: bool
+
+
+class Scheduler:
+    """Holds the page pools and all unfinished sequences.
+
+    Attributes:
+        pools: pages of each kind.
+        preemptions: how often a sequence gave its pages back.
+        reused_tokens: tokens of prompts that were not read because pages held them already.
+    """
+
+    def __init__(self, plan: CachePlan, overcommit: float = 1.0) -> None:
+        self.plan = plan
+        self.preemptions = 0
+        self.reused_tokens = 0
+        self._overcommit = overcommit
+        self._index = PrefixIndex() if plan.shares_prefixes else None
+        self.pools = {kind.name: PagePool(kind.name, kind.num_pages, self._index) for kind in plan.kinds}
+        self._waiting: list[TokenSequence] = []  # by number
+        self._admitted: list[TokenSequence] = []  # by number
+
+    @property
+    def waiting(self) -> tuple[TokenSequence, ...]:
+        """Sequences without pages, in their order."""
+        return tuple(self._waiting)
+
+    @property
+    def admitted(self) -> tuple[TokenSequence, ...]:
+        """Sequences that read or decode, in their order."""
+        return tuple(self._admitted)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pages that sequences hold."""
+        return sum(self.pools[kind.name].held * kind.page_bytes for kind in self.plan.kinds)
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait. Raises as `check_fits`."""
+        check_fits(self.plan, sequence)
+        insort(self._waiting, sequence, key=_number)
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """Forget a sequence, wherever it is, and release its pages."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        if sequence in self._admitted:
+            self._admitted.remove(sequence)
+        self._release_pages(sequence)
+
+    def forget_prefix(self, sequence: TokenSequence) -> None:
+        """Offer a sequence's pages to nobody: what they hold is spoiled."""
+        if self._index is not None:
+            for pages in sequence.pages.values():
+                for page in pages:
+                    self._index.forget(page)
+
+    def restart(self, sequence: TokenSequence) -> None:
+        """Take an admitted sequence's pages away and let it wait, to read all its tokens anew."""
+        self._admitted.remove(sequence)
+        self._release_pages(sequence)
+        sequence.start_over()
+        insort(self._waiting, sequence, key=_number)
+
+    def next_step(self) -> tuple[Chunk, ...]:
+        """Choose what the next step feeds, and give its tokens their pages; empty where nothing can run."""
+        self._restart_where_rope_changes()
+        chunks: dict[TokenSequence, Chunk] = {}
+        preempted = self.preemptions
+        for sequence in [s for s in self._admitted if s.needs_one]:
+            self._plan_chunk(chunks, sequence, 1)
+        room = max(1, self.plan.chunk_size - len(chunks))
+        for sequence in [s for s in self._admitted if not s.needs_one]:
+            room -= self._plan_chunk(chunks, sequence, room)
+        while room > 0 and self._waiting and preempted == self.preemptions and self._admit(self._waiting[0]):
+            room -= self._plan_chunk(chunks, self._admitted[-1], room)
+        return tuple(chunks.values())
+
+    def advance(self, chunks: tuple[Chunk, ...]) -> None:
+        """Take note that a step was run, or is under way."""
+        for chunk in chunks:
+            chunk.sequence.lengths.advance(chunk.end - chunk.sequence.fed)
+
+    def offer_prefix(self, sequence: TokenSequence, length: int) -> None:
+        """Offer the pages of a sequence's first `length` tokens to others; these tokens were fed, and are sound.
+
+        Eviction moves rows within its sequence's pages, so those stay private.
+        """
+        if self._index is None or sequence.eviction is not None or sequence.evicted_at:
+            return
+        (kind,) = self.plan.kinds
+        size = self.plan.page_size
+        while (sequence.published + 1) * size <= length:
+            begin = sequence.published * size
+            sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
+            self._index.add(sequence.digest, sequence.pages[kind.name][sequence.published])
+            sequence.published += 1
+
+    def release_evicted(self, sequence: TokenSequence) -> None:
+        """Release the pages past what an eviction has left of a sequence."""
+        for kind in self.plan.kinds:
+            pages = sequence.pages[kind.name]
+            while len(pages) > kind.pages_for(sequence.slots_at(kind, sequence.fed)):
+                self.pools[kind.name].release(pages.pop())
+
+    def _plan_chunk(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, room: int) -> int:
+        """Add at most `room` tokens of a sequence to the step; returns their number."""
+        if sequence not in self._admitted:  # gave way to an older one in this step
+            return 0
+        end = sequence.chunk_end(room)
+        if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
+            return 0
+        chunks[sequence] = Chunk(
+            sequence=sequence,
+            begin=sequence.fed,
+            end=end,
+            samples=end == len(sequence.tokens),
+            captures=sequence.captures_before(end),
+            evicts=sequence.evicts_at(end),
+        )
+        return end - sequence.fed
+
+    def _provide_pages(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, length: int) -> bool:
+        """Give a sequence the pages of `length` fed tokens; False where it had to give way itself."""
+        for kind in self.plan.kinds:
+            missing = kind.pages_for(sequence.slots_at(kind, length)) - len(sequence.pages[kind.name])
+            if missing <= 0:
+                continue
+            pool = self.pools[kind.name]
+            while pool.available < missing:
+                youngest = next(s for s in reversed(self._admitted) if not s.is_unrepeatable)
+                chunks.pop(youngest, None)
+                self.restart(youngest)
+                self.preemptions += 1
+                if youngest is sequence:
+                    return False
+            sequence.pages[kind.name] += [pool.take() for _ in range(missing)]
+        return True
+
+    def _admit(self, sequence: TokenSequence) -> bool:
+        """Admit the first waiting sequence if the pools allow it, with the pages that already hold its beginning."""
+        if sequence.is_stored and self._variant(sequence) != sequence.variant:
+            sequence.start_over()  # all its keys are to be rotated anew
+        sequence.variant = self._variant(sequence)
+        prefix = self._known_prefix(sequence)
+        if len(self._admitted) == self.plan.max_sequences or not self._fits(sequence, prefix):
+            return False
+        self._waiting.remove(sequence)
+        insort(self._admitted, sequence, key=_number)
+        sequence.pages = {kind.name: [] for kind in self.plan.kinds}
+        if sequence.is_stored:
+            for kind in self.plan.kinds:
+                count = kind.pages_for(sequence.slots_at(kind, sequence.fed))
+                sequence.pages[kind.name] += [self.pools[kind.name].take() for _ in range(count)]
+        if prefix:
+            (kind,) = self.plan.kinds
+            for page in prefix:
+                self.pools[kind.name].share(page)
+            sequence.pages[kind.name] += prefix
+            sequence.lengths.advance(len(prefix) * self.plan.page_size)
+            self.reused_tokens += sequence.fed
+            self.offer_prefix(sequence, sequence.fed)
+        return True
+
+    def _fits(self, sequence: TokenSequence, prefix: list[int]) -> bool:
+        """Say whether a waiting sequence can be promised all its pages, and given those of its known tokens."""
+        for kind in self.plan.kinds:
+            pool = self.pools[kind.name]
+            free = pool.available - sum(not pool.holders(page) for page in prefix)
+            promised = sum(other.most_pages(kind) - len(other.pages[kind.name]) for other in self._admitted)
+            credit = (self._overcommit - 1.0) * pool.num_pages  # may be infinite
+            if sequence.is_unrepeatable:
+                credit = 0.0
+            if promised + sequence.most_pages(kind) - len(prefix) > free + credit:
+                return False
+            if sequence.known_pages(kind) - len(prefix) > free:
+                return False
+        return True
+
+    def _known_prefix(self, sequence: TokenSequence) -> list[int]:
+        """Return pages that hold the beginning of a sequence; its last token is fed in any case, for its logits."""
+        if self._index is None or sequence.eviction is not None or sequence.is_stored:
+            return []
+        size = self.plan.page_size
+        whole = (len(sequence.tokens) - 1) // size
+        return self._index.find(list(chain_digests(sequence.tokens, size, whole, _root(sequence))))
+
+    def _restart_where_rope_changes(self) -> None:
+        """Restart sequences that have outgrown their RoPE variant: all their keys are to be rotated anew."""
+        if len(self.plan.rope_limits) == 1:
+            return
+        for sequence in [s for s in self._admitted if self._variant(s) != s.variant]:
+            self.restart(sequence)
+
+    def _variant(self, sequence: TokenSequence) -> int:
+        return rope_variant(self.plan.rope_limits, min(len(sequence.tokens), sequence.max_length))
+
+    def _release_pages(self, sequence: TokenSequence) -> None:
+        """Release a sequence's pages, the last first: of a kept prefix the end is given out before the beginning."""
+        for name, pages in sequence.pages.items():
+            while pages:
+                self.pools[name].release(pages.pop())
+        sequence.pages = {}
+
+
+def check_fits(plan: CachePlan, sequence: TokenSequence) -> None:
+    """Refuse a sequence that could not finish alone.
+
+    Raises:
+        CapacityError: it may need more pages than a whole pool has.
+    """
+    for kind in plan.kinds:
+        needed = sequence.most_pages(kind)
+        if needed > kind.num_pages:
+            raise CapacityError(
+                f"the request may need {needed} pages of {kind.name!r} for up to {sequence.max_length} tokens, the "
+                f"pool has {kind.num_pages}; shorten the prompt or max_new_tokens, or raise max_cache_bytes"
+            )
+
+
+def _number(sequence: TokenSequence) -> int:
+    return sequence.number
+
+
+def _root(sequence: TokenSequence) -> bytes:
+    """Return what a chain of digests begins with: keys differ between RoPE variants."""
+    return bytes([sequence.variant])

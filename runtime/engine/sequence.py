@@ -1,0 +1,100 @@
+"""One request's tokens, and how many of them its pages hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortolan.policies import Eviction
+from ortolan.runtime.caches.plan import KindPlan
+from ortolan.runtime.state.sequence import SequenceState
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TokenSequence(SequenceState):
+    """What the scheduler knows of a request.
+
+    Attributes:
+        number: order of arrival.
+        prompt_length: tokens of the prompt; its end is where an eviction is due.
+        max_length: most tokens that will ever be fed.
+        eviction: after the prompt; None never evicts.
+        is_stored: whether a file holds what was read, and its pages are still to be filled with it.
+        is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction.
+        digest: of the pages that the prefix index knows.
+        published: their number.
+    """
+
+    number: int
+    prompt_length: int
+    max_length: int
+    eviction: Eviction | None = None
+    is_stored: bool = False
+    is_unrepeatable: bool = False
+    digest: bytes = b""
+    published: int = 0
+
+    @property
+    def needs_one(self) -> bool:
+        """Whether a single token is all there is to feed."""
+        return len(self.tokens) - self.fed == 1
+
+    @property
+    def evicted_at(self) -> int:
+        """Logical length at the eviction; 0 before it."""
+        return self.lengths.evicted_at
+
+    @property
+    def will_evict(self) -> bool:
+        """Whether the prompt is still to be evicted."""
+        lengths, options = self.lengths, self.eviction
+        if options is None or lengths.logical >= self.prompt_length:
+            return False
+        return lengths.most_held + self.prompt_length - lengths.logical > options.budget
+
+    def slots_at(self, kind: KindPlan, length: int) -> int:
+        """Return the slots that `length` fed tokens take in a kind of caches, if none of them wraps."""
+        if not kind.grows:
+            return length
+        return self.lengths.most_held + length - self.lengths.logical
+
+    def most_pages(self, kind: KindPlan) -> int:
+        """Return the most pages of a kind that the sequence can need from now on."""
+        return self._pages_until(kind, self.max_length)
+
+    def known_pages(self, kind: KindPlan) -> int:
+        """Return the most pages of a kind that it takes to feed all known tokens, at most `most_pages`."""
+        return self._pages_until(kind, min(len(self.tokens), self.max_length))
+
+    def _pages_until(self, kind: KindPlan, length: int) -> int:
+        """Return the most pages of a kind in use until `length` tokens are fed, the eviction between them included."""
+        options = self.eviction
+        if not kind.grows or options is None or not self.will_evict or options.keeps_uneven:
+            return kind.pages_for(self.slots_at(kind, length))
+        if length <= self.prompt_length:
+            return kind.pages_for(self.slots_at(kind, length))
+        later = options.budget + length - self.prompt_length
+        return max(kind.pages_for(self.slots_at(kind, self.prompt_length)), kind.pages_for(later))
+
+    def chunk_end(self, room: int) -> int:
+        """Return where a chunk of at most `room` tokens ends; an eviction comes between chunks."""
+        last = min(len(self.tokens), self.max_length)
+        if self.will_evict:
+            last = min(last, self.prompt_length)
+        return min(self.fed + room, last)
+
+    def captures_before(self, end: int) -> bool:
+        """Say whether a chunk up to `end` holds queries that score the prompt."""
+        options = self.eviction
+        return options is not None and self.will_evict and end > self.prompt_length - options.captured_queries
+
+    def evicts_at(self, end: int) -> bool:
+        """Say whether an eviction follows a chunk up to `end`."""
+        return self.will_evict and end == self.prompt_length
+
+    def start_over(self) -> None:
+        """Forget what pages held; the tokens stay."""
+        self.pages = {}
+        self.lengths.clear()
+        self.is_stored = False
+        self.published = 0
+        self.digest = b""

@@ -1,0 +1,1 @@
+"""Eviction: when it is due, and how it runs on one sequence's caches."""

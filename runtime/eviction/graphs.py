@@ -1,0 +1,75 @@
+"""Opens the eviction graphs of a model: the folder's own, or one that is built for other options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ortolan.errors import ConfigError
+from ortolan.manifest import EVICT_FILE, Manifest
+from ortolan.policies import Eviction
+from ortolan.policies.eviction import STRUCTURE_METADATA
+from ortolan.runtime.device.opening import Device
+
+EvictBuilder = Callable[[Manifest, Eviction], bytes]
+
+
+class EvictionGraphs:
+    """The eviction graphs of one model, each opened once."""
+
+    def __init__(self, folder: Path, manifest: Manifest, device: Device, builder: EvictBuilder | None) -> None:
+        """Take the model's folder, and what builds graphs for options other than the folder's; None: nothing does."""
+        self._folder, self._manifest, self._device, self._builder = folder, manifest, device, builder
+        self._sessions: dict[str, Any] = {}
+        self._recorded: dict[str, Any] | None = None
+        self._has_read = False
+
+    def check(self, options: object) -> None:
+        """Refuse, by ConfigError, options that `open` would; it opens nothing once it was called."""
+        check_eviction(options, self._manifest)
+        if self._builder is None and isinstance(options, Eviction) and options.structure != self._read_recorded():
+            raise self._no_graph(options)
+
+    def open(self, options: Eviction) -> Any:
+        """Return the session of the eviction graph for these options. Raises ConfigError where there is none."""
+        key = json.dumps(options.structure, sort_keys=True)
+        if key not in self._sessions and self._read_recorded() != options.structure:
+            if self._builder is None:
+                raise self._no_graph(options)
+            self._sessions[key] = self._device.open(self._builder(self._manifest, options), self._folder)
+        return self._sessions[key]
+
+    def _read_recorded(self) -> dict[str, Any] | None:
+        """Return the options that the folder's graph was built for; None where it has none."""
+        path = self._folder / EVICT_FILE
+        if not self._has_read and path.is_file():
+            session = self._device.open(str(path), self._folder)
+            text = session.get_modelmeta().custom_metadata_map.get(STRUCTURE_METADATA, "{}")
+            self._recorded = json.loads(text)
+            self._sessions[json.dumps(self._recorded, sort_keys=True)] = session
+        self._has_read = True
+        return self._recorded
+
+    def _no_graph(self, options: Eviction) -> ConfigError:
+        return ConfigError(
+            f"{self._folder / EVICT_FILE} was built for {json.dumps(self._recorded)}, not "
+            f"{json.dumps(options.structure)}; open the model with ortolan.load, which can build others"
+        )
+
+
+def check_eviction(options: object, manifest: Manifest) -> None:
+    """Check that eviction options are such, and that a model has what they need. Raises ConfigError."""
+    if options is None:
+        return
+    if not isinstance(options, Eviction):
+        raise ConfigError(f"eviction is {options!r}; it must be an ortolan.Eviction or ortolan.SnapKv, or None")
+    options.check(manifest)
+
+
+def one_eviction(eviction: Eviction | None, snapkv: Eviction | None) -> Eviction | None:
+    """Return the options of two arguments that mean the same. Raises ConfigError where both are given."""
+    if eviction is not None and snapkv is not None:
+        raise ConfigError("eviction and snapkv are the same option; give one of them")
+    return snapkv if eviction is None else eviction

@@ -1,0 +1,1 @@
+"""Saved sequences: the file that holds one, how it is written, and how it is read back."""

@@ -1,0 +1,1 @@
+"""State: what is known of a sequence besides the contents of its caches."""

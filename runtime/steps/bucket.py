@@ -1,0 +1,120 @@
+"""Captured steps of one batch size: their inputs at fixed addresses, and what chooses their tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ortolan.manifest import Manifest
+from ortolan.runtime.caches.plan import STEPS_AHEAD
+from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.device.cuda import CudaBuffers
+from ortolan.runtime.generate.device_logprobs import read_logprobs
+from ortolan.runtime.generate.device_sampler import DeviceSampler
+from ortolan.runtime.generate.logprobs import TokenLogprobs
+from ortolan.runtime.steps.device_result import Choices, DeviceResult
+from ortolan.runtime.steps.layout import StepLayout, StepShape
+from ortolan.runtime.steps.row import Row
+
+NO_GRAPH = -1
+# Copies from pinned memory wait for nothing: one buffer for each step that may be under way, one for the step that was
+# waited for, and one to write.
+STAGING_BUFFERS = STEPS_AHEAD + 2
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """The inputs of a decode step that choosing tokens writes."""
+
+    token_ids: Array  # [B] int64
+    positions: Array  # [B] int64
+    past_len: Array  # [B] int32
+    kv_len: Array  # [all layers' B * Hkv] int32, with what lies between them
+
+
+class Bucket:
+    """Steps of one shape. `host` is what the inputs are written to first."""
+
+    def __init__(self, manifest: Manifest, shape: StepShape, device: CudaBuffers, logits: Array) -> None:
+        self.layout = StepLayout(manifest, shape)
+        self.host = np.zeros(self.layout.bytes, np.uint8)
+        self.block: Array = device.upload(self.host)
+        self._device, self._turn = device, 0
+        self._staging = [device.pinned(self.host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
+        self.logits = logits  # [R, V]
+        with device.scope():
+            self.state = DecodeState(
+                token_ids=self.layout.token_ids.view(self.block),
+                positions=self.layout.positions.view(self.block),
+                past_len=self.layout.past_len.view(self.block),
+                kv_len=self.block[self.layout.kv_begin : self.layout.tables_begin].view(np.int32),
+            )
+        self._sampler = DeviceSampler(device, logits, self.state)
+        self.drop_binding()
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the inputs and of choosing tokens; the logits may be shared."""
+        return int(self.block.nbytes) + self._sampler.bytes
+
+    def take_binding(self, binding: Any, options: Any, graph_id: int, generation: int) -> None:
+        """Take the binding of the graph that the next run captures, to caches of a generation."""
+        self.binding, self.options, self.graph_id = binding, options, graph_id
+        self._captured_for = (generation, threading.get_ident())
+
+    def drop_binding(self) -> None:
+        """Forget the graph."""
+        self.binding: Any = None
+        self.options: Any = None
+        self.graph_id = NO_GRAPH
+        self._captured_for = (-1, 0)
+
+    def is_captured(self, generation: int) -> bool:
+        """Say whether a graph was captured on this thread over caches of this generation."""
+        return self.binding is not None and self._captured_for == (generation, threading.get_ident())
+
+    def write(self, begin: int, end: int) -> None:
+        """Enqueue the copy of a range of the host's inputs; these may be changed at once."""
+        staging = self._staging[self._turn % STAGING_BUFFERS]
+        self._turn += 1
+        staging[begin:end] = self.host[begin:end]
+        with self._device.scope():
+            target = self.block[begin:end]
+        self._device.write(target, staging[begin:end])
+
+    def choose(
+        self, rows: Sequence[Row], *, goes_on: bool, advance_tokens: int, begin: Any, staging: Any
+    ) -> DeviceResult:
+        """Enqueue the choice of each logit row's next token; the next step may feed it from where it is.
+
+        Args:
+            rows: of the step.
+            goes_on: whether the rows before chose by the same rules, each the token that it feeds now.
+            advance_tokens: added to the lengths that the next step reads.
+            begin: event before the step.
+            staging: host memory that the step reads.
+        """
+        draws = [draw for row in rows for draw in row.draws]
+        counts = [row.logprobs for row in rows for _ in row.draws]
+        if not goes_on:
+            self._sampler.start([*draws, *[None] * (len(self.logits) - len(draws))])
+        # Pinned memory is handed out again once a result is dropped: the stream writes there in order.
+        produced = self._device.pinned((len(self.logits),), np.int32)
+        wanted = [count for count in counts if count is not None]
+        words = self._sampler.logprob_results(max(wanted)) if wanted else None
+        self._sampler.choose(produced, advance_tokens, words)
+        end = self._device.event()
+        self._device.record(end)
+        return DeviceResult(self._device, Choices(produced, words, counts), (begin, end), self, staging)
+
+    def score(self, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """Wait, and return the log-probabilities of one token and of the k best for each of the first logit rows."""
+        targets = self._device.pinned((len(tokens),), np.int32)
+        targets[:] = tokens
+        words = self._sampler.score(targets, k)
+        self._device.synchronize()
+        return [each for each in read_logprobs(words, tokens, [k] * len(tokens)) if each is not None]

@@ -1,0 +1,230 @@
+"""Feeds one sequence: in chunks, into caches that have room, counting what was read once it is known to be sound."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.errors import CapacityError, NumericError, OrtolanError
+from ortolan.manifest import Manifest
+from ortolan.runtime.caches.layer_state import kind_of, own_layers
+from ortolan.runtime.caches.plan import CachePlan, split_chunks
+from ortolan.runtime.caches.room import Room
+from ortolan.runtime.caches.store import SequenceCaches
+from ortolan.runtime.generate.draw import Draw
+from ortolan.runtime.state.sequence import SequenceState
+from ortolan.runtime.stats import Stats
+from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
+
+Tokens = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is wanted of the last tokens that are fed.
+
+    Attributes:
+        draws: how the token after each of them is chosen; None: not wanted.
+        logprobs: as in `Row`.
+    """
+
+    draws: Sequence[Draw | None] = (None,)
+    logprobs: int | None = None
+
+
+NOTHING = Wanted()
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A chunk under way."""
+
+    tokens: list[int]
+    result: StepResult | None = None
+    failure: OrtolanError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeederParts:
+    """What a feeder works with; `capture_rows` are those of the buffers in `state.captures`."""
+
+    manifest: Manifest
+    plan: CachePlan
+    state: SequenceState
+    caches: SequenceCaches
+    room: Room
+    stepper: Stepper
+    capture_rows: int = 0
+
+
+class Feeder:
+    """Feeds one sequence.
+
+    A token counts as read once the step that feeds it is known to be sound; steps past that are forgotten by their
+    lengths alone, as a rewind does.
+    """
+
+    def __init__(self, parts: FeederParts, stats: Stats) -> None:
+        self.manifest, self.plan, self.state, self.caches = parts.manifest, parts.plan, parts.state, parts.caches
+        self.room, self.stepper, self.capture_rows = parts.room, parts.stepper, parts.capture_rows
+        self.stats = stats
+        own = own_layers(self.manifest)
+        self._growing = [i for i in own if kind_of(self.manifest.layers[i]).grows]
+        self._views = [(i, kind_of(self.manifest.layers[i])) for i in own]
+
+    def held(self) -> dict[int, int]:
+        """Return the tokens in the cache of each layer that grows; where kv heads differ, the most."""
+        return {index: self.state.lengths.held(index) for index in self._growing}
+
+    def rooms(self) -> int:
+        """Return how many more tokens the caches take as they are."""
+        limit = self.plan.bound or self.plan.max_context
+        rooms = (min(self.caches.capacity(i), limit) - held for i, held in self.held().items())
+        return min(rooms, default=self.plan.max_context)
+
+    def make_room(self, count: int) -> None:
+        """Grow caches for `count` more tokens: those that an eviction had shrunk, and paged ones."""
+        if self.rooms() >= count:
+            return
+        held = self.held()
+        slots = {i: self.caches.capacity(i) for i in held}
+        slots |= {i: self.grown(i, n + count) for i, n in held.items() if n + count > slots[i]}
+        self.room.fit(slots, held)
+
+    def grown(self, index: int, needed: int) -> int:
+        """Return the slots that a growing cache of `needed` tokens gets."""
+        return max(self.plan.grown_capacity(index, needed), self.manifest.sink + 1)
+
+    def row(self, tokens: Tokens | Sequence[int], ahead: int, wanted: Wanted, source: int | None = None) -> Row:
+        """Describe a step that feeds tokens after those read and `ahead` more."""
+        state = self.state
+        logical = state.fed + ahead
+        return Row(
+            tokens=tokens,
+            logical=logical,
+            pages=state.pages,
+            variant=state.variant,
+            physical=state.lengths.physical_at(logical),
+            captures=state.captures,
+            draws=wanted.draws,
+            logprobs=wanted.logprobs,
+            source=source,
+        )
+
+    def feed(
+        self,
+        tokens: Tokens,
+        note: Callable[[int], object],
+        wanted: Wanted = NOTHING,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> StepResult:
+        """Run the decoder over tokens in chunks, into caches that have room for them.
+
+        Args:
+            tokens: [T], at least one.
+            note: called with the size of each chunk that was read.
+            wanted: of the last tokens.
+            meanwhile: called once the last chunk is under way.
+
+        Returns:
+            The last chunk's result.
+        """
+        reading: deque[_Chunk] = deque()
+        result: StepResult | None = None
+        try:
+            for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+                if len(reading) > self.stepper.depth:
+                    self._confirm(reading, note)
+                is_last = end == len(tokens)
+                chunk = self._enqueue(reading, tokens[begin:end], wanted if is_last else NOTHING)
+                if chunk.failure:
+                    break
+                result = chunk.result
+            if meanwhile:
+                meanwhile()
+            while reading:
+                self._confirm(reading, note)
+        except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written
+            self.discard(sum(len(chunk.tokens) for chunk in reading))
+            raise
+        assert result is not None
+        return result
+
+    def count(self, tokens: list[int]) -> None:
+        """Count tokens as read."""
+        self.discard(len(tokens))
+        self.state.read(tokens)
+
+    def discard(self, count: int) -> None:
+        """Note that `count` tokens past those read were written, and do not count."""
+        self.state.lengths.discard(count, self.capture_rows)
+
+    def rewind_problem(self, length: int) -> str | None:
+        """Say why the sequence cannot go back to `length` tokens; None where it can."""
+        for index, kind in self._views:
+            problem = kind.rewind_problem(self.caches.view(index, self.state.lengths), length)
+            if problem:
+                return problem
+        return None
+
+    def check_rewind(self, length: int) -> None:
+        """Raise CapacityError where what position `length` looks back on is gone."""
+        problem = self.rewind_problem(length)
+        if problem:
+            raise CapacityError(f"cannot rewind to {length}: {problem}")
+
+    def rewind(self, length: int) -> None:
+        """Forget all tokens from logical position `length` on, which `check_rewind` allows, or 0."""
+        lengths = self.state.lengths
+        if length == 0:
+            lengths.clear()
+            self.state.variant = 0
+        elif length < lengths.logical:
+            lengths.rewind(length, self.capture_rows, self.manifest.sink)
+        del self.state.tokens[length:]
+        held = self.held()
+        self.room.release({i: self.grown(i, n) if length else 0 for i, n in held.items()}, held)
+
+    def numeric_error(self, count: int) -> NumericError:
+        """Return the error of logits that are not numbers, `count` tokens past those read."""
+        return NumericError(
+            f"the logits after position {self.state.fed + count - 1} contain NaN or infinity; "
+            "rewind, or export the model with a wider dtype"
+        )
+
+    def _enqueue(self, reading: deque[_Chunk], tokens: Tokens, wanted: Wanted) -> _Chunk:
+        """Enqueue a chunk behind those under way."""
+        ahead = sum(len(other.tokens) for other in reading)
+        chunk = _Chunk(tokens.tolist())
+        reading.append(chunk)
+        try:
+            row = self.row(tokens, ahead, wanted)
+            if len(tokens) == 1:
+                self._capture(row)
+            chunk.result = self.stepper.run([row])
+        except OrtolanError as error:
+            chunk.failure = error
+        return chunk
+
+    def _capture(self, row: Row) -> None:
+        seconds = self.stepper.capture(row)
+        if seconds is not None:
+            self.stats.graph_captures += 1
+            self.stats.graph_capture_seconds += seconds
+
+    def _confirm(self, reading: deque[_Chunk], note: Callable[[int], object]) -> None:
+        """Wait for the first chunk under way and count it as read."""
+        chunk = reading[0]
+        if chunk.failure:
+            raise chunk.failure
+        assert chunk.result is not None
+        if BAD in chunk.result.tokens():
+            raise self.numeric_error(len(chunk.tokens))
+        reading.popleft()
+        self.count(chunk.tokens)
+        note(len(chunk.tokens))

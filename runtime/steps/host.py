@@ -1,0 +1,162 @@
+"""Runs steps on the CPU."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan import contract
+from ortolan.errors import OrtolanError
+from ortolan.runtime.caches.plan import CachePlan
+from ortolan.runtime.caches.store import CacheStore
+from ortolan.runtime.device.buffers import Array, wrap
+from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
+from ortolan.runtime.generate.sampler import choose
+from ortolan.runtime.steps.layout import StepLayout, StepShape
+from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
+
+NO_PAGE = -1  # in a table's entries past the pages in use, which are never followed
+SHAPES_KEPT = 8  # bindings of the latest shapes of steps
+
+
+class HostResult:
+    """Tokens chosen on the host, from logits [R, V]."""
+
+    device_seconds = None
+
+    def __init__(self, rows: Sequence[Row], logits: Logits) -> None:
+        self._logits = logits
+        self._tokens = choose(logits, [draw for row in rows for draw in row.draws])
+        self._logprobs = _top_logprobs(rows, logits, self._tokens)
+
+    def tokens(self) -> list[int]:
+        """Return the token that each logit row chose."""
+        return self._tokens
+
+    def logits(self) -> Logits:
+        """Return the logits [R, V]."""
+        return self._logits
+
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """Return the log-probabilities that each row wanted."""
+        return self._logprobs
+
+    def score(self, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+        """Return the log-probabilities of one token and of the k best for each of the first logit rows."""
+        return top_logprobs(self._logits[: len(tokens)], tokens, k)
+
+
+def _top_logprobs(rows: Sequence[Row], logits: Logits, tokens: list[int]) -> list[TokenLogprobs | None]:
+    """Return log-probabilities for each logit row; None where a row of the step wants none, or has no numbers."""
+    result: list[TokenLogprobs | None] = [None] * len(tokens)
+    begin = 0
+    for row in rows:
+        end = begin + len(row.draws)
+        if row.logprobs is not None and BAD not in tokens[begin:end]:
+            result[begin:end] = top_logprobs(logits[begin:end], tokens[begin:end], row.logprobs)
+        begin = end
+    return result
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A binding for steps of one shape, with the memory that it reads and writes."""
+
+    layout: StepLayout
+    block: npt.NDArray[np.uint8]
+    logits: Logits
+    binding: Any
+    generation: int = -1
+    captures: Mapping[int, Array] = field(default_factory=dict)
+
+
+class HostStepper:
+    """Feeds tokens to the decoder graph over the caches of a store; every step is done when `run` returns."""
+
+    depth = 0
+
+    def __init__(self, decoder: Decoder, store: CacheStore, plan: CachePlan) -> None:
+        self._decoder, self._store, self._plan = decoder, store, plan
+        self._bound: OrderedDict[StepShape, _Bound] = OrderedDict()
+        self._no_captures: dict[int, Mapping[int, Array]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs and outputs of steps."""
+        return sum(bound.block.nbytes + bound.logits.nbytes for bound in self._bound.values())
+
+    def run(self, rows: Sequence[Row]) -> HostResult:
+        """Feed tokens of several sequences."""
+        bound = self._binding(rows)
+        bound.layout.fill(bound.block, rows, NO_PAGE)
+        self._bind_caches(bound, rows)
+        try:
+            self._decoder.session.run_with_iobinding(bound.binding)
+        except Exception as error:  # the binding raises its own exception types, one per status code
+            raise OrtolanError(f"the decoder graph failed: {error}") from error
+        return HostResult(rows, bound.logits)
+
+    def capture(self, row: Row) -> None:
+        """Return None: there is nothing to make ready."""
+
+    def is_ready(self, row: Row) -> bool:
+        """Say yes."""
+        return True
+
+    def close(self) -> None:
+        """Do nothing: the arrays go with the last reference."""
+
+    def _binding(self, rows: Sequence[Row]) -> _Bound:
+        """Return the binding for the shape of a step."""
+        shape = StepShape(
+            tokens=sum(len(row.tokens) for row in rows),
+            sequences=len(rows),
+            logit_rows=sum(len(row.draws) for row in rows),
+            columns=tuple((kind.name, self._columns(kind.name, kind.table_pages, rows)) for kind in self._plan.kinds),
+        )
+        if shape not in self._bound:
+            while len(self._bound) >= SHAPES_KEPT:
+                self._bound.popitem(last=False)
+            self._bound[shape] = self._bind(shape)
+        self._bound.move_to_end(shape)
+        return self._bound[shape]
+
+    def _columns(self, kind: str, most: int, rows: Sequence[Row]) -> int:
+        """Return the columns of a block table: a power of two, so that few shapes occur, or all of a ring's."""
+        used = max(len(row.pages[kind]) for row in rows)
+        grows = next(pool.grows for pool in self._plan.kinds if pool.name == kind)
+        return min(1 << (used - 1).bit_length(), most) if grows else most
+
+    def _bind(self, shape: StepShape) -> _Bound:
+        layout, binding = StepLayout(self._decoder.manifest, shape), self._decoder.session.io_binding()
+        block = np.zeros(layout.bytes, np.uint8)
+        logits = np.empty((shape.logit_rows, self._decoder.manifest.vocab_size), np.float32)
+        for name, array in layout.named(block).items():
+            if name in self._decoder.inputs:
+                binding.bind_ortvalue_input(name, wrap(array))
+        binding.bind_ortvalue_output(contract.LOGITS, wrap(logits))
+        return _Bound(layout, block, logits, binding)
+
+    def _bind_caches(self, bound: _Bound, rows: Sequence[Row]) -> None:
+        """Bind caches and captured queries, where others were bound before."""
+        buffers = self._store.buffers
+        if bound.generation != self._store.generation:
+            for name, array in self._store.named().items():
+                buffers.bind_in_place(bound.binding, name, array)
+            bound.generation = self._store.generation
+        captures = rows[0].captures or self._empty_captures(len(rows))
+        if bound.captures is not captures:
+            for index, array in captures.items():
+                buffers.bind_in_place(bound.binding, contract.capture(index), array)
+            bound.captures = captures
+
+    def _empty_captures(self, sequences: int) -> Mapping[int, Array]:
+        if sequences not in self._no_captures:
+            self._no_captures[sequences] = self._store.make_captures(0, sequences)
+        return self._no_captures[sequences]

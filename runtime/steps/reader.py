@@ -1,0 +1,147 @@
+"""Reads prompts and tokens of one sequence: with room, evictions between chunks, and the right variant of RoPE."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ortolan.errors import CapacityError, ContextLengthError
+from ortolan.runtime.caches.plan import rope_variant, split_chunks
+from ortolan.runtime.eviction.evicting import Evicting
+from ortolan.runtime.steps.feeder import NOTHING, Feeder, Tokens, Wanted
+from ortolan.runtime.steps.stepper import StepResult
+
+NO_TOKENS: Tokens = np.empty(0, np.int64)
+
+
+class Reader:
+    """Reads what a session is given; `is_reading` while a prompt's `progress` is called."""
+
+    def __init__(self, feeder: Feeder, evicting: Evicting) -> None:
+        self._feeder, self._evicting = feeder, evicting
+        self._state, self._plan, self._stats = feeder.state, feeder.plan, feeder.stats
+        self._rope_limits = feeder.manifest.rope_limits
+        self.is_reading = False
+
+    def with_pending(self, given: Tokens) -> Tokens:
+        """Put the token that waits to be fed before the given ones, and check that there is room for all.
+
+        Raises:
+            ContextLengthError: the sequence would be too long.
+            CapacityError: what the tokens look back on is gone.
+        """
+        tokens = np.concatenate([np.array(self._state.pending, np.int64), given])
+        after = self._state.fed + len(tokens)
+        if after > self._plan.max_context:
+            raise ContextLengthError(
+                f"{len(tokens)} more tokens make {after}, past max_context = {self._plan.max_context} "
+                f"({self._state.fed} are read); make the session with a larger max_context, or export the model with one"
+            )
+        lengths = self._state.lengths
+        was_spoiled = max(lengths.highest, lengths.rings_from) > lengths.logical
+        if was_spoiled and self._feeder.rewind_problem(lengths.logical):
+            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
+        return tokens
+
+    def read_prompt(
+        self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted = NOTHING
+    ) -> StepResult:
+        """Read a prompt, or the next turn, and evict afterwards where that is due; returns the last chunk's result."""
+        first = len(tokens) if self._plan.bound is None else min(len(tokens), self._plan.chunk_size)
+        with self._ending_at_what_was_read():
+            self._evicting.free_room(first)
+            self._evicting.prepare_capture(first)
+            start, evicting = time.perf_counter(), self._stats.eviction_seconds
+            result = self._feed(tokens, progress, wanted)
+        self._stats.prefill_seconds += time.perf_counter() - start - (self._stats.eviction_seconds - evicting)
+        self._stats.prefill_tokens += len(tokens)
+        self._evicting.evict_if_due()
+        return result
+
+    def decode(self, tokens: Tokens, wanted: Wanted = NOTHING) -> StepResult:
+        """Feed few tokens and count them as decoded."""
+        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
+        with self._ending_at_what_was_read():
+            result = self._feed(tokens, None, wanted)
+        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
+        self._stats.decode_tokens += len(tokens)
+        return result
+
+    def can_go_on(self, ahead: int) -> bool:
+        """Say whether a step can feed one more token after `ahead` under way: nothing else must happen before it."""
+        length = self._state.fed + ahead + 1
+        if length > min(self._plan.max_context, self._rope_limits[self._state.variant]):
+            return False
+        if self._feeder.rooms() <= ahead and self._feeder.room.is_cheap and self._plan.bound is None:
+            self._feeder.make_room(ahead + 1)
+        return self._feeder.rooms() > ahead
+
+    def _feed(self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted) -> StepResult:
+        variant = rope_variant(self._rope_limits, self._state.fed + len(tokens))
+        if variant != self._state.variant:
+            return self._restart(tokens, variant, progress, wanted)
+        return self._read_on(tokens, progress, wanted)
+
+    def _read_on(self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted) -> StepResult:
+        """Read tokens behind those read so far; caches get room for them."""
+
+        def note(count: int) -> None:
+            if progress:
+                self.is_reading = True
+                try:
+                    progress(count)
+                finally:
+                    self.is_reading = False
+
+        if self._plan.bound is not None:
+            return self._read_bounded(tokens, note, wanted)
+        self._feeder.make_room(len(tokens))
+        bind = self._evicting.binding_ahead(len(tokens))
+        return self._feeder.feed(tokens, note, wanted, bind)
+
+    def _read_bounded(self, tokens: Tokens, note: Callable[[int], object], wanted: Wanted) -> StepResult:
+        """Read tokens, and evict between chunks, so that caches of a planned size hold them."""
+        chunks = list(split_chunks(len(tokens), self._plan.chunk_size))
+        for begin, end in chunks[:-1]:
+            self._read_bounded_chunk(tokens[begin:end], note, NOTHING)
+            self._evicting.evict_if_due()
+        return self._read_bounded_chunk(tokens[chunks[-1][0] :], note, wanted)
+
+    def _read_bounded_chunk(self, tokens: Tokens, note: Callable[[int], object], wanted: Wanted) -> StepResult:
+        self._evicting.free_room(len(tokens))
+        self._feeder.make_room(len(tokens))
+        return self._feeder.feed(tokens, note, wanted)
+
+    def _restart(
+        self, tokens: Tokens, variant: int, progress: Callable[[int], object] | None, wanted: Wanted
+    ) -> StepResult:
+        """Read the whole sequence again with the frequencies of its new length, as transformers does."""
+        state = self._state
+        if state.lengths.evicted_at:
+            raise CapacityError(
+                f"past {self._rope_limits[state.variant]} tokens this model rotates all keys anew, "
+                "but some were evicted; start a session whose first prompt is that long"
+            )
+        everything = np.concatenate([np.array(state.history, np.int64), tokens])
+        with self._evicting.reading_again():
+            state.lengths.clear()
+            state.tokens.clear()
+            state.variant = variant
+            return self._read_on(everything, progress, wanted)
+
+    @contextlib.contextmanager
+    def _ending_at_what_was_read(self) -> Iterator[None]:
+        """Let given tokens be read; where that ends early, all that no chunk read is the caller's to give again."""
+        read = self._state.fed
+        try:
+            yield
+        except CapacityError:
+            if self._state.fed != read:  # else nothing was read, and the token that waited still waits
+                self._state.forget_pending()
+            raise
+        except BaseException:
+            self._state.forget_pending()
+            raise

@@ -1,0 +1,43 @@
+"""One sequence's part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.generate.draw import Draw
+
+NO_DRAWS: tuple[Draw | None, ...] = (None,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """What a step feeds of one sequence, and what it wants of it.
+
+    Attributes:
+        tokens: to feed, at least one.
+        logical: tokens read before.
+        pages: of each cache kind, in the order of their slots; empty where caches are contiguous.
+        variant: of RoPE.
+        physical: tokens in the cache of each evictable layer, per kv head [Hkv]; empty: all hold `logical`.
+        captures: for each evictable layer the buffer [1, Wq, Hq, D] that takes queries; empty: none are taken.
+        draws: for each of the last tokens whose logits are wanted, how the token after it is chosen; None: it is known,
+            or not wanted. At least one, at most as many as `tokens`.
+        logprobs: the number of most likely tokens whose log-probabilities are wanted; None: none.
+        source: row of the step before whose choice is this row's only token, whatever `tokens` says; None: `tokens`
+            are known.
+    """
+
+    tokens: Sequence[int] | npt.NDArray[np.int64]
+    logical: int
+    pages: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    variant: int = 0
+    physical: Mapping[int, npt.NDArray[np.int32]] = field(default_factory=dict)
+    captures: Mapping[int, Array] = field(default_factory=dict)
+    draws: Sequence[Draw | None] = NO_DRAWS
+    logprobs: int | None = None
+    source: int | None = None

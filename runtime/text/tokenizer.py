@@ -1,0 +1,149 @@
+"""Turns text into token ids and back, whole or piece by piece, and renders chat templates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.runtime.text.chat import choose_template, render_chat, special_tokens
+
+_REPLACEMENT = "\ufffd"
+_MAX_ID = 2**32 - 1
+
+
+class Tokenizer:
+    """The tokenizer of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ContractMismatchError(f"{folder} has no tokenizer.json; use token ids, or add one and export again")
+        try:
+            self._tokenizer = HfTokenizer.from_file(str(path))
+        except Exception as error:  # the binding has no type of its own
+            raise ContractMismatchError(f"{path} is no tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
+        self._tokenizer.no_padding()
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self._special_tokens = special_tokens(self._config | _read_json(folder / "special_tokens_map.json"))
+        template = _read_text(folder / "chat_template.jinja")
+        if template is not None:
+            self._config["chat_template"] = template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises ConfigError where it is none, or none that UTF-8 can hold."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:  # also for halves of surrogate pairs
+            raise ConfigError(f"{reprlib.repr(text)} is no text that UTF-8 can hold: {error}") from error
+
+    def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids, or of one; ids that mean nothing have none.
+
+        Raises:
+            ConfigError: these are no token ids.
+        """
+        return str(self._tokenizer.decode(_listed(ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self) -> DetokenizerStream:
+        """Start to decode ids as they come."""
+        return DetokenizerStream(self)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Render messages with the model's chat template.
+
+        Args:
+            messages: mappings with "role" and "content".
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            tokenize: return token ids; otherwise the text.
+            variables: further names that the template may use.
+
+        Raises:
+            ConfigError: the model has no chat template, messages are no mappings, or the template refuses them.
+        """
+        template = choose_template(self._config.get("chat_template"), variables.get("tools"))
+        if template is None:
+            raise ConfigError("this model has no chat template; pass a plain prompt")
+        names = self._special_tokens | {"add_generation_prompt": add_generation_prompt} | variables
+        text = render_chat(template, messages, names)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+class DetokenizerStream:
+    """Decodes ids one by one, and holds back bytes that are not a whole character yet.
+
+    Attributes:
+        is_whole: whether nothing is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.is_whole = True
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._prefix = 0  # ids before it are out and only give context
+        self._read = 0  # ids before it are out
+
+    def push(self, token_id: int) -> str:
+        """Add one id; returns the text that became whole, possibly none."""
+        self._ids.append(token_id)
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """Return what is left, with replacement characters for bytes that never became whole."""
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        now = self._tokenizer.decode(self._ids[self._prefix :])
+        self.is_whole = len(now) <= len(before) or final or not now.endswith(_REPLACEMENT)
+        if len(now) <= len(before) or not self.is_whole:
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+
+def _listed(ids: int | Sequence[int]) -> list[int]:
+    given: Any = ids
+    with contextlib.suppress(TypeError):
+        given = [operator.index(given)]
+    try:
+        listed = [operator.index(token) for token in given]
+    except TypeError as error:
+        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: {error}") from error
+    if not all(0 <= token <= _MAX_ID for token in listed):
+        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: one is negative, or larger than any")
+    return listed
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, an empty one where there is none."""
+    try:
+        value = json.loads(_read_text(path) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ContractMismatchError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ContractMismatchError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def _read_text(path: Path) -> str | None:
+    """Return the text of a file; None where there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractMismatchError(f"{path} cannot be read: {error}") from error
