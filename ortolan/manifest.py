@@ -72,18 +72,14 @@ class CacheKind:
 
 def cache_kinds(layers: Sequence[LayerInfo]) -> tuple[CacheKind, ...]:
     """Sort the layers of a paged model that have caches into kinds, in the order in which they first occur."""
-    members: dict[int, list[int]] = {}
+    members: dict[tuple[str, int], list[int]] = {}
     for index, layer in enumerate(layers):
         if layer.cache_of is None:
-            members.setdefault(layer.window, []).append(index)
+            name = contract.cache_kind(layer.window) if layer.state == "attention" else layer.state
+            members.setdefault((name, layer.window), []).append(index)
     return tuple(
-        CacheKind(
-            name=contract.cache_kind(window),
-            window=window,
-            layers=tuple(indices),
-            block_table=contract.block_table(contract.cache_kind(window)),
-        )
-        for window, indices in members.items()
+        CacheKind(name=name, window=window, layers=tuple(indices), block_table=contract.block_table(name))
+        for (name, window), indices in members.items()
     )
 
 

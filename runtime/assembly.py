@@ -40,6 +40,7 @@ def make_session(
             identify=lambda: model.fingerprint,
             detokenize=model.detokenize,
             report=model.memory.report,
+            make_another=lambda slots: make_session(model, plan, eviction, slots),
         )
     )
 

@@ -49,6 +49,7 @@ class SessionParts:
         identify: says what model this is, for saved sessions.
         detokenize: starts to decode token ids, for stop texts.
         report: says what holds how many bytes.
+        make_another: makes an empty session of the same plan and options, with caches of these slots.
     """
 
     feeder: FeederParts
@@ -57,6 +58,7 @@ class SessionParts:
     identify: Callable[[], Fingerprint]
     detokenize: Detokenize
     report: Callable[[Session], MemoryReport]
+    make_another: Callable[[list[int]], Session]
 
 
 class Session:
@@ -297,6 +299,27 @@ class Session:
         if self._reader.is_reading:
             raise ConfigError("a session cannot be saved while it reads a prompt; save it between calls")
         save_sequence(path, self.saved_parts(), self._parts.identify(), rewind_tokens)
+
+    def fork(self) -> Session:
+        """Make another session that goes on from here as this one would; neither sees what the other reads.
+
+        A generation under way can be resumed in both.
+
+        Raises:
+            CapacityError: there is no memory for another session's caches.
+            ConfigError: the session is reading a prompt.
+        """
+        if self._reader.is_reading:
+            raise ConfigError("a session cannot be forked while it reads a prompt; fork it between calls")
+        parts, caches = self.saved_parts(), self.feeder.caches
+        other = self._parts.make_another([caches.capacity(self._cache_layer(i)) for i in range(len(self.plan.layers))])
+        other.feeder.caches.copy_from(caches)
+        other.state.tokens[:], other.state.variant = self.state.tokens, self.state.variant
+        other.state.lengths = parts.lengths
+        with caches.buffers.scope():
+            other.state.captured_at_eviction = {i: each.copy() for i, each in self.state.captured_at_eviction.items()}
+        other.take_up(parts.generation, parts.finish_reason)
+        return other
 
     def saved_parts(self) -> SavedParts:
         """Return what there is to save; steps under way count as written, not as read."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from ortolan.cli import bench, convert, demo, export, generate, inspect
+from ortolan.cli import bench, convert, demo, export, generate, inspect, perplexity
 from ortolan.errors import OrtolanError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ortolan", description="Long-context LLM inference on ONNX Runtime.")
     parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (export, convert, generate, inspect, bench, demo):
+    for command in (export, convert, generate, inspect, bench, perplexity, demo):
         command.add_parser(commands)
     return parser
 

@@ -30,6 +30,11 @@ SlotRuns = list[tuple[int, int]]  # (first slot, count) each
 class _AttentionCache:
     """What both kinds have: rows [D] of keys and values per position and kv head."""
 
+    needs_clear = False  # slots past a sequence's length are never read
+
+    def clear(self, view: LayerView) -> None:
+        """Do nothing."""
+
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:
         """Describe the pools [N, Hkv, P, D] of keys and values."""
         shape = (layer.num_kv_heads, SLOTS, layer.head_size)

@@ -109,17 +109,22 @@ class LayerState(Protocol):
         name: of the kind, as `LayerPlan.kind` has it.
         grows: whether a sequence takes more slots as it gets longer.
         is_shareable: whether pages hold what any sequence with the same tokens would write, so that they can be shared.
+        needs_clear: whether a sequence must find its state cleared when it begins.
     """
 
     name: str
     grows: bool
     is_shareable: bool
+    needs_clear: bool
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:
         """Describe what holds the state of a layer."""
 
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
         """Return the slots that one sequence needs."""
+
+    def clear(self, view: LayerView) -> None:
+        """Make the state that of a sequence without tokens, where that needs anything."""
 
     def rewind_problem(self, view: LayerView, length: int) -> str | None:
         """Say why a sequence cannot go back to `length` tokens; None where it can."""

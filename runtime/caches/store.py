@@ -14,6 +14,7 @@ from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.device.buffers import Array, Buffers
 from ortolan.runtime.state.lengths import Lengths
 
+Snapshot = dict[int, Mapping[str, Array] | None]  # of each layer; None: its lengths are enough
 Captures = dict[int, Array]  # captured queries [B, Wq, Hq, D] of each evictable layer
 
 
@@ -174,6 +175,8 @@ class SequenceCaches:
         self.buffers = store.buffers
         self.captures: Captures = dict(captures or {})
         self.eviction: Any = None
+        layers = store.manifest.layers
+        self._stateful = [i for i in store.tensors if kind_of(layers[i]).needs_clear]
 
     def page_numbers(self, index: int) -> Sequence[int]:
         """Return the pages of one layer's state."""
@@ -194,6 +197,31 @@ class SequenceCaches:
             tables[kind.block_table] = self.buffers.allocate(row.shape, np.int32)
             self.buffers.write(tables[kind.block_table], row)
         return tables
+
+    def clear(self, lengths: Lengths) -> None:
+        """Make the states that need it those of a sequence without tokens."""
+        for index in self._stateful:
+            kind_of(self.store.manifest.layers[index]).clear(self.view(index, lengths))
+
+    def snapshot(self, lengths: Lengths) -> Snapshot:
+        """Copy what steps change beyond the lengths."""
+        layers = self.store.manifest.layers
+        return {i: kind_of(layers[i]).snapshot(self.view(i, lengths)) for i in self.store.tensors}
+
+    def restore(self, snapshot: Snapshot, lengths: Lengths) -> None:
+        """Put a snapshot back."""
+        for index, copies in snapshot.items():
+            kind_of(self.store.manifest.layers[index]).restore(self.view(index, lengths), copies)
+
+    def copy_from(self, other: SequenceCaches) -> None:
+        """Take over the contents of another sequence's pages, which are as many and as large as this one's."""
+        with self.buffers.scope():
+            for index, tensors in self.store.tensors.items():
+                mine, others = list(self.page_numbers(index)), list(other.page_numbers(index))
+                for role, array in tensors.items():
+                    array[mine] = other.store.tensors[index][role][others]
+            for index, capture in self.captures.items():
+                capture[...] = other.captures[index]
 
     def view(self, index: int, lengths: Lengths) -> StoredLayer:
         """Return one layer's state of a sequence of these lengths."""

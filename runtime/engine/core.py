@@ -210,6 +210,8 @@ class EngineCore:
             self.pools.load(sequence, request.saved)
             sequence.is_stored = False
             request.close()
+        if chunk.begin == 0:
+            self.pools.begin(sequence)
         if chunk.captures and not sequence.captures:
             sequence.captures = self.pools.make_captures(sequence)
         tokens = sequence.tokens[chunk.begin : chunk.end]

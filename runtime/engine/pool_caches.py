@@ -27,6 +27,9 @@ class Pools(Protocol):
     def make_captures(self, sequence: TokenSequence) -> Captures:
         """Allocate what takes the queries that a sequence's eviction needs. Raises CapacityError."""
 
+    def begin(self, sequence: TokenSequence) -> None:
+        """Clear what a sequence must find cleared when it reads its first token."""
+
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths.
 
@@ -68,6 +71,10 @@ class PoolCaches:
                 for capture in captures.values():
                     capture[:] = 0
         return captures
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """Clear what a sequence must find cleared when it reads its first token."""
+        SequenceCaches(self._store, sequence.pages).clear(sequence.lengths)
 
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths."""

@@ -25,9 +25,11 @@ class EvictionGraphs:
         self._sessions: dict[str, Any] = {}
         self._recorded: dict[str, Any] | None = None
         self._has_read = False
+        if builder is None:
+            self._read_recorded()  # now, as `check` may be called in any thread
 
     def check(self, options: object) -> None:
-        """Refuse, by ConfigError, options that `open` would; it opens nothing once it was called."""
+        """Refuse, by ConfigError, options that `open` would."""
         check_eviction(options, self._manifest)
         if self._builder is None and isinstance(options, Eviction) and options.structure != self._read_recorded():
             raise self._no_graph(options)

@@ -136,6 +136,8 @@ class Feeder:
         """
         reading: deque[_Chunk] = deque()
         result: StepResult | None = None
+        if self.state.fed == 0:
+            self.caches.clear(self.state.lengths)
         try:
             for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
                 if len(reading) > self.stepper.depth:
