@@ -5,36 +5,39 @@ Source: Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from ortolan.errors import ConfigError
-from ortolan.graphs.builder import FLOAT, INT64, Tensor
-from ortolan.graphs.evict_parts import FORCED, EvictParts, Kept
+from ortolan.policies.parts import EMPTY, FORCED, Kept, Parts, Tensor
+from ortolan.policies.scored import ScoredEviction
 
 SAFEGUARD_PERCENT = 20  # of the budget, which every head keeps whatever the others score
 
 
-def keep_adakv(parts: EvictParts) -> dict[int, Kept]:
-    """Keep Hkv * budget positions of a layer: each head's safeguarded best, then the best of all heads.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaKv(ScoredEviction):
+    """SnapKV whose kv heads share `budget` times their number, so each head has a list of its own."""
 
-    Raises:
-        ConfigError: heads that share a list cannot have budgets of their own.
-    """
-    if parts.options.granularity != "kv_head":
-        raise ConfigError("policy adakv gives each kv head a budget; granularity must be kv_head")
-    return {i: _keep(parts, i) for i in parts.layers}
+    summary = "as snapkv; the kv heads of a layer share their budgets"
+    keeps_uneven = True
+
+    policy: str = "adakv"
+
+    def keep(self, parts: Parts) -> dict[int, Kept]:
+        """Keep Hkv * budget positions of a layer: each head's safeguarded best, then the best of all heads."""
+        return {i: _keep(parts, i, score) for i, score in self.scores(parts).items()}
 
 
-def _keep(parts: EvictParts, i: int) -> Kept:
+def _keep(parts: Parts, i: int, score: Tensor) -> Kept:
     path, graph = f"layers.{i}/evict", parts.graph
-    score = parts.pooled_score(i)
     slots = parts.slots(path, score)
     positions = parts.positions(path, slots)
     lengths = parts.lengths(path, parts.layers[i].kv_len)
     ranked = _safeguard(parts, path, parts.rank(path, score, lengths, positions), slots)
     mask = _best_of_all_heads(parts, path, i, ranked)  # [B, Hkv, C] bool
     chosen = graph.node(f"{path}/own", "Where", [mask, positions, slots])
-    counts = graph.node(f"{path}/counts/Cast", "Cast", [mask], {"to": INT64})
+    counts = parts.cast(f"{path}/counts/Cast", mask, np.int64)
     axis = graph.constant("axes/slots", [2], np.int64)
     counts = graph.node(f"{path}/counts", "ReduceSum", [counts, axis], {"keepdims": 0})
     longest = graph.node(f"{path}/longest/ReduceMax", "ReduceMax", [counts], {"keepdims": 0})
@@ -43,7 +46,7 @@ def _keep(parts: EvictParts, i: int) -> Kept:
     return parts.counted(i, parts.ascending(path, held, chosen, slots, longest))
 
 
-def _safeguard(parts: EvictParts, path: str, ranked: Tensor, slots: Tensor) -> Tensor:
+def _safeguard(parts: Parts, path: str, ranked: Tensor, slots: Tensor) -> Tensor:
     """Lift each head's best share of the budget above what other heads can outbid."""
     graph = parts.graph
     percent = graph.constant("int64/safeguard", [SAFEGUARD_PERCENT], np.int64)
@@ -51,12 +54,12 @@ def _safeguard(parts: EvictParts, path: str, ranked: Tensor, slots: Tensor) -> T
     safe = graph.node(f"{path}/safe/Div", "Div", [safe, graph.constant("int64/hundred", [100], np.int64)])
     safe = graph.node(f"{path}/safe", "Min", [safe, slots])
     held, chosen = parts.best(f"{path}/safe", ranked, safe)
-    top, empty = graph.constant("float/forced", FORCED, np.float32), graph.constant("float/empty", -1, np.float32)
+    top, empty = graph.constant("float/forced", FORCED, np.float32), graph.constant("float/empty", EMPTY, np.float32)
     lifted = graph.node(f"{path}/safe/lifted", "Where", [held, top, empty])
     return graph.node(f"{path}/safe/ScatterElements", "ScatterElements", [ranked, chosen, lifted], {"axis": 2})
 
 
-def _best_of_all_heads(parts: EvictParts, path: str, i: int, ranked: Tensor) -> Tensor:
+def _best_of_all_heads(parts: Parts, path: str, i: int, ranked: Tensor) -> Tensor:
     """Mark the Hkv * budget best positions of all heads together."""
     graph, heads = parts.graph, parts.manifest.layers[i].num_kv_heads
     flat = graph.node(f"{path}/flat", "Reshape", [ranked, graph.constant("shapes/flat", [0, -1], np.int64)])
@@ -66,7 +69,7 @@ def _best_of_all_heads(parts: EvictParts, path: str, i: int, ranked: Tensor) -> 
     total = graph.node(f"{path}/total", "Min", [total, available])
     held, chosen = parts.best(f"{path}/all", flat, total)
     zeros = graph.node(f"{path}/zeros", "Mul", [flat, graph.constant("float/zero", 0, np.float32)])
-    ones = graph.node(f"{path}/ones", "Cast", [held], {"to": FLOAT})
+    ones = parts.cast(f"{path}/ones", held, np.float32)
     marked = graph.node(f"{path}/marks", "ScatterElements", [zeros, chosen, ones], {"axis": 1})
     ranked_shape = graph.node(f"{path}/ranked/Shape", "Shape", [ranked])
     marks = graph.node(f"{path}/marks/Reshape", "Reshape", [marked, ranked_shape])

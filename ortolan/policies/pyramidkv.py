@@ -5,31 +5,38 @@ Source: PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information F
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from ortolan.errors import ConfigError
-from ortolan.graphs.builder import Tensor
-from ortolan.graphs.evict_parts import EvictParts, Kept
+from ortolan.policies.base import shared_lists
+from ortolan.policies.parts import Kept, Parts, Tensor
+from ortolan.policies.scored import ScoredEviction
 
 STEEPNESS = 20  # beta of the paper: the last layer keeps about 1 / beta of the average beyond the window
 
 
-def keep_pyramidkv(parts: EvictParts) -> dict[int, Kept]:
-    """Keep as SnapKV does, each layer within a budget of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyramidKv(ScoredEviction):
+    """SnapKV with more for early layers, so all layers together cannot share one list.
 
-    They average to `budget`, or to a little more where last layers are lifted to window and sinks.
-
-    Raises:
-        ConfigError: lists that are shared by all layers cannot have budgets of their own.
+    The budgets average to `budget`, or to a little more where last layers are lifted to window and sinks.
     """
-    if parts.options.granularity == "model":
-        raise ConfigError("policy pyramidkv gives each layer a budget; granularity must be kv_head or layer")
-    budgets = _budgets(parts)
-    scores = parts.shared_scores()
-    return {i: parts.keep_best(i, score, budgets[i]) for i, score in scores.items()}
+
+    summary = "as snapkv, with more for early layers"
+    keeps_uneven = True
+
+    policy: str = "pyramidkv"
+    granularity: str = field(default="kv_head", metadata=shared_lists("kv_head", "layer"))
+
+    def keep(self, parts: Parts) -> dict[int, Kept]:
+        """Keep as SnapKV does, each layer within a budget of its own."""
+        budgets = _budgets(parts)
+        scores = parts.shared(self.scores(parts), self.granularity)
+        return {i: parts.keep_best(i, score, budgets[i]) for i, score in scores.items()}
 
 
-def _budgets(parts: EvictParts) -> dict[int, Tensor]:
+def _budgets(parts: Parts) -> dict[int, Tensor]:
     """Fall linearly from the first evictable layer to the last; no layer falls below window and sinks."""
     graph, layers = parts.graph, list(parts.layers)
 

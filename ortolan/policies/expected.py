@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import ConfigError
-from ortolan.graphs.builder import FLOAT, Tensor
-from ortolan.graphs.evict_parts import EvictParts, Kept
+from ortolan.policies.base import reduced_groups, shared_lists, whole
+from ortolan.policies.eviction import FLOAT32_BYTES, CacheShape, Eviction
+from ortolan.policies.parts import Kept, Parts, Tensor
 
+QUERIES = 256  # captured for the statistics, unless told otherwise
 FUTURE = 512  # positions over which the rotation of coming queries is averaged
 REDUCTIONS = {"mean": "ReduceMean", "max": "ReduceMax", "sum": "ReduceSum"}
 UNSEEN = -1e30
@@ -31,19 +32,40 @@ UNSEEN = -1e30
 Derive: TypeAlias = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 
 
-def keep_expected(parts: EvictParts) -> dict[int, Kept]:
-    """Keep sinks, the last window, and the best of the rest, per kv head, layer or model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedAttention(Eviction):
+    """Keeps what the queries to come are expected to attend to.
 
-    Raises:
-        ConfigError: the manifest does not tell the model's RoPE frequencies.
+    Attributes:
+        queries: last queries whose mean and covariance are taken; None takes 256, or `window` where that is more.
     """
-    if parts.manifest.ropes is None:
-        raise ConfigError(
-            "policy expected needs RoPE frequencies, which this model folder lacks; a converted model never has them: "
-            "choose another policy; one that was exported gets them when it is exported again"
-        )
-    scores = parts.shared_scores(lambda i: _Layer(parts, i).score())
-    return {i: parts.keep_best(i, score, parts.budget) for i, score in scores.items()}
+
+    summary = "the positions that queries to come are expected to attend to"
+    needs_rope = True
+
+    policy: str = "expected"
+    queries: int | None = field(default=None, metadata=whole("last queries that the policy learns from", optional=True))
+    granularity: str = field(default="kv_head", metadata=shared_lists())
+    group_reduce: str = field(default="mean", metadata=reduced_groups())
+
+    @property
+    def captured_queries(self) -> int:
+        """Rows of the capture buffers that the policy needs."""
+        return self.queries or max(self.window, QUERIES)
+
+    def workspace_bytes(self, cache: CacheShape) -> int:
+        """Return about how many bytes the eviction of a layer takes besides its cache.
+
+        Every key is weighed by the covariance of every query head, in float32: two arrays [Hq, C, D].
+        """
+        products = 2 * cache.num_heads * cache.slots * cache.head_size
+        return Eviction.workspace_bytes(self, cache) + FLOAT32_BYTES * products
+
+    def keep(self, parts: Parts) -> dict[int, Kept]:
+        """Keep sinks, the last window, and the best of the rest, per kv head, layer or model."""
+        scores = {i: _Layer(parts, i, self.group_reduce).score() for i in parts.layers}
+        shared = parts.shared(scores, self.granularity)
+        return {i: parts.keep_best(i, score, parts.budget) for i, score in shared.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +79,10 @@ class _Rotation:
 class _Layer:
     """Scores the positions of one layer; G query heads share a kv head, and Wq queries of each are captured."""
 
-    def __init__(self, parts: EvictParts, i: int) -> None:
+    def __init__(self, parts: Parts, i: int, group_reduce: str) -> None:
         self._parts, self._graph, self._inputs, self._i = parts, parts.graph, parts.layers[i], i
         self._path, self._info = f"layers.{i}/evict", parts.manifest.layers[i]
+        self._reduce = REDUCTIONS[group_reduce]
         ropes = parts.manifest.ropes or {}
         self._frequencies = np.array(ropes[self._info.rope]) if self._info.rope else None  # [variants, R]
         self._lengths = parts.lengths(f"{self._path}/expected", self._inputs.kv_len)  # [B, Hkv, 1]
@@ -67,11 +90,10 @@ class _Layer:
     def score(self) -> Tensor:
         """Score all slots, [B, Hkv, C] float32; empty ones hold anything."""
         mean, covariance = self._statistics()
-        keys = self._node("keys/Cast", "Cast", self._rows("keys", self._inputs.key), to=FLOAT)
+        keys = self._cast("keys/Cast", self._rows("keys", self._inputs.key))
         weights = self._node("Softmax", "Softmax", self._exponents(keys, mean, covariance), axis=-1)
-        reduce = REDUCTIONS[self._parts.options.group_reduce]
-        weights = self._node(reduce, reduce, weights, self._axes(2), keepdims=0)  # [B, Hkv, C]
-        values = self._node("values/Cast", "Cast", self._rows("values", self._inputs.value), to=FLOAT)
+        weights = self._node(self._reduce, self._reduce, weights, self._axes(2), keepdims=0)  # [B, Hkv, C]
+        values = self._cast("values/Cast", self._rows("values", self._inputs.value))
         norms = self._node("values/ReduceL2", "ReduceL2", values, self._axes(3), keepdims=0)
         return self._node("score", "Mul", weights, norms)
 
@@ -79,7 +101,7 @@ class _Layer:
         """Return the mean [B, Hkv, G, 1, D] and covariance [B, Hkv, G, D, D] of queries to come."""
         ages, held = self._ages()
         queries = self._rotated("next", self._queries(), self._until_next(ages))
-        count = self._node("count/Cast", "Cast", held, to=FLOAT)
+        count = self._cast("count/Cast", held)
         count = self._node("count", "ReduceSum", count, self._axes(3), keepdims=1)
         count = self._node("count/Max", "Max", count, self._float("one", 1))
         zero = self._float("zero", 0)
@@ -98,7 +120,7 @@ class _Layer:
         """Return the captured queries by kv head, [B, Hkv, G, Wq, D] float32."""
         heads, size = self._info.num_kv_heads, self._info.head_size
         shape = [0, 0, heads, self._parts.manifest.num_heads // heads, size]
-        captured = self._node("queries/Cast", "Cast", self._inputs.capture, to=FLOAT)
+        captured = self._cast("queries/Cast", self._inputs.capture)
         name = "shapes/" + "x".join(map(str, shape))
         split = self._node("queries/Reshape", "Reshape", captured, self._graph.constant(name, shape, np.int64))
         return self._node("queries", "Transpose", split, perm=[0, 2, 3, 1, 4])
@@ -124,7 +146,7 @@ class _Layer:
         frequencies = self._of_variant("inv_freq", lambda table: table)
         if frequencies is None:
             return None
-        steps = self._node("steps/Cast", "Cast", ages, to=FLOAT)
+        steps = self._cast("steps/Cast", ages)
         steps = self._node("steps", "Add", steps, self._float("one", 1))
         angles = self._node("angles", "Mul", steps, frequencies)  # [B, Hkv, 1, Wq, R]
         return _Rotation(self._node("cosine", "Cos", angles), self._node("sine", "Sin", angles))
@@ -187,6 +209,9 @@ class _Layer:
         allowed = self._node("allowed/And", "And", before, after)
         allowed = self._node("allowed", "Unsqueeze", allowed, self._axes(2))
         return self._node("seen", "Where", allowed, exponents, self._float("unseen", UNSEEN))
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        return self._parts.cast(f"{self._path}/expected/{name}", tensor, np.float32)
 
     def _rows(self, name: str, cache: Tensor) -> Tensor:
         return self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", cache)
