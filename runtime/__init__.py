@@ -2,7 +2,7 @@
 
 from ortolan.runtime.engine import Engine
 from ortolan.runtime.model import Model, load
-from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.options import Sampling
 from ortolan.runtime.plan import CachePlan, LayerPlan, plan_caches
 from ortolan.runtime.session import Session
 from ortolan.runtime.stream import Stream
@@ -15,7 +15,6 @@ __all__ = [
     "Model",
     "Sampling",
     "Session",
-    "SnapKv",
     "Stream",
     "load",
     "plan_caches",

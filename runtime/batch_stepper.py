@@ -11,11 +11,11 @@ import numpy.typing as npt
 from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.batch_inputs import BatchLayout, Row
 from ortolan.runtime.buffers import Array, HostBuffers, wrap
 from ortolan.runtime.engine_plan import EnginePlan
 from ortolan.runtime.evictor import evict
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.paged_caches import NO_PAGE
 from ortolan.runtime.pools import Pools, SequenceCaches
 from ortolan.runtime.stepper import Logits
@@ -53,7 +53,7 @@ class BatchStepper(Protocol):
     def make_captures(self, rows: int) -> Mapping[int, Array]:
         """Allocate what takes a sequence's last `rows` queries. Raises CapacityError."""
 
-    def evict(self, row: Row, options: SnapKv) -> dict[int, npt.NDArray[np.int32]]:
+    def evict(self, row: Row, options: Eviction) -> dict[int, npt.NDArray[np.int32]]:
         """Evict one sequence, described as if to feed nothing; returns the tokens that each kv head keeps, [Hkv].
 
         Raises:
@@ -127,7 +127,7 @@ class HostBatchStepper:
         """Allocate what takes a sequence's last `rows` queries."""
         return self._pools.make_captures(rows)
 
-    def evict(self, row: Row, options: SnapKv) -> dict[int, npt.NDArray[np.int32]]:
+    def evict(self, row: Row, options: Eviction) -> dict[int, npt.NDArray[np.int32]]:
         """Evict one sequence; returns the tokens that each kv head keeps, [Hkv]."""
         return evict_sequence(self._evict_sessions(options), self._pools, row, options)
 
@@ -138,11 +138,11 @@ class HostBatchStepper:
 class EvictSessions(Protocol):
     """Opens eviction graphs."""
 
-    def __call__(self, options: SnapKv) -> Any:
+    def __call__(self, options: Eviction) -> Any:
         """Return the session of the eviction graph for these options. Raises ConfigError."""
 
 
-def evict_sequence(ort_session: Any, pools: Pools, row: Row, options: SnapKv) -> dict[int, npt.NDArray[np.int32]]:
+def evict_sequence(ort_session: Any, pools: Pools, row: Row, options: Eviction) -> dict[int, npt.NDArray[np.int32]]:
     """Compact one sequence's pages; returns the tokens that each kv head of each evictable layer keeps, [Hkv]."""
     caches = SequenceCaches(pools, row.captures, row.pages)
     heads = {i: pools.manifest.layers[i].num_kv_heads for i in row.captures}

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ortolan import contract
 from ortolan.errors import CapacityError, OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.batch_inputs import BatchLayout, Choice, Row
 from ortolan.runtime.batch_stepper import EvictSessions, evict_sequence
 from ortolan.runtime.buffers import Array
@@ -27,7 +28,7 @@ from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_stepper import NO_GRAPH, is_out_of_memory, run_options
 from ortolan.runtime.device_loop import TokenChooser, pack_rules
 from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.options import Sampling
 from ortolan.runtime.pools import Pools
 
 EMPTY_ENTRY = 0  # of block tables, past the pages in use: never followed, but a page all the same
@@ -157,7 +158,7 @@ class CudaBatchStepper:
         """Allocate what takes a sequence's last `rows` queries. Raises CapacityError."""
         return self._pools.make_captures(rows)
 
-    def evict(self, row: Row, options: SnapKv) -> dict[int, npt.NDArray[np.int32]]:
+    def evict(self, row: Row, options: Eviction) -> dict[int, npt.NDArray[np.int32]]:
         """Evict one sequence; returns the tokens that each kv head keeps, [Hkv]."""
         return evict_sequence(self._evict_sessions(options), self._pools, row, options)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_stepper import CudaStepper
 from ortolan.runtime.device_loop import TokenChooser
@@ -25,7 +26,6 @@ from ortolan.runtime.evictor import bind_eviction
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import NO_TOKENS
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import STEPS_AHEAD, CachePlan, split_chunks
 from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session import Session
@@ -93,7 +93,7 @@ class DeviceSession(Session):
         manifest: Manifest,
         ort_session: Any,
         plan: CachePlan,
-        snapkv: SnapKv | None,
+        snapkv: Eviction | None,
         evict_session: Any,
         model: DeviceModel,
         identify: Callable[[], Fingerprint] | None = None,

@@ -25,11 +25,12 @@ from ortolan.errors import (
     whole_number,
 )
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.batch_stepper import BatchStepper
 from ortolan.runtime.engine_core import EngineCore, EngineStats
 from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.model import Model, SnapKvCheck
-from ortolan.runtime.options import Sampling, SnapKv, check_sampling, check_snapkv
+from ortolan.runtime.model import EvictionCheck, Model
+from ortolan.runtime.options import Sampling, check_eviction, check_sampling
 from ortolan.runtime.request import Request, make_choice
 from ortolan.runtime.scheduler import Scheduler, check_fits
 from ortolan.runtime.sequence import TokenSequence
@@ -116,7 +117,7 @@ class Engine:
         """Make an engine whose steps run elsewhere than in a model."""
         engine = cls.__new__(cls)
         engine._start(
-            manifest, plan, stepper, overcommit, lambda snapkv: check_snapkv(snapkv, manifest), lambda: tokenizer
+            manifest, plan, stepper, overcommit, lambda snapkv: check_eviction(snapkv, manifest), lambda: tokenizer
         )
         return engine
 
@@ -126,7 +127,7 @@ class Engine:
         plan: EnginePlan,
         stepper: BatchStepper,
         overcommit: float,
-        check: SnapKvCheck,
+        check: EvictionCheck,
         tokenizer: Callable[[], Tokenizer | None],
     ) -> None:
         self.plan = plan
@@ -144,7 +145,7 @@ class Engine:
         *,
         stop: Stops = (),
         ignore_eos: bool = False,
-        snapkv: SnapKv | None = None,
+        snapkv: Eviction | None = None,
     ) -> Stream:
         """Ask for the tokens that follow a prompt; returns at once.
 

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from ortolan.errors import OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.evictor import evict
 from ortolan.runtime.lengths import Lengths
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan
 from ortolan.runtime.stats import Stats
 
@@ -28,7 +28,7 @@ class EvictingSession(abc.ABC):
     plan: CachePlan
     stats: Stats
     _manifest: Manifest
-    _snapkv: SnapKv | None
+    _snapkv: Eviction | None
     _evict_session: Any
     _caches: CacheBuffers
     _lengths: Lengths

@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
+from ortolan.policies import Eviction
+from ortolan.policies.eviction import CacheShape
 from ortolan.runtime.buffers import Array, Buffers, wrap
-from ortolan.runtime.options import UNEVEN_POLICIES, SnapKv
 
-MANY_SLOTS = 65536  # of a cache; scores of more take a hundred megabytes and more while layers are chosen together
+LARGE_WORKSPACE_BYTES = 64 * 2**20  # of one layer; more are worth the time that it takes to give them back
 
 
 class EvictableCaches(Protocol):
@@ -32,7 +33,7 @@ class EvictableCaches(Protocol):
 def evict(
     ort_session: Any,
     caches: EvictableCaches,
-    options: SnapKv,
+    options: Eviction,
     physical: dict[int, npt.NDArray[np.int32]],
     logical: int,
     variant: int = 0,
@@ -70,7 +71,7 @@ def evict(
         raise OrtolanError(f"the eviction graph failed: {error}") from error
 
 
-def bind_eviction(ort_session: Any, caches: EvictableCaches, options: SnapKv) -> EvictBinding:
+def bind_eviction(ort_session: Any, caches: EvictableCaches, options: Eviction) -> EvictBinding:
     """Bind an eviction graph to caches, where that was not done; a device may be at work meanwhile."""
     if caches.eviction is None:
         caches.eviction = EvictBinding(ort_session, caches, options)
@@ -88,7 +89,7 @@ class EvictBinding:
         is_large: whether a run takes so much memory besides the caches that it is worth the time to give it back.
     """
 
-    def __init__(self, ort_session: Any, caches: EvictableCaches, options: SnapKv) -> None:
+    def __init__(self, ort_session: Any, caches: EvictableCaches, options: Eviction) -> None:
         self.io: Any = ort_session.io_binding()
         self.wanted = {i.name for i in ort_session.get_inputs()}
         self._buffers, self._captures = caches.buffers, caches.captures
@@ -109,12 +110,15 @@ class EvictBinding:
             self._buffers.bind_in_place(self.io, contract.key_cache(index), caches.layers[index].key)
             self._buffers.bind_in_place(self.io, contract.value_cache(index), caches.layers[index].value)
         slots = self._slots(caches)
-        self.is_large = options.policy == "expected" or max(slots.values()) > MANY_SLOTS
+        shapes = [
+            CacheShape(slots=slots[i], num_heads=array.shape[2], num_kv_heads=heads[i], head_size=array.shape[3])
+            for i, array in caches.captures.items()
+        ]
+        self.is_large = max(options.workspace_bytes(shape) for shape in shapes) > LARGE_WORKSPACE_BYTES
         self._lists: dict[int, Array] = {}  # views of `_all_lists`; none where their lengths are not known ahead
-        if options.policy not in UNEVEN_POLICIES:
-            shared = options.granularity != "kv_head"
+        if not options.keeps_uneven:
             counts = {index: min(options.budget, count) for index, count in slots.items()}
-            self._bind_lists({i: (1, 1 if shared else heads[i], count) for i, count in counts.items()})
+            self._bind_lists({i: (1, 1 if options.shares_lists else heads[i], count) for i, count in counts.items()})
 
     def bind_variant(self, variant: int) -> None:
         """Bind the variant of RoPE in use, where the graph asks for it."""

@@ -9,14 +9,14 @@ from typing import Any
 
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
+from ortolan.policies.eviction import CacheShape
 from ortolan.runtime.engine_plan import EnginePlan
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import ELEMENT_BYTES, CachePlan
 
 # Intermediate results of a chunk that live at once, in rows of Hq * D elements per token: residual, norm, query, key
 # and value, the MLP's wide rows (up to seven such rows each), and what fragmentation leaves.
 ROWS_PER_TOKEN = 32
-SCORE_ARRAYS = 32  # of a layer's scores, ranks and positions, in float32 each; some graphs take 8 layers at once
 LIBRARY_BYTES = 128 * 2**20  # kernels and workspaces that CUDA's libraries load with the first step
 
 
@@ -77,18 +77,22 @@ def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan | EnginePlan) -> in
     return LIBRARY_BYTES + rows + 2 * manifest.vocab_size * ELEMENT_BYTES["float32"]
 
 
-def estimate_evict_bytes(manifest: Manifest, plan: CachePlan, snapkv: SnapKv | None) -> int:
-    """Estimate what an eviction takes on a device besides the caches, for the layer that takes most.
-
-    The policy `expected` weighs every key by every query head's covariance, in float32; others hold scores alone.
-    """
+def estimate_evict_bytes(manifest: Manifest, plan: CachePlan, snapkv: Eviction | None) -> int:
+    """Estimate what an eviction takes on a device besides the caches, for the layer that takes most."""
     if snapkv is None:
         return 0
-    evictable = [(i, layer) for i, layer in enumerate(manifest.layers) if layer.evictable]
-    rows = max(plan.layers[i].capacity * layer.head_size for i, layer in evictable)
-    scores = max(plan.layers[i].capacity * layer.num_kv_heads for i, layer in evictable)
-    products = 2 * manifest.num_heads * rows if snapkv.policy == "expected" else 0
-    return ELEMENT_BYTES["float32"] * (products + SCORE_ARRAYS * scores)
+    return max(
+        snapkv.workspace_bytes(
+            CacheShape(
+                slots=plan.layers[i].capacity,
+                num_heads=manifest.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+            )
+        )
+        for i, layer in enumerate(manifest.layers)
+        if layer.evictable
+    )
 
 
 def fit_chunk(plan: CachePlan, smallest: int, check: Callable[[CachePlan], None]) -> CachePlan:

@@ -22,6 +22,7 @@ from ortolan.errors import (
     whole_number,
 )
 from ortolan.manifest import EVICT_FILE, MODEL_FILE, Manifest, read_manifest
+from ortolan.policies import STRUCTURE_METADATA, Eviction
 from ortolan.runtime.batch_stepper import BatchStepper, HostBatchStepper
 from ortolan.runtime.cuda import CudaBuffers
 from ortolan.runtime.cuda_batch import CudaBatchStepper
@@ -48,18 +49,17 @@ from ortolan.runtime.memory import (
     fit_chunk,
     weight_file_bytes,
 )
-from ortolan.runtime.options import SnapKv, check_snapkv
+from ortolan.runtime.options import check_eviction
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.restore import SavedSession
 from ortolan.runtime.scratch import decode_scratch_bytes
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
-SNAPKV_METADATA = "ortolan.snapkv"
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
 MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
-EvictBuilder = Callable[[Manifest, SnapKv], bytes]
-SnapKvCheck = Callable[[SnapKv | None], None]
+EvictBuilder = Callable[[Manifest, Eviction], bytes]
+EvictionCheck = Callable[[Eviction | None], None]
 
 
 class Model:
@@ -105,15 +105,15 @@ class Model:
         return self._tokenizer
 
     def plan(
-        self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
+        self, max_context: int | None = None, chunk_size: int | None = None, snapkv: Eviction | None = None
     ) -> CachePlan:
         """Plan the caches of a session without making it. Arguments and errors are those of `session`."""
-        check_snapkv(snapkv, self.manifest)
+        check_eviction(snapkv, self.manifest)
         budget = snapkv.budget if snapkv and snapkv.during_prefill else None
         return plan_caches(self.manifest, max_context, chunk_size, cuda=self._device is not None, budget=budget)
 
     def session(
-        self, max_context: int | None = None, chunk_size: int | None = None, snapkv: SnapKv | None = None
+        self, max_context: int | None = None, chunk_size: int | None = None, snapkv: Eviction | None = None
     ) -> Session:
         """Start a sequence with caches of its own.
 
@@ -163,7 +163,7 @@ class Model:
         """What identifies the model to saved sessions; see `take_fingerprint` for what it covers."""
         return take_fingerprint(self.folder, self.manifest)
 
-    def _make_session(self, plan: CachePlan, snapkv: SnapKv | None, capacities: list[int] | None = None) -> Session:
+    def _make_session(self, plan: CachePlan, snapkv: Eviction | None, capacities: list[int] | None = None) -> Session:
         """Make an empty session; `capacities` are the slots of each layer, where they are not the plan's."""
         evict_session = None if snapkv is None else self._evict_session(snapkv)
         if self._device is None:
@@ -214,12 +214,12 @@ class Model:
                 f"scratch memory; lower max_sequences or max_context: {error}"
             ) from error
 
-    def snapkv_check(self) -> SnapKvCheck:
+    def snapkv_check(self) -> EvictionCheck:
         """Return what refuses, by ConfigError, options that `session` would; it opens nothing, in whatever thread."""
         recorded = self._recorded_eviction()[1] if self._evict_builder is None else None
 
-        def check(options: SnapKv | None) -> None:
-            check_snapkv(options, self.manifest)
+        def check(options: Eviction | None) -> None:
+            check_eviction(options, self.manifest)
             if options is not None and self._evict_builder is None and options.structure != recorded:
                 raise self._no_graph(options, recorded)
 
@@ -236,7 +236,7 @@ class Model:
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
         )
 
-    def _fitting(self, plan: CachePlan, snapkv: SnapKv | None, capacities: list[int] | None = None) -> CachePlan:
+    def _fitting(self, plan: CachePlan, snapkv: Eviction | None, capacities: list[int] | None = None) -> CachePlan:
         """Return the plan with chunks that there is memory for, where nobody chose their size."""
         if self._device is None or self.manifest.chunk_chosen:
             return plan
@@ -246,7 +246,7 @@ class Model:
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
 
-    def _check_room(self, plan: CachePlan, snapkv: SnapKv | None) -> None:
+    def _check_room(self, plan: CachePlan, snapkv: Eviction | None) -> None:
         """Refuse a plan that the device has no memory for."""
         assert self._device is not None
         memory = self._device.free_memory()
@@ -265,14 +265,14 @@ class Model:
         wanted = self._provider == CUDA_PROVIDER if fused is None else fused
         return str(name) if wanted and name else MODEL_FILE
 
-    def _evict_session(self, options: SnapKv) -> Any:
+    def _evict_session(self, options: Eviction) -> Any:
         """Open the eviction graph for these options, once for each structure."""
         key = json.dumps(options.structure, sort_keys=True)
         if key not in self._evict_sessions:
             self._evict_sessions[key] = self._open_evict_graph(options)
         return self._evict_sessions[key]
 
-    def _open_evict_graph(self, options: SnapKv) -> Any:
+    def _open_evict_graph(self, options: Eviction) -> Any:
         """Open the folder's graph where it has these options, else build one."""
         session, recorded = self._recorded_eviction()
         if recorded == options.structure:
@@ -287,9 +287,9 @@ class Model:
         if not path.is_file():
             return None, None
         session = self._open(str(path))
-        return session, json.loads(session.get_modelmeta().custom_metadata_map.get(SNAPKV_METADATA, "{}"))
+        return session, json.loads(session.get_modelmeta().custom_metadata_map.get(STRUCTURE_METADATA, "{}"))
 
-    def _no_graph(self, options: SnapKv, recorded: dict[str, Any] | None) -> ConfigError:
+    def _no_graph(self, options: Eviction, recorded: dict[str, Any] | None) -> ConfigError:
         return ConfigError(
             f"{self.folder / EVICT_FILE} was built for {json.dumps(recorded)}, not {json.dumps(options.structure)}; "
             "open the model with ortolan.load, which can build others"

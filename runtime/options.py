@@ -1,120 +1,13 @@
-"""What a caller may choose about a session: eviction and sampling."""
+"""What a caller may choose about sampling, and the checks of what was chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ortolan.errors import MAX_LENGTH, ConfigError, finite_number, one_of, truth, whole_number
+from ortolan.errors import ConfigError, finite_number, whole_number
 from ortolan.manifest import Manifest
-
-POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "expected")
-UNEVEN_POLICIES = ("pyramidkv", "adakv")  # some layer or head may keep more than the budget
-EXPECTED_QUERIES = 256  # captured for the statistics of policy "expected", unless told otherwise
-POOLS = ("avg", "max")
-GRANULARITIES = ("kv_head", "layer", "model")
-OWN_BUDGETS = {"adakv": ("kv_head",), "pyramidkv": ("kv_head", "layer")}  # who may share a list where budgets differ
-GROUP_REDUCES = ("mean", "max", "sum")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapKv:
-    """SnapKV eviction, which fires after a prefill that leaves more than `budget` tokens in a cache.
-
-    Attributes:
-        budget: tokens kept in each full-attention layer.
-        window: last queries that score, whose positions are always kept.
-        kernel: odd width of the pooling along positions; at most 2 * max_context + 1 of the model.
-        pool: "avg" or "max".
-        sink: first positions, always kept.
-        granularity: who shares a keep-list: "kv_head", "layer" or "model". Those whose budgets differ cannot: policy
-            "adakv" takes "kv_head" alone, "pyramidkv" not "model".
-        group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
-        policy: what is kept: "snapkv" (the best-scored), "streaming" (sinks and the latest), "pyramidkv" (SnapKV with
-            more for early layers: `budget` on average, or a little more where last layers are lifted to window and
-            sinks), "adakv" (SnapKV whose kv heads share `budget` times their number) or "expected" (what queries to
-            come are expected to attend to; it does not pool).
-        queries: last queries of whose mean and covariance policy "expected" expects the next ones; None takes 256,
-            or `window` where that is more. Other policies score by `window` queries and take None alone.
-        during_prefill: also evict after each chunk of a prompt, and before a step that the caches have no room for,
-            so that no full-attention cache ever holds more than `budget` and a chunk. An approximation: what a chunk
-            does not ask for is gone for the rest of the prompt. Not with policies that keep more than `budget`
-            somewhere ("pyramidkv", "adakv").
-
-    Source: arXiv 2404.14469; the policies name theirs in `ortolan.graphs.policies`.
-    """
-
-    budget: int = 2048
-    window: int = 64
-    kernel: int = 5
-    pool: str = "avg"
-    sink: int = 4
-    granularity: str = "kv_head"
-    group_reduce: str = "mean"
-    policy: str = "snapkv"
-    queries: int | None = None
-    during_prefill: bool = False
-
-    def __post_init__(self) -> None:
-        _set(self, "budget", whole_number("SnapKv budget", self.budget))  # one beyond any length never evicts
-        for name, least in (("window", 1), ("kernel", 1), ("sink", 0)):
-            _set(self, name, whole_number(f"SnapKv {name}", getattr(self, name), least, MAX_LENGTH))
-        if self.kernel % 2 == 0:
-            raise ConfigError(f"SnapKv kernel is {self.kernel}; it must be odd, so that pooling keeps its length")
-        if self.budget < self.window + self.sink:
-            raise ConfigError(
-                f"SnapKv budget {self.budget} does not hold window {self.window} and sink {self.sink}, "
-                "which are always kept"
-            )
-        self._check_queries()
-        self._check_during_prefill()
-        for name, allowed in (
-            ("pool", POOLS),
-            ("granularity", GRANULARITIES),
-            ("group_reduce", GROUP_REDUCES),
-            ("policy", POLICIES),
-        ):
-            one_of(f"SnapKv {name}", getattr(self, name), allowed)
-        sharing = OWN_BUDGETS.get(self.policy, GRANULARITIES)
-        if self.granularity not in sharing:
-            raise ConfigError(
-                f"SnapKv policy {self.policy!r} gives budgets of their own to those that granularity "
-                f"{self.granularity!r} lets share a list; granularity must be {' or '.join(sharing)}"
-            )
-
-    def _check_queries(self) -> None:
-        given = self.queries
-        if given is None:
-            return
-        if self.policy != "expected":
-            raise ConfigError(f"SnapKv queries is {given!r}; only policy 'expected' takes it, others score by window")
-        _set(self, "queries", whole_number("SnapKv queries", given, 1, MAX_LENGTH))
-
-    def _check_during_prefill(self) -> None:
-        truth("SnapKv during_prefill", self.during_prefill)
-        if self.during_prefill and self.policy in UNEVEN_POLICIES:
-            raise ConfigError(
-                f"SnapKv during_prefill bounds every cache by the budget, but policy {self.policy!r} lets some hold "
-                f"more; use one of {', '.join(p for p in POLICIES if p not in UNEVEN_POLICIES)}"
-            )
-
-    @property
-    def captured_queries(self) -> int:
-        """Rows of the capture buffers that the policy needs."""
-        if self.policy != "expected":
-            return self.window
-        return self.queries or max(self.window, EXPECTED_QUERIES)
-
-    @property
-    def structure(self) -> dict[str, int | str]:
-        """The options that shape the eviction graph; the others are inputs of it."""
-        return {
-            "policy": self.policy,
-            "kernel": self.kernel,
-            "pool": self.pool,
-            "granularity": self.granularity,
-            "group_reduce": self.group_reduce,
-        }
+from ortolan.policies import Eviction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,29 +58,15 @@ def check_sampling(given: Sampling | None) -> Sampling:
     return given
 
 
-def check_snapkv(given: SnapKv | None, manifest: Manifest) -> None:
+def check_eviction(given: Eviction | None, manifest: Manifest) -> None:
     """Check that eviction options are such, and that a model has what they need. Raises ConfigError."""
     if given is None:
         return
-    if not isinstance(given, SnapKv):
-        raise ConfigError(f"snapkv is {given!r}; it must be an ortolan.SnapKv, or None")
-    if not any(layer.evictable for layer in manifest.layers):
-        raise ConfigError(
-            "snapkv: no layer of this model can evict; it has only sliding windows, or was exported with "
-            "snapkv_window=0"
-        )
-    if given.policy == "expected" and manifest.ropes is None:
-        raise ConfigError(
-            "snapkv: policy 'expected' needs RoPE frequencies, which this model folder lacks; a converted model never "
-            "has them: choose another policy; one that was exported gets them when it is exported again"
-        )
-    widest = 2 * manifest.max_context + 1  # reaches all positions from each; wider ones only take longer
-    if given.kernel > widest:
-        raise ConfigError(
-            f"SnapKv kernel is {given.kernel}; at most {widest} in a model of max_context {manifest.max_context}"
-        )
+    if not isinstance(given, Eviction):
+        raise ConfigError(f"snapkv is {given!r}; it must be an ortolan.Eviction or ortolan.SnapKv, or None")
+    given.check(manifest)
 
 
-def _set(options: SnapKv | Sampling, name: str, value: float) -> None:
+def _set(options: Sampling, name: str, value: float) -> None:
     """Set an attribute of options that are frozen: while they are made, NumPy's numbers become Python's."""
     object.__setattr__(options, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, TypeVar
@@ -10,16 +11,17 @@ import numpy as np
 
 from ortolan.errors import ConfigError, ContractMismatchError, SessionFileError
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.fingerprint import Fingerprint, difference
-from ortolan.runtime.options import Sampling, SnapKv
+from ortolan.runtime.options import Sampling
 from ortolan.runtime.plan import CachePlan, LayerPlan
 from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session_file import SessionFile
 from ortolan.runtime.session_state import SessionState, SlotRuns, capture_runs, head_runs
 
-Options = TypeVar("Options", SnapKv, Sampling)
+Options = TypeVar("Options")
 
 # Of a file's description: a class, members of a dict, the form of a list's elements, or a choice of forms.
 DESCRIPTION: dict[str, Any] = {
@@ -82,10 +84,10 @@ class SavedSession:
         return int(self._description["plan"]["chunk_size"])
 
     @property
-    def snapkv(self) -> SnapKv | None:
+    def snapkv(self) -> Eviction | None:
         """The session's eviction options."""
         saved = self._description["snapkv"]
-        return None if saved is None else _options(SnapKv, saved, self._path)
+        return None if saved is None else _options(Eviction.from_dict, saved, self._path)
 
     def capacities(self, plan: CachePlan, sink: int) -> list[int]:
         """Return the slots that each layer's cache needs in a session of that plan, to go on as the saved one.
@@ -198,17 +200,17 @@ class SavedSession:
         saved = self._description["generation"]
         if saved is None:
             return None
-        sampling = _options(Sampling, saved["sampling"], self._path)
+        sampling = _options(lambda values: Sampling(**values), saved["sampling"], self._path)
         logits = self._file.read("logits", np.float32) if "logits" in self._file else None
         return Generation(
             sampling=sampling, max_new_tokens=saved["max_new_tokens"], count=saved["count"], logits=logits
         )
 
 
-def _options(kind: type[Options], values: dict[str, Any], path: Path) -> Options:
+def _options(make: Callable[[dict[str, Any]], Options], values: dict[str, Any], path: Path) -> Options:
     """Rebuild options; those that this version does not have are refused."""
     try:
-        return kind(**values)
+        return make(values)
     except (TypeError, ConfigError) as error:
         raise ContractMismatchError(
             f"{path} was saved with options that this Ortolan does not have: {error}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ortolan.policies import Eviction
 from ortolan.runtime.engine_plan import KindPlan
-from ortolan.runtime.options import UNEVEN_POLICIES, SnapKv
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -31,7 +31,7 @@ class TokenSequence:
     tokens: list[int]
     prompt_length: int
     max_length: int
-    snapkv: SnapKv | None = None
+    snapkv: Eviction | None = None
     fed: int = 0
     variant: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class TokenSequence:
         """Return the most pages of a kind in use until `length` tokens are fed, the eviction between them included."""
         if kind.is_ring or not self.will_evict or self.snapkv is None:
             return kind.pages_for(self.slots_at(kind, length))
-        if self.snapkv.policy in UNEVEN_POLICIES or length <= self.prompt_length:
+        if self.snapkv.keeps_uneven or length <= self.prompt_length:
             return kind.pages_for(length)
         later = self.snapkv.budget + length - self.prompt_length
         return max(kind.pages_for(self.prompt_length), kind.pages_for(later))

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from ortolan.errors import CapacityError, ConfigError, ContextLengthError, NumericError, check_progress, whole_number
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.buffers import Array, Buffers, HostBuffers
 from ortolan.runtime.evicting import EvictingSession
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.generating import GeneratingSession
 from ortolan.runtime.lengths import Lengths
 from ortolan.runtime.memory import MemoryReport
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.paged_caches import make_caches
 from ortolan.runtime.plan import CachePlan, rope_variant, split_chunks
 from ortolan.runtime.restore import SavedSession
@@ -43,7 +43,7 @@ class Session(EvictingSession, GeneratingSession):
         manifest: Manifest,
         ort_session: Any,
         plan: CachePlan,
-        snapkv: SnapKv | None,
+        snapkv: Eviction | None,
         evict_session: Any,
         buffers: Buffers | None = None,
         weights_bytes: int = 0,

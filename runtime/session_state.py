@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from ortolan.errors import file_path, whole_number
 from ortolan.manifest import Manifest
+from ortolan.policies import Eviction
 from ortolan.runtime.buffers import Array
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.fingerprint import Fingerprint
 from ortolan.runtime.lengths import Lengths
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import CachePlan, LayerPlan, slot_runs
 from ortolan.runtime.sampler import Generation
 from ortolan.runtime.session_file import Tensor, write_session_file
@@ -32,7 +32,7 @@ class SessionState:
     """All that a session knows besides its model; `lengths` are its own copy, the caches are shared."""
 
     plan: CachePlan
-    snapkv: SnapKv | None
+    snapkv: Eviction | None
     capture_rows: int
     caches: CacheBuffers
     capacities: list[int]
@@ -77,7 +77,7 @@ def _describe(state: SessionState, identity: Fingerprint, firsts: list[int]) -> 
     return {
         "model": identity,
         "plan": {"max_context": plan.max_context, "chunk_size": plan.chunk_size, "slot_tile": plan.slot_tile},
-        "snapkv": None if state.snapkv is None else dataclasses.asdict(state.snapkv),
+        "snapkv": None if state.snapkv is None else state.snapkv.options_dict(),
         "layers": layers,
         "lengths": {
             "logical": lengths.logical,
