@@ -33,7 +33,7 @@ def describe_policies() -> str:
     common = Eviction.declared_options()
     lines = [
         "Evicts from full-attention caches once the prompt is read.",
-        "Options of every policy, for --evict-option:",
+        "Every --evict-option, first those of all policies:",
     ]
     lines += _describe_options(Eviction, [name for name in common if name not in NOT_BY_NAME])
     for policy, cls in POLICIES.items():
