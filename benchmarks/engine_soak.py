@@ -41,7 +41,7 @@ class Job:
 
     prompt: list[int]
     max_new_tokens: int
-    snapkv: ortolan.SnapKv | None
+    snapkv: ortolan.Eviction | None
     cancel_after: int | None  # tokens
     tokens: list[int] = field(default_factory=list)
     outcome: str = "none"
@@ -59,7 +59,7 @@ def make_jobs(count: int, seed: int, vocabulary: int) -> list[Job]:
         snapkv = None
         if rng.random() < 2 / 5:
             policy = POLICIES[rng.integers(len(POLICIES))]
-            snapkv = ortolan.SnapKv(budget=int(rng.choice([48, 80, 128])), window=32, policy=policy)
+            snapkv = ortolan.Eviction(budget=int(rng.choice([48, 80, 128])), window=32, policy=policy)
         cancel = int(rng.integers(0, new)) if rng.random() < 1 / 7 else None
         jobs.append(Job(rng.integers(0, vocabulary, length).tolist(), new, snapkv, cancel))
     return jobs

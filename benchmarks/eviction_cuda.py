@@ -100,7 +100,7 @@ def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.M
 
 def cost(model: ortolan.Model, options: argparse.Namespace, clock: GraphClock) -> dict[str, float]:
     """Read a prompt with and without SnapKV by turns; medians in seconds, and the share that SnapKV takes."""
-    snapkv = ortolan.SnapKv(budget=options.budget, policy=options.policy)
+    snapkv = ortolan.Eviction(policy=options.policy, budget=options.budget)
     plain, capturing, graph, evicting = [], [], [], []
     added: dict[int, list[float]] = {0: [], 1: []}  # by capturing, where that reading came first, or second
     for turn in range(options.repeats + 1):
@@ -134,7 +134,7 @@ def cost(model: ortolan.Model, options: argparse.Namespace, clock: GraphClock) -
 
 def decode(model: ortolan.Model, options: argparse.Namespace) -> dict[str, float]:
     """Decode behind an evicted long prompt and behind a short one by turns; medians in seconds a token."""
-    snapkv = ortolan.SnapKv(budget=options.budget, policy=options.policy)
+    snapkv = ortolan.Eviction(policy=options.policy, budget=options.budget)
     settings = {"evicted": (options.context, snapkv), "short": (options.budget, None)}
     times: dict[str, list[float]] = {name: [] for name in settings}
     held: dict[str, int] = {}

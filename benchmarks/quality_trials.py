@@ -13,8 +13,9 @@ from quality_tasks import Trial
 
 import ortolan
 from ortolan.errors import ConfigError
+from ortolan.policies import POLICIES
+from ortolan.policies.base import POOLS
 from ortolan.retrieval import VALUE_DIGITS, Fact
-from ortolan.runtime.options import POLICIES, POOLS
 
 MODES = ("known", "later")
 FULL = "full"
@@ -38,12 +39,12 @@ class Settings:
     modes: tuple[str, ...] = MODES
     window: int = 64
 
-    def snapkv(self, policy: str, removed: float, length: int) -> ortolan.SnapKv | None:
+    def snapkv(self, policy: str, removed: float, length: int) -> ortolan.Eviction | None:
         """Return a policy's options for a prompt of `length` tokens; None for full caches."""
         if policy == FULL:
             return None
         options: dict[str, Any] = policy_options()[policy]
-        return ortolan.SnapKv(budget=round(length * (1 - removed)), window=self.window, **options)
+        return ortolan.Eviction(budget=round(length * (1 - removed)), window=self.window, **options)
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise ConfigError where a share leaves less of a length than is always kept."""
@@ -80,7 +81,7 @@ class Outcome:
 
 
 def policy_options() -> dict[str, dict[str, str]]:
-    """Map the names of what can be measured to options of SnapKv: every policy, SnapKV once for each pooling."""
+    """Map the names of what can be measured to eviction options: every policy, SnapKV once for each pooling."""
     named: dict[str, dict[str, str]] = {}
     for policy in POLICIES:
         if policy == "snapkv":
@@ -124,15 +125,15 @@ def measure(model: ortolan.Model, settings: Settings, trial: Trial) -> Iterator[
 def read_text(model: ortolan.Model, trial: Trial, window: int, rows: int) -> ortolan.Session:
     """Read a trial's text but for its last byte, capturing `rows` queries and evicting nothing; `fork` goes on."""
     context = trial.task.length + SPARE_TOKENS
-    options = ortolan.SnapKv(budget=context, window=window)
+    options = ortolan.Eviction(budget=context, window=window)
     if rows != window:
-        options = ortolan.SnapKv(budget=context, window=window, policy="expected", queries=rows)
+        options = ortolan.Eviction(policy="expected", budget=context, window=window, queries=rows)
     session = model.session(context, CHUNK_SIZE, options)
     session.prefill(model.tokenizer.encode(trial.text[:-1]))
     return session
 
 
-def fork(model: ortolan.Model, source: ortolan.Session, snapkv: ortolan.SnapKv | None) -> ortolan.Session:
+def fork(model: ortolan.Model, source: ortolan.Session, snapkv: ortolan.Eviction | None) -> ortolan.Session:
     """Return a session with options of its own that has read what `source` has; the source is unchanged.
 
     Reading is what costs here, and it is the same for every policy until an eviction, so one reading serves them all.

@@ -1,7 +1,7 @@
 """Builds, converts, checks and describes the ONNX graphs: the decoder, and the graph that evicts from its caches."""
 
 from ortolan.graphs.decoder import build_model
-from ortolan.graphs.evict import SNAPKV_METADATA, build_evict_model
+from ortolan.graphs.evict import build_evict_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
 from ortolan.graphs.foreign.convert import Conversion, ConversionOptions, convert_model
 from ortolan.graphs.foreign.inputs import SourceNames
@@ -13,7 +13,6 @@ from ortolan.graphs.verify import verify_model
 from ortolan.graphs.verify_fused import verify_fused_pair
 
 __all__ = [
-    "SNAPKV_METADATA",
     "Conversion",
     "ConversionOptions",
     "ExternalTensor",

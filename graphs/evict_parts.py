@@ -2,81 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx
 
 from ortolan import contract
-from ortolan.errors import ConfigError
 from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
 from ortolan.graphs.options import ONNX_TYPES
 from ortolan.manifest import Manifest
+from ortolan.policies.parts import EMPTY, FORCED, Kept, LayerInputs, Scoring
 
 POOLS = {"avg": "AveragePool", "max": "MaxPool"}
-GRANULARITIES = ("kv_head", "layer", "model")
-GROUP_REDUCES = ("mean", "max", "sum")
-FORCED = 1e30  # above any sum of probabilities
-EMPTY = -1.0  # below any of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictOptions:
-    """What shapes an eviction graph; budget, window and sink are inputs of it.
-
-    Attributes:
-        policy: which positions are kept: a name of `ortolan.graphs.policies.POLICIES`.
-        kernel: odd width of the pooling along positions (stride 1, same length).
-        pool: "avg" (padding counted, as PyTorch's avg_pool1d) or "max".
-        granularity: who shares a keep-list: each "kv_head" has its own, all of a "layer", or the "model".
-        group_reduce: over the query heads of a kv head: "mean", "max" or "sum".
-
-    Raises:
-        ConfigError: an option is not one of these.
-    """
-
-    policy: str = "snapkv"
-    kernel: int = 5
-    pool: str = "avg"
-    granularity: str = "kv_head"
-    group_reduce: str = "mean"
-
-    def __post_init__(self) -> None:
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(f"kernel is {self.kernel}; it must be an odd number of positions")
-        for name, value, allowed in (
-            ("pool", self.pool, POOLS),
-            ("granularity", self.granularity, GRANULARITIES),
-            ("group_reduce", self.group_reduce, GROUP_REDUCES),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
-    """One evictable layer's buffers."""
-
-    capture: Tensor  # [B, Wq, Hq, D]
-    key: Tensor  # [N, Hkv, P, D]
-    value: Tensor  # [N, Hkv, P, D]
-    kv_len: Tensor  # [B, Hkv] int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What a policy keeps of one layer."""
-
-    keep: Tensor  # [B, Hkv or 1, K] int32, ascending, -1 at its tail
-    lengths: Tensor  # [B, Hkv] int32
 
 
 class EvictParts:
-    """An eviction graph under construction: its inputs, and what is computed from them."""
+    """An eviction graph under construction: its inputs, and what is computed from them.
 
-    def __init__(self, manifest: Manifest, options: EvictOptions, doc_string: str) -> None:
-        self.manifest, self.options = manifest, options
+    It is the `ortolan.policies.parts.Parts` that policies build with.
+    """
+
+    def __init__(self, manifest: Manifest, doc_string: str) -> None:
+        self.manifest = manifest
         self.graph = GraphBuilder("evict", doc_string)
         self.budget = self.graph.input(contract.EVICT_BUDGET, INT64, [1])
         self.window = self.graph.input(contract.EVICT_WINDOW, INT64, [1])
@@ -119,7 +67,7 @@ class EvictParts:
             return [pages, layer.num_kv_heads, self.manifest.page_size, layer.head_size]
         return [f"pages_{i}", layer.num_kv_heads, f"slots_{i}", layer.head_size]
 
-    def score(self, i: int) -> Tensor:
+    def score(self, i: int, group_reduce: str) -> Tensor:
         """Score one layer's positions by the captured queries: [B, Hkv, C]."""
         graph, layer = self.graph, self.layers[i]
         (score,) = graph.operator(
@@ -128,22 +76,22 @@ class EvictParts:
             {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
             scale=self.manifest.attention_scale,
             softcap=self.manifest.attention_softcap,
-            group_reduce=self.options.group_reduce,
+            group_reduce=group_reduce,
         )
         return score
 
-    def pooled(self, path: str, score: Tensor) -> Tensor:
+    def pooled(self, path: str, score: Tensor, scoring: Scoring) -> Tensor:
         """Pool scores [B, heads, C] along positions."""
-        half = self.options.kernel // 2
-        attributes: dict[str, Any] = {"kernel_shape": [self.options.kernel], "strides": [1], "pads": [half, half]}
-        if self.options.pool == "avg":
+        half = scoring.kernel // 2
+        attributes: dict[str, Any] = {"kernel_shape": [scoring.kernel], "strides": [1], "pads": [half, half]}
+        if scoring.pool == "avg":
             attributes["count_include_pad"] = 1
-        op = POOLS[self.options.pool]
+        op = POOLS[scoring.pool]
         return self.graph.node(f"{path}/{op}", op, [score], attributes)
 
-    def pooled_score(self, i: int) -> Tensor:
+    def pooled_score(self, i: int, scoring: Scoring) -> Tensor:
         """Score one layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""
-        return self.pooled(f"layers.{i}/evict", self.score(i))
+        return self.pooled(f"layers.{i}/evict", self.score(i, scoring.group_reduce), scoring)
 
     def rope_variant(self) -> Tensor:
         """Declare the input that says which variant of its ropes the model uses, int64 [1]."""
@@ -151,23 +99,18 @@ class EvictParts:
             self._rope_variant = self.graph.input(contract.ROPE_VARIANT, INT64, [1])
         return self._rope_variant
 
-    def shared_scores(self, score: Callable[[int], Tensor] | None = None) -> dict[int, Tensor]:
-        """Score every layer as the granularity says: [B, Hkv, C], or [B, 1, C] where heads share a list.
-
-        Args:
-            score: scores one layer's positions, [B, Hkv, C]; None scores by the captured queries, and pools.
-        """
-        scores = {i: (score or self.pooled_score)(i) for i in self.layers}
-        if self.options.granularity == "kv_head":
-            return scores
+    def shared(self, scores: Mapping[int, Tensor], granularity: str) -> dict[int, Tensor]:
+        """Sum the scores [B, Hkv, C] of those that share a list: [B, 1, C]; "kv_head" leaves them as they are."""
+        if granularity == "kv_head":
+            return dict(scores)
         axis = self.graph.constant("axes/heads", [1], np.int64)
-        for i, score in scores.items():
-            path = f"layers.{i}/evict/ReduceSum"
-            scores[i] = self.graph.node(path, "ReduceSum", [score, axis], {"keepdims": 1})
-        if self.options.granularity == "model":
-            total = self.graph.node("model/Sum", "Sum", list(scores.values()))
-            return dict.fromkeys(scores, total)
-        return scores
+        sums = {
+            i: self.graph.node(f"layers.{i}/evict/ReduceSum", "ReduceSum", [score, axis], {"keepdims": 1})
+            for i, score in scores.items()
+        }
+        if granularity == "model":
+            return dict.fromkeys(sums, self.graph.node("model/Sum", "Sum", list(sums.values())))
+        return sums
 
     def slots(self, path: str, score: Tensor) -> Tensor:
         """Return C of a score [B, heads, C], as int64 [1]."""
@@ -251,18 +194,19 @@ class EvictParts:
         window = self.window if window is None else window
         return self._select(f"layers.{i}/evict", {"score": score, "kv_len": self.layers[i].kv_len}, budget, window)
 
-    def keep_best_together(self, members: Sequence[int]) -> dict[int, Kept]:
+    def keep_best_together(self, members: Sequence[int], scoring: Scoring) -> dict[int, Kept]:
         """Pool and choose for several layers at once, each kv head by its own scores: the same in fewer kernels.
 
         The layers' caches must have equally many slots.
         """
         if len(members) == 1:
-            return {i: self.keep_best(i, self.pooled_score(i), self.budget) for i in members}
+            return {i: self.keep_best(i, self.pooled_score(i, scoring), self.budget) for i in members}
         graph, path = self.graph, f"layers.{members[0]}-{members[-1]}/evict"
         along_heads = {"axis": 1}
-        score = graph.node(f"{path}/Concat", "Concat", [self.score(i) for i in members], along_heads)
+        scores = [self.score(i, scoring.group_reduce) for i in members]
+        score = graph.node(f"{path}/Concat", "Concat", scores, along_heads)
         kv_len = graph.node(f"{path}/kv_len/Concat", "Concat", [self.layers[i].kv_len for i in members], along_heads)
-        inputs = {"score": self.pooled(path, score), "kv_len": kv_len}
+        inputs = {"score": self.pooled(path, score, scoring), "kv_len": kv_len}
         kept = self._select(path, inputs, self.budget, self.window)
         heads = [self.manifest.layers[i].num_kv_heads for i in members]
         sizes = graph.constant("sizes/" + "x".join(map(str, heads)), heads, np.int64)
@@ -285,3 +229,13 @@ class EvictParts:
         axis = graph.constant("axes/last", [2], np.int64)
         lengths = graph.node(f"{path}/kept/ReduceSum", "ReduceSum", [ones, axis], {"keepdims": 0})
         return Kept(keep=keep, lengths=lengths)
+
+    def cast(self, path: str, tensor: Tensor, dtype: type[np.generic]) -> Tensor:
+        """Convert a tensor to an element type."""
+        target = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        return self.graph.node(path, "Cast", [tensor], {"to": target})
+
+    def filled(self, path: str, shape: Tensor, value: float) -> Tensor:
+        """Return a float32 tensor of a shape, int64 [rank], that holds one value."""
+        filling = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [1], [value])
+        return self.graph.node(path, "ConstantOfShape", [shape], {"value": filling})

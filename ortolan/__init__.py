@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ortolan import custom_ops
     from ortolan.export import convert, export
     from ortolan.manifest import Manifest
-    from ortolan.runtime import Engine, Model, Sampling, Session, SnapKv, Stream
+    from ortolan.policies import Eviction, SnapKv
+    from ortolan.runtime import Engine, Model, Sampling, Session, Stream
 
 __all__ = [
     "CapacityError",
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceError",
     "Engine",
     "EngineClosedError",
+    "Eviction",
     "Model",
     "NumericError",
     "OpLibraryError",
@@ -57,8 +59,9 @@ __all__ = [
     "load",
 ]
 
-_SUBPACKAGES = ("custom_ops", "export", "graphs", "runtime")
-_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "SnapKv", "Stream")
+_SUBPACKAGES = ("custom_ops", "export", "graphs", "policies", "runtime")
+_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "Stream")
+_POLICY_NAMES = ("Eviction", "SnapKv")
 
 
 def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:
@@ -81,11 +84,11 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
     return runtime.load(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
 
 
-def _build_evict_graph(manifest: Manifest, options: SnapKv) -> bytes:
+def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
     """Build evict.onnx for options that differ from those of the model folder."""
     from ortolan import graphs
 
-    model = graphs.build_evict_model(manifest, **options.structure)
+    model = graphs.build_evict_model(manifest, options)
     graph: bytes = model.SerializeToString()
     return graph
 
@@ -100,6 +103,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("ortolan.export.conversion").convert
     if name in _RUNTIME_NAMES:
         return getattr(importlib.import_module("ortolan.runtime"), name)
+    if name in _POLICY_NAMES:
+        return getattr(importlib.import_module("ortolan.policies"), name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")
 
 

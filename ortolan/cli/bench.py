@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.eviction import add_eviction_options, read_eviction
 from ortolan.cli.report import check_report_target, write_report
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
@@ -15,7 +16,7 @@ from ortolan.errors import ConfigError
 EPILOG = """examples:
   ortolan bench ./llama
   ortolan bench ./llama --prompts 1024 8192 32768 --decode 128 --device cuda --json bench.json
-  ortolan bench ./llama --prompts 16384 --snapkv-budget 2048
+  ortolan bench ./llama --prompts 16384 --evict snapkv --budget 2048
 """
 SEED = 0
 COUNTERS = ("prefill_seconds", "eviction_seconds", "decode_seconds", "decode_tokens")
@@ -42,10 +43,10 @@ def add_parser(commands: Any) -> None:
         type=int,
         help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
     )
-    parser.add_argument("--snapkv-budget", type=int, help="tokens kept in each full-attention layer (default: all)")
     parser.add_argument(
         "--json", metavar="FILE", help="write the figures; - for standard output, in place of the table"
     )
+    add_eviction_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -58,8 +59,9 @@ def run(options: argparse.Namespace) -> int:
         if min(given if isinstance(given, list) else [given]) < least:
             raise ConfigError(f"--{name} must be at least {least}")
     check_report_target(options.json)
+    eviction = read_eviction(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
-    rows = [_measure(model, length, options) for length in options.prompts]
+    rows = [_measure(model, length, eviction, options) for length in options.prompts]
     if options.json != "-":
         print(_table(rows))
     if options.json:
@@ -68,14 +70,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(model: Any, length: int, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one prompt length."""
     import numpy as np
 
-    import ortolan
-
-    snapkv = None if options.snapkv_budget is None else ortolan.SnapKv(budget=options.snapkv_budget)
-    session = model.session(length + options.decode, options.chunk_size, snapkv)
+    session = model.session(length + options.decode, options.chunk_size, eviction)
     prefill, evict, decode, decoded = [], [], [], 0
     for turn in range(options.repeats + 1):
         prompt = np.random.default_rng(SEED + turn).integers(0, model.manifest.vocab_size, length).tolist()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.eviction import add_eviction_options, read_eviction
 from ortolan.cli.progress import token_bar
 from ortolan.cli.report import STANDARD, check_report_target, write_report
 from ortolan.errors import ConfigError, file_path
@@ -17,8 +17,9 @@ from ortolan.errors import ConfigError, file_path
 ANSWER = "<<answer>>"  # stands for an answer in a chat template
 EPILOG = """examples:
   ortolan generate ./llama --prompt "Once upon a time" --max-new-tokens 100
-  ortolan generate ./llama --prompt-file report.txt --snapkv-budget 2048 --stats-json stats.json
-  ortolan generate ./llama --prompt-file report.txt --snapkv-budget 2048 --save-session report.session
+  ortolan generate ./llama --prompt-file report.txt --evict snapkv --budget 2048 --stats-json stats.json
+  ortolan generate ./llama --prompt-file report.txt --evict expected --budget 2048 --evict-option queries=512
+  ortolan generate ./llama --prompt-file report.txt --evict snapkv --budget 2048 --save-session report.session
   ortolan generate ./llama --load-session report.session --prompt "And the costs?"
   git diff | ortolan generate ./llama --chat --temperature 0.7 --top-p 0.9 --seed 1
 """
@@ -50,7 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
     _add_sampling(parser)
-    _add_snapkv(parser)
+    add_eviction_options(parser)
     _add_saving(parser)
     parser.set_defaults(run=run)
 
@@ -63,25 +64,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
     group.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: %(default)s)")
     group.add_argument("--seed", type=int, help="of the random numbers")
-
-
-def _add_snapkv(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("SnapKV", "Evicts from full-attention caches once the prompt is read.")
-    group.add_argument("--snapkv-budget", type=int, help="tokens kept per layer; turns SnapKV on")
-    group.add_argument("--snapkv-window", type=int, help="last queries that score")
-    group.add_argument("--snapkv-kernel", type=int, help="odd width of the pooling")
-    group.add_argument("--snapkv-pool", help="avg or max")
-    group.add_argument("--snapkv-sink", type=int, help="first tokens always kept")
-    group.add_argument("--snapkv-granularity", help="kv_head, layer or model")
-    group.add_argument("--snapkv-group-reduce", help="mean, max or sum")
-    group.add_argument("--snapkv-policy", help="snapkv (default), streaming, pyramidkv, adakv or expected")
-    group.add_argument(
-        "--snapkv-during-prefill",
-        action="store_true",
-        default=None,
-        help="evict after every chunk too: the caches never hold more than budget and chunk",
-    )
-    group.add_argument("--snapkv-queries", type=int, help="last queries that policy expected learns from")
 
 
 def _add_saving(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +83,9 @@ def run(options: argparse.Namespace) -> int:
     from ortolan.runtime import stream_text
     from ortolan.runtime.text.stopping import check_stop_strings
 
-    sampling, snapkv = _sampling(options), _snapkv(options)
-    if options.load_session and snapkv:
-        raise ConfigError("a saved session has its own SnapKV options; leave those out beside --load-session")
+    sampling, eviction = _sampling(options), read_eviction(options)
+    if options.load_session and eviction:
+        raise ConfigError("--load-session: a saved session has its own eviction options; leave these options out")
     _check_files(options)
     check_stop_strings(options.stop)
     prompt = _read_prompt(options)
@@ -111,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     if options.load_session:
         session = model.restore(options.load_session, options.max_context, options.chunk_size)
     else:
-        session = model.session(options.max_context, options.chunk_size, snapkv)
+        session = model.session(options.max_context, options.chunk_size, eviction)
     tokens = _resume(session, options, sampling) if not prompt else _generate(model, session, prompt, options, sampling)
     for piece in stream_text(model.tokenizer, tokens, options.stop):
         sys.stdout.write(piece)
@@ -200,20 +182,6 @@ def _sampling(options: argparse.Namespace) -> Any:
         repetition_penalty=options.repetition_penalty,
         seed=options.seed,
     )
-
-
-def _snapkv(options: argparse.Namespace) -> Any:
-    """Build the SnapKV options that were given; those not given keep their defaults."""
-    import ortolan
-
-    names = [field.name for field in dataclasses.fields(ortolan.SnapKv)]
-    given = {name: getattr(options, f"snapkv_{name}") for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return None
-    if "budget" not in given:
-        raise ConfigError("SnapKV options were given without --snapkv-budget, which turns SnapKV on")
-    return ortolan.SnapKv(**given)
 
 
 def _read_prompt(options: argparse.Namespace) -> str:

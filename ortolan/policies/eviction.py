@@ -78,9 +78,7 @@ class Eviction:
                 f"{self.window} and sink {self.sink} are always kept"
             )
         if self.during_prefill and self.keeps_uneven:
-            from ortolan.policies import POLICIES
-
-            even = [name for name, policy in POLICIES.items() if not policy.keeps_uneven]
+            even = [name for name, policy in _registry().items() if not policy.keeps_uneven]
             raise ConfigError(
                 f"eviction during_prefill is True; policy {self.policy!r} does not allow it, because it "
                 f"keeps more than the budget in some caches; use one of: {', '.join(even)}"
@@ -151,18 +149,24 @@ class Eviction:
         raise NotImplementedError(f"policy {self.policy!r} does not say what it keeps")
 
 
+def _registry() -> dict[str, type[Eviction]]:
+    """Return the policies by name; imported late, because the registry imports the policies, which are Evictions."""
+    from ortolan.policies import POLICIES
+
+    return POLICIES
+
+
 def _class_of(cls: type[Eviction], policy: object) -> type[Eviction]:
     """Return the class of the policy that was asked for, by its name or by its class."""
-    from ortolan.policies import POLICIES  # which imports the policies, which are Evictions
-
+    policies = _registry()
     if cls is Eviction:
         name = DEFAULT_POLICY if policy is None else policy
-        if not isinstance(name, str) or name not in POLICIES:
+        if not isinstance(name, str) or name not in policies:
             raise ConfigError(
-                f"eviction policy is {policy!r}; allowed: {', '.join(POLICIES)}{_did_you_mean(policy, POLICIES)}"
+                f"eviction policy is {policy!r}; allowed: {', '.join(policies)}{_did_you_mean(policy, policies)}"
             )
-        return POLICIES[name]
-    if policy is not None and (not isinstance(policy, str) or POLICIES.get(policy) is not cls):
+        return policies[name]
+    if policy is not None and (not isinstance(policy, str) or policies.get(policy) is not cls):
         raise ConfigError(
             f"{cls.__name__} does not take policy {policy!r}; use ortolan.Eviction(policy={policy!r}, ...)"
         )
@@ -170,13 +174,12 @@ def _class_of(cls: type[Eviction], policy: object) -> type[Eviction]:
 
 
 def _check_names(cls: type[Eviction], given: Collection[str]) -> None:
-    from ortolan.policies import POLICIES
-
+    """Raise ConfigError for an option that the policy does not have."""
     known = cls.declared_options()
     for name in given:
         if name in known:
             continue
-        others = [policy for policy, other in POLICIES.items() if name in other.declared_options()]
+        others = [policy for policy, other in _registry().items() if name in other.declared_options()]
         hint = f"; policies that have it: {', '.join(others)}; choose one with ortolan.Eviction(policy=...)"
         hint = hint if others else _did_you_mean(name, known)
         raise ConfigError(f"{_describe(cls)} does not have option {name!r}; its options: {', '.join(known)}{hint}")

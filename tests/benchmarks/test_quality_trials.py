@@ -19,8 +19,8 @@ from quality_trials import (
 
 import ortolan
 from ortolan.errors import ConfigError
+from ortolan.policies import POLICIES
 from ortolan.retrieval import load_corpus
-from ortolan.runtime.options import POLICIES
 
 LENGTH = 1500
 EVICTABLE = (2, 5)  # the shipped model's full-attention layers

@@ -30,7 +30,7 @@ def test_json_replaces_the_table_or_goes_to_a_file(model_dir, tmp_path, capsys):
 
 def test_evictions_are_timed_and_shrink_the_caches(model_dir, capsys):
     rows = []
-    for more in ([], ["--snapkv-budget", "128"]):
+    for more in ([], ["--evict", "snapkv", "--budget", "128"]):
         assert main(["bench", str(model_dir), "--prompts", "1500", *SMALL[3:], *more, "--json", "-"]) == 0
         rows += json.loads(capsys.readouterr().out)["prompts"]
     full, evicted = rows

@@ -7,9 +7,12 @@ import pytest
 from unreadable import make_unwritable
 
 import ortolan
-from ortolan.cli import main
+from ortolan.cli import build_parser, main
 from ortolan.cli.demo import shipped_model
+from ortolan.cli.eviction import read_eviction
+from ortolan.policies import POLICIES
 
+SNAPKV = ["--evict", "snapkv", "--evict-option"]
 TOKENS = ["--max-new-tokens", "8", "--stop", "\n"]
 
 
@@ -33,15 +36,15 @@ def test_three_ways_to_give_a_prompt_agree(model_dir, prompt_file, sample, capsy
 
 
 @pytest.mark.parametrize(
-    "option", [{"granularity": "layer"}, {"policy": "expected"}, {"during_prefill": True}], ids=str
+    ("policy", "option"),
+    [("snapkv", {"granularity": "layer"}), ("expected", {"queries": 300}), ("streaming", {"during_prefill": True})],
 )
-def test_command_says_what_the_api_says(model_dir, sample, capsys, option):
+def test_command_says_what_the_api_says(model_dir, sample, capsys, policy, option):
     model = ortolan.load(model_dir, device="cpu")
-    session = model.session(snapkv=ortolan.SnapKv(budget=256, **option))
+    session = model.session(snapkv=ortolan.Eviction(policy=policy, budget=256, **option))
     expected = model.tokenizer.decode(list(session.generate(model.tokenizer.encode(sample.prompt), 20)))
     ((name, value),) = option.items()
-    flag = f"--snapkv-{name.replace('_', '-')}"
-    options = ["--snapkv-budget", "256", *([flag] if value is True else [flag, value]), "--max-new-tokens", "20"]
+    options = ["--evict", policy, "--budget", "256", "--evict-option", f"{name}={value}", "--max-new-tokens", "20"]
     main(["generate", str(model_dir), "--prompt", sample.prompt, *options])
     assert capsys.readouterr().out == expected + "\n"
 
@@ -73,7 +76,7 @@ def test_a_byte_order_mark_alone_is_an_empty_prompt(model_dir, monkeypatch, refu
     assert "prompt is empty" in refused("generate", str(model_dir))
 
 
-@pytest.mark.parametrize("options", [[], ["--snapkv-budget", "256"]], ids=["whole", "evicted"])
+@pytest.mark.parametrize("options", [[], ["--evict", "snapkv", "--budget", "256"]], ids=["whole", "evicted"])
 def test_pages_change_no_answer(model_dir, paged_dir, prompt_file, sample, capsys, options):
     texts = []
     for folder in (model_dir, paged_dir):
@@ -115,11 +118,26 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
         (["--max-new-tokens", "0"], "max_new_tokens"),
         (["--max-context", "999999"], "max_context"),
         (["--snapkv-budget", "10"], "budget"),
-        (["--snapkv-window", "32"], "--snapkv-budget"),
-        (["--snapkv-budget", "512", "--snapkv-kernel", "4"], "kernel"),
-        (["--snapkv-budget", "512", "--snapkv-pool", "sum"], "pool"),
-        (["--snapkv-budget", "512", "--snapkv-queries", "9"], "queries"),
-        (["--snapkv-budget", "512", "--snapkv-policy", "adakv", "--snapkv-during-prefill"], "during_prefill"),
+        (["--snapkv-window", "32"], "--snapkv-window"),
+        (["--snapkv-budget", "512", "--evict", "snapkv"], "--evict snapkv --budget N"),
+        (["--snapkv-budget", "512", "--budget", "512"], "--evict snapkv --budget N"),
+        (["--budget", "512"], "--budget needs --evict POLICY; policies: snapkv, streaming"),
+        (["--evict-option", "sink=2"], "--evict-option needs --evict POLICY"),
+        (["--evict", "snapvk"], "did you mean 'snapkv'"),
+        (["--evict", "snapvk", "--evict-option", "sink=2"], "did you mean 'snapkv'"),
+        (["--evict", "snapkv", "--budget", "many"], "--budget: invalid int value: 'many'"),
+        ([*SNAPKV, "window"], "'window'; it must be NAME=VALUE"),
+        ([*SNAPKV, "=3"], "'=3'; it must be NAME=VALUE"),
+        ([*SNAPKV, "kernel=4"], "--evict-option kernel is 4; it must be an odd number"),
+        ([*SNAPKV, "kernel=wide"], "--evict-option kernel is 'wide'; it must be a whole number"),
+        ([*SNAPKV, "pool=sum"], "--evict-option pool is 'sum'; allowed: avg, max"),
+        ([*SNAPKV, "during_prefill=yes"], "--evict-option during_prefill is 'yes'; it must be True or False"),
+        ([*SNAPKV, "queries=9"], "'snapkv' does not have option 'queries'"),
+        ([*SNAPKV, "kernal=9"], "did you mean 'kernel'"),
+        ([*SNAPKV, "budget=9"], "--evict-option budget is not allowed; use --budget"),
+        ([*SNAPKV, "policy=adakv"], "--evict-option policy is not allowed; use --evict"),
+        ([*SNAPKV, "sink=2", "--evict-option", "sink=3"], "--evict-option sink is given twice"),
+        (["--evict", "adakv", "--evict-option", "during_prefill=true"], "during_prefill"),
         (["--device", "tpu"], "tpu"),
         (["--stop", ""], "stop"),
         (["--chat"], "chat template"),
@@ -131,6 +149,32 @@ def test_statistics_tell_of_the_eviction(target, model_dir, prompt_file, sample,
 )
 def test_bad_option_is_one_line(arguments, named, model_dir, refused):
     assert named in refused("generate", str(model_dir), "--prompt", "def f():", *arguments)
+
+
+def test_the_short_form_and_the_long_one_are_one():
+    def read(*arguments: str) -> ortolan.Eviction | None:
+        return read_eviction(build_parser().parse_args(["generate", "model", *arguments]))
+
+    assert read() is None
+    assert read("--snapkv-budget", "300") == read("--evict", "snapkv", "--budget", "300") == ortolan.SnapKv(budget=300)
+    options = ["--evict-option", "kernel=7", "--evict-option", "during_prefill=true"]
+    expected = ortolan.SnapKv(budget=300, kernel=7, during_prefill=True)
+    for form in (["--snapkv-budget", "300"], ["--evict", "snapkv", "--budget", "300"]):
+        assert read(*form, *options) == expected
+    assert read("--evict", "adakv") == ortolan.Eviction(policy="adakv")
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_help_lists_every_policy_and_what_its_options_may_be(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "pool: pooling along positions (avg | max; default: avg)" in lines
+    for policy, cls in POLICIES.items():
+        assert f"{policy}: {cls.summary}" in lines
+        for name, declared in cls.declared_options().items():
+            start = f"{name}: {declared.help} ({declared.allowed}"
+            assert name == "budget" or any(line.startswith(start) for line in lines)
 
 
 def test_an_empty_stop_is_refused_before_the_model_is_opened(tmp_path, refused):

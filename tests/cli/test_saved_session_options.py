@@ -87,7 +87,8 @@ def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--snapkv-budget", "512"], "SnapKV"),
+        (["--snapkv-budget", "512"], "own eviction options"),
+        (["--evict", "streaming"], "own eviction options"),
         (["--max-context", "8"], "max_context"),
         (["--prompt", "", "--temperature", "1"], "own sampling"),
         (["--chat"], "chat template"),

@@ -13,11 +13,11 @@ from parity import oracle_logits, relative_difference
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
-from ortolan import Sampling, SnapKv
+from ortolan import Eviction, Sampling, SnapKv
 from ortolan.cli import main
 from ortolan.errors import CapacityError, NumericError
+from ortolan.policies import POLICIES
 from ortolan.retrieval import KINDS, Task, is_correct, load_corpus, make_sample
-from ortolan.runtime.options import POLICIES
 
 pytestmark = pytest.mark.cuda
 
@@ -127,7 +127,7 @@ def run_turns(model, *, captures, snapkv=None):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_captured_graph_equals_eager_steps_bit_for_bit(family, dtype, policy, graph):
     model = open_pair(family, dtype, graph).device
-    snapkv = dataclasses.replace(SNAPKV, policy=policy) if policy else None
+    snapkv = Eviction(policy=policy, budget=40, window=8, sink=2) if policy else None
     eager, eager_tokens, eager_stats = run_turns(model, captures=False, snapkv=snapkv)
     rows, tokens, stats = run_turns(model, captures=True, snapkv=snapkv)
     assert np.isfinite(rows).all()
@@ -139,7 +139,7 @@ def test_a_captured_graph_equals_eager_steps_bit_for_bit(family, dtype, policy, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_after_evictions_equal_the_hosts(float32, policy):
-    options = dataclasses.replace(SNAPKV, policy=policy)
+    options = Eviction(policy=policy, budget=40, window=8, sink=2)
     session, host = float32.device.session(snapkv=options), float32.host.session(snapkv=options)
     session.plan = dataclasses.replace(session.plan, growth_room=10)
     for turn, count in enumerate((PROMPT, 21, 1)):

@@ -13,7 +13,7 @@ from snapkv_reference import pooled_scores, select
 from tolerances import LOGITS_RELATIVE, SCORE_TIES
 
 import ortolan
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 
 pytestmark = pytest.mark.cuda
 
@@ -34,7 +34,7 @@ def evictable(model) -> list[int]:
 @pytest.mark.parametrize("policy", ["snapkv", "streaming", "expected"])
 def test_eviction_during_prefill_equals_the_hosts(family, policy, graph):
     pair = open_pair(family, "float32", graph)
-    options = dataclasses.replace(BOUNDED, policy=policy)
+    options = Eviction(policy=policy, budget=40, window=8, sink=2, during_prefill=True)
     session, host = pair.device.session(snapkv=options), pair.host.session(snapkv=options)
     planned = session.cache_bytes
     for turn, count in enumerate((300, 37, 1)):

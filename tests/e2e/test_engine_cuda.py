@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cuda_models import ELEMENTS, GRAPHS, draw_tokens, open_device
 
-from ortolan import Engine, Sampling, SnapKv
+from ortolan import Engine, Eviction, Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 pytestmark = pytest.mark.cuda
 
@@ -87,7 +87,7 @@ def test_captured_steps_equal_eager_ones(model):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_some_of_a_batch_evict(model, policy):
-    options = [None, SnapKv(budget=40, window=8, sink=2, policy=policy), None, SnapKv(budget=60, window=32)]
+    options = [None, Eviction(budget=40, window=8, sink=2, policy=policy), None, SnapKv(budget=60, window=32)]
     prompts = [draw_tokens(count, seed=count) for count in (70, 100, 130, 111)]
     with Engine(model, 4, chunk_tokens=29) as engine:
         results = serve(engine, prompts, 60, snapkv=options)

@@ -15,9 +15,9 @@ from snapkv_reference import pooled_scores, select
 from tolerances import LOGITS_RELATIVE, SCORE_TIES
 
 import ortolan
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.custom_ops import register
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 SINK = 3
 
@@ -45,7 +45,7 @@ def test_rings_keep_their_sinks_and_window_through_evictions(ringed, policy):
     checkpoint, model = ringed
     turns = [(200, 30), (37, 9), (5, 5)]
     length = sum(map(sum, turns))
-    session = model.session(snapkv=SnapKv(budget=40, window=8, sink=SINK, policy=policy))
+    session = model.session(snapkv=Eviction(budget=40, window=8, sink=SINK, policy=policy))
     visibility, tokens, rows = Visibility(session, length), tokens_of(length), {}
     for prompt, decoded in turns:
         begin = session.logical_length

@@ -14,7 +14,7 @@ from tolerances import SCORE_TIES
 from transformers import AutoModelForCausalLM
 
 import ortolan
-from ortolan import SnapKv
+from ortolan import Eviction
 from ortolan.retrieval import Task, load_corpus, make_sample
 
 SHIPPED = Path(ortolan.__file__).parent / "models" / "retriever"
@@ -54,7 +54,7 @@ def prompted(request, tmp_path_factory):
 
 
 def kept_by_ours(model, prompt, **options) -> dict[int, list[np.ndarray]]:
-    session = model.session(snapkv=SnapKv(**{"sink": 0} | options))
+    session = model.session(snapkv=Eviction(**{"sink": 0} | options))
     session.prefill(prompt)
     layers = [i for i, layer in enumerate(model.manifest.layers) if layer.evictable]
     assert layers

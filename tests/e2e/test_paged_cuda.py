@@ -8,10 +8,10 @@ import pytest
 from cuda_models import ELEMENTS, GRAPHS, draw_tokens, open_device
 from paged_sessions import poison_free_pages, tables_of, talk_in_step
 
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.contract import PAGE_SIZES
 from ortolan.errors import CapacityError
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 pytestmark = pytest.mark.cuda
 
@@ -25,7 +25,11 @@ def test_paged_equals_contiguous_bit_for_bit(seed, graph, dtype):
     sizes = (0, rng.choice(PAGE_SIZES))
     models = [open_device(family, dtype, graph, page_size=size, sink=sink) for size in sizes]
     evicts = any(layer.evictable for layer in models[0].manifest.layers)
-    snapkv = SnapKv(budget=40, window=8, sink=2, policy=rng.choice(POLICIES)) if evicts and rng.random() < 0.7 else None
+    snapkv = (
+        Eviction(budget=40, window=8, sink=2, policy=rng.choice(list(POLICIES)))
+        if evicts and rng.random() < 0.7
+        else None
+    )
     sessions = [model.session(chunk_size=16, snapkv=snapkv) for model in models]
     room = rng.choice([0, 7, 200])
     for session in sessions:

@@ -8,9 +8,10 @@ from parity import relative_difference
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
-from ortolan import SnapKv
+from ortolan import Eviction
 from ortolan.errors import ConfigError
-from ortolan.runtime.options import GRANULARITIES, POLICIES, UNEVEN_POLICIES
+from ortolan.policies import POLICIES
+from ortolan.policies.base import GRANULARITIES
 
 BUDGET, WINDOW, SINK = 40, 8, 2
 TURNS = [(150, 6), (21, 5), (1, 5)]  # tokens of the prompt, and tokens decoded after it
@@ -30,8 +31,8 @@ def tokens_of(count: int) -> list[int]:
     return np.random.default_rng(0).integers(3, 131, count).tolist()
 
 
-def options_for(policy: str) -> SnapKv:
-    return SnapKv(budget=BUDGET, window=WINDOW, sink=SINK, policy=policy)
+def options_for(policy: str) -> Eviction:
+    return Eviction(policy=policy, budget=BUDGET, window=WINDOW, sink=SINK)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,11 +80,11 @@ def test_what_a_policy_keeps_fits_its_budget(exported, policy):
 def test_every_granularity_evicts_or_is_refused(exported, policy, granularity):
     _, model = exported
     options = {"budget": BUDGET, "window": WINDOW, "sink": SINK, "policy": policy, "granularity": granularity}
-    if policy in UNEVEN_POLICIES and granularity != "kv_head" and (policy, granularity) != ("pyramidkv", "layer"):
-        with pytest.raises(ConfigError, match="granularity must be"):
-            SnapKv(**options)
+    if policy == "adakv" or (policy, granularity) == ("pyramidkv", "model"):
+        with pytest.raises(ConfigError, match="granularity"):
+            Eviction(**options)
         return
-    session = model.session(snapkv=SnapKv(**options))
+    session = model.session(snapkv=Eviction(**options))
     session.prefill(tokens_of(150))
     assert session.stats.evictions == 1
     assert np.isfinite(session.step(5)).all()

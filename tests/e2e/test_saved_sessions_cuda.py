@@ -1,6 +1,5 @@
 """Saved sessions on a GPU go on bit for bit, and move to and from the host."""
 
-import dataclasses
 import itertools
 import random
 
@@ -11,9 +10,9 @@ from parity import relative_difference
 from saved_sessions import assert_same, outcome, random_turn
 from tolerances import LOGITS_RELATIVE
 
-from ortolan import Sampling, SnapKv
+from ortolan import Eviction, Sampling, SnapKv
+from ortolan.policies import POLICIES
 from ortolan.runtime import plan
-from ortolan.runtime.options import POLICIES
 
 pytestmark = pytest.mark.cuda
 
@@ -36,7 +35,7 @@ def _small_growth(monkeypatch):
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_random_turns_go_on_bit_for_bit(path, family, dtype, policy, graph):
     model, rng = open_pair(family, dtype, graph).device, random.Random(f"{family} {dtype} {policy}")
-    session = model.session(snapkv=policy and dataclasses.replace(SNAPKV, policy=policy))
+    session = model.session(snapkv=policy and Eviction(policy=policy, budget=40, window=8, sink=2))
     session.prefill(draw_tokens(120))
     for _ in range(3):
         outcome(random_turn(rng, rewinds=True), session)

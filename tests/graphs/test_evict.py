@@ -1,6 +1,7 @@
 """The eviction graph keeps what SnapKV, restated in NumPy, keeps."""
 
 import dataclasses
+import json
 
 import numpy as np
 import onnx
@@ -11,6 +12,7 @@ from snapkv_reference import pooled_scores, select
 from ortolan.custom_ops import reference
 from ortolan.errors import ConfigError
 from ortolan.graphs import build_evict_model
+from ortolan.policies import STRUCTURE_METADATA, Eviction, SnapKv
 
 
 @pytest.mark.parametrize("granularity", ["kv_head", "layer", "model"])
@@ -19,7 +21,9 @@ def test_keep_lists_and_caches(granularity, kernel, pool, reduce):
     rng = np.random.default_rng(kernel)
     lengths = [90, 20]
     feeds = draw_feeds(rng, lengths)
-    model = build_evict_model(manifest(), kernel=kernel, pool=pool, granularity=granularity, group_reduce=reduce)
+    model = build_evict_model(
+        manifest(), SnapKv(kernel=kernel, pool=pool, granularity=granularity, group_reduce=reduce)
+    )
     onnx.checker.check_model(model)
     results = run(model, feeds)
     names = ("capture", "key_cache", "kv_len")
@@ -78,19 +82,21 @@ def test_a_budget_beyond_the_cache_keeps_everything():
 def test_ties_keep_the_lower_position():
     feeds = draw_feeds(np.random.default_rng(0), [90])
     feeds["layer.0.capture"][:] = 0
-    keep = run(build_evict_model(manifest(), kernel=1), feeds)["layer.0.keep"]
+    keep = run(build_evict_model(manifest(), SnapKv(kernel=1)), feeds)["layer.0.keep"]
     np.testing.assert_array_equal(keep[0, 0], [*range(22), *range(82, 90)])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"kernel": 4}, {"kernel": 0}, {"pool": "median"}, {"granularity": "head"}, {"group_reduce": "min"}],
-)
-def test_options_are_refused(options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        build_evict_model(manifest(), **options)
+def test_a_graph_tells_the_options_that_shaped_it():
+    for eviction in (Eviction(), SnapKv(kernel=7, budget=99), Eviction(policy="expected", group_reduce="max")):
+        (recorded,) = (
+            each.value
+            for each in build_evict_model(manifest(), eviction).metadata_props
+            if each.key == STRUCTURE_METADATA
+        )
+        assert json.loads(recorded) == eviction.structure
+        assert eviction.structure["policy"] == eviction.policy
 
 
 def test_a_model_without_evictable_layers_is_refused():
-    with pytest.raises(ConfigError, match="nothing can be evicted"):
+    with pytest.raises(ConfigError, match="no layer of this model can evict"):
         build_evict_model(manifest(evictable=False))

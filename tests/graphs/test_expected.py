@@ -11,6 +11,7 @@ from snapkv_reference import select
 
 from ortolan.errors import ConfigError
 from ortolan.graphs import build_evict_model
+from ortolan.policies import Eviction
 
 BUDGET, SINK = 30, 3
 
@@ -57,7 +58,7 @@ def assert_kept(results, feeds, lengths, *, granularity="kv_head", **options):
 def test_kept_positions_equal_the_restatement(rows, group_reduce):
     lengths = [90, 47, 20]
     feeds = draw(lengths, rows)
-    model = build_evict_model(manifest(), policy="expected", group_reduce=group_reduce)
+    model = build_evict_model(manifest(), Eviction(policy="expected", group_reduce=group_reduce))
     onnx.checker.check_model(model)
     assert_kept(run(model, feeds), feeds, lengths, group_reduce=group_reduce)
 
@@ -65,14 +66,14 @@ def test_kept_positions_equal_the_restatement(rows, group_reduce):
 @pytest.mark.parametrize("granularity", ["layer", "model"])
 def test_heads_and_layers_may_share_a_list(granularity):
     feeds = draw([90, 70], 24)
-    results = run(build_evict_model(manifest(), policy="expected", granularity=granularity), feeds)
+    results = run(build_evict_model(manifest(), Eviction(policy="expected", granularity=granularity)), feeds)
     assert_kept(results, feeds, [90, 70], granularity=granularity)
 
 
 @pytest.mark.parametrize("rope", [None, "rope"])
 def test_heads_may_be_rotated_in_part_or_not_at_all(rope):
     feeds, part = draw([90], 24), INV_FREQ[: SIZE // 4]
-    results = run(build_evict_model(manifest(rope=rope, variants=(part,)), policy="expected"), feeds)
+    results = run(build_evict_model(manifest(rope=rope, variants=(part,)), Eviction(policy="expected")), feeds)
     assert_kept(results, feeds, [90], inv_freq=part if rope else ())
 
 
@@ -80,7 +81,7 @@ def test_heads_may_be_rotated_in_part_or_not_at_all(rope):
 def test_the_variant_in_use_rotates(variant):
     variants = (INV_FREQ, tuple(f / 3 for f in INV_FREQ))
     feeds = draw([90], 24)
-    model = build_evict_model(manifest(variants=variants), policy="expected")
+    model = build_evict_model(manifest(variants=variants), Eviction(policy="expected"))
     results = run(model, feeds | {"rope_variant": np.array([variant])})
     assert_kept(results, feeds, [90], inv_freq=variants[variant])
 
@@ -88,7 +89,7 @@ def test_the_variant_in_use_rotates(variant):
 def test_the_models_own_scale_counts():
     feeds = draw([90], 24)
     described = dataclasses.replace(manifest(), attention_scale=0.7)
-    results = run(build_evict_model(described, policy="expected"), feeds)
+    results = run(build_evict_model(described, Eviction(policy="expected")), feeds)
     assert_kept(results, feeds, [90], scale=0.7)
 
 
@@ -96,11 +97,11 @@ def test_large_exponents_stay_numbers():
     feeds = draw([90], 24)
     for layer in (0, 2):
         feeds[f"layer.{layer}.capture"] *= 1000
-    keep = run(build_evict_model(manifest(), policy="expected"), feeds)["layer.0.keep"]
+    keep = run(build_evict_model(manifest(), Eviction(policy="expected")), feeds)["layer.0.keep"]
     assert (keep >= 0).all()
     assert (np.diff(keep, axis=2) > 0).all()
 
 
 def test_a_folder_without_frequencies_is_refused():
-    with pytest.raises(ConfigError, match="converted model never has them: choose another policy"):
-        build_evict_model(dataclasses.replace(manifest(), ropes=None), policy="expected")
+    with pytest.raises(ConfigError, match=r"choose another policy.*converted model never has them"):
+        build_evict_model(dataclasses.replace(manifest(), ropes=None), Eviction(policy="expected"))

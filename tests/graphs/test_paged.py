@@ -20,6 +20,7 @@ from ortolan import contract
 from ortolan.errors import ConfigError, ContractMismatchError
 from ortolan.graphs import build_evict_model, count_fusions, verify_model
 from ortolan.manifest import FUSED_FILE, MANIFEST_FILE, MODEL_FILE, Manifest, cache_kinds, read_manifest
+from ortolan.policies import Eviction
 
 WINDOW = 20  # of gemma3's layers 0, 2 and 3
 PAGE = 16
@@ -197,14 +198,14 @@ def test_evictions_of_a_packed_batch_equal_contiguous_ones(options):
     plain = evict_manifest()
     paged = dataclasses.replace(plain, paged=True, page_size=PAGE, cache_kinds=cache_kinds(plain.layers))
     feeds = draw_feeds(rng, [90, 37])
-    expected = run(build_evict_model(plain, **options), feeds)
+    expected = run(build_evict_model(plain, Eviction(**options)), feeds)
     table = rng.permutation(14)[: 2 * SLOTS // PAGE].reshape(2, -1).astype(np.int32)
     paged_feeds = {**feeds, contract.block_table("full"): table}
     for name in [name for name in feeds if name.endswith("_cache")]:
         pool = np.full((14, KV_HEADS, PAGE, SIZE), np.nan, np.float32)
         pool[table] = feeds[name].reshape(2, KV_HEADS, -1, PAGE, SIZE).swapaxes(1, 2)
         paged_feeds[name] = pool
-    actual = run(build_evict_model(paged, **options), paged_feeds)
+    actual = run(build_evict_model(paged, Eviction(**options)), paged_feeds)
     for name, value in expected.items():
         found = actual[name]
         if name.endswith("_cache_out"):

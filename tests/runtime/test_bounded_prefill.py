@@ -12,7 +12,7 @@ from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
 import ortolan
 import ortolan.runtime.evicting as evicting_module
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError, ConfigError
 
 BUDGET, CHUNK = 40, 16
@@ -79,7 +79,7 @@ def test_decoding_evicts_when_the_caches_are_full_and_not_before(model, open_ses
 @pytest.mark.parametrize("count", [41, 100, 200])
 def test_a_chunk_that_holds_the_prompt_changes_nothing(model, open_session, draw_tokens, policy, count):
     """Then there is one eviction, after the prompt, as without the option; bit for bit."""
-    options = dataclasses.replace(SNAPKV, policy=policy)
+    options = Eviction(policy=policy, budget=BUDGET, window=8, sink=2, during_prefill=True)
     session = open_session(model, snapkv=options, chunk_size=200)
     usual = open_session(model, snapkv=dataclasses.replace(options, during_prefill=False), chunk_size=200)
     tokens = draw_tokens(count + 20)
@@ -112,7 +112,7 @@ def test_turns_agree_with_transformers(tmp_path, open_session, draw_tokens, fami
     turns = [(10 * BUDGET + 3, 30), (21, 3), (1, 5)]
     length = sum(map(sum, turns))
     session, tokens, rows = (
-        open_session(model, snapkv=dataclasses.replace(SNAPKV, policy=policy)),
+        open_session(model, snapkv=Eviction(policy=policy, budget=BUDGET, window=8, sink=2, during_prefill=True)),
         draw_tokens(length),
         {},
     )
@@ -192,7 +192,9 @@ def test_a_variant_of_rope_is_that_of_the_whole_prompt(tmp_path, open_session, d
         folder = ortolan.export(checkpoint, tmp_path / "model", max_context=256, chunk_size=CHUNK)
     model = ortolan.load(folder, device="cpu", num_threads=1)
     assert len(model.manifest.rope_limits) == 2
-    session = open_session(model, snapkv=dataclasses.replace(SNAPKV, policy="expected"))
+    session = open_session(
+        model, snapkv=Eviction(policy="expected", budget=BUDGET, window=8, sink=2, during_prefill=True)
+    )
     variants, evict = [], evicting_module.evict
 
     def noting(*arguments):

@@ -8,10 +8,10 @@ from fake_cuda import make_session
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
-from ortolan import Sampling, SnapKv
+from ortolan import Eviction, Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.policies import POLICIES
 from ortolan.runtime.device_loop import mark_seen, pack_rules
-from ortolan.runtime.options import POLICIES
 from ortolan.runtime.plan import STEPS_AHEAD
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
@@ -132,7 +132,7 @@ def test_decode_after_an_eviction_grows_the_caches(endless_full, open_session, d
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_under_each_policy_agree_with_the_host(endless, open_session, draw_tokens, policy):
     """Heads and layers that keep different numbers of positions advance together on the device."""
-    options = dataclasses.replace(SNAPKV, policy=policy)
+    options = Eviction(policy=policy, budget=40, window=8, sink=2)
     session, host = open_session(endless, snapkv=options), endless.session(snapkv=options)
     session.plan = dataclasses.replace(session.plan, growth_room=10)
     for turn, count in enumerate((100, 15, 1)):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import ortolan
-from ortolan import Engine, Sampling, SnapKv, runtime
+from ortolan import Engine, Eviction, Sampling, SnapKv, runtime
 from ortolan.errors import ConfigError
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_sessions(model, draw_tokens, assert_same):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_of_a_batch_evicts(model, draw_tokens, assert_same, policy):
     """Windows of captured queries that lie across chunks, heads that keep different numbers, pages that come back."""
-    options = [None, SnapKv(budget=40, window=8, sink=2, policy=policy), None, SnapKv(budget=60, window=32)]
+    options = [None, Eviction(budget=40, window=8, sink=2, policy=policy), None, SnapKv(budget=60, window=32)]
     prompts = [draw_tokens(count, seed=count) for count in (70, 100, 130, 111)]
     with Engine(model, 4, chunk_tokens=29) as engine:
         streams = [
@@ -148,7 +148,7 @@ def test_a_model_that_cannot_evict_says_so(tmp_path, draw_tokens):
 
 def test_evictions_that_the_model_has_no_graph_for_are_refused_at_once(model, monkeypatch):
     """Opened without a builder, a model has its folder's graph alone; one of an old export no RoPE frequencies."""
-    streaming = dataclasses.replace(SNAPKV, policy="streaming")
+    streaming = Eviction(policy="streaming", budget=40, window=8, sink=2)
     bare = runtime.load(model.folder, device="cpu", num_threads=1)
     with Engine(bare, 2) as engine:
         with pytest.raises(ConfigError, match=r"built for .*snapkv.*streaming"):
@@ -157,7 +157,7 @@ def test_evictions_that_the_model_has_no_graph_for_are_refused_at_once(model, mo
             bare.session(snapkv=streaming)
         assert len(engine.submit([1] * 60, 5, ignore_eos=True, snapkv=SNAPKV).result()) == 5
     monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, ropes=None))
-    expected = dataclasses.replace(SNAPKV, policy="expected")
+    expected = Eviction(policy="expected", budget=40, window=8, sink=2)
     with pytest.raises(ConfigError, match="RoPE frequencies"):
         model.session(snapkv=expected)
     with Engine(model, 2) as engine, pytest.raises(ConfigError, match="RoPE frequencies"):

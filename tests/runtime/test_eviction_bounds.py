@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from saved_sessions import DEVICES, assert_same, place
 
-from ortolan import Engine, SnapKv
+from ortolan import Engine, Eviction, SnapKv
 from ortolan.errors import MAX_LENGTH, ConfigError
 
 CONTEXT = 512  # of the models of conftest.py
 WIDEST = 2 * CONTEXT + 1
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
-EXPECTED = dataclasses.replace(SNAPKV, policy="expected", queries=MAX_LENGTH)
+EXPECTED = Eviction(policy="expected", budget=40, window=8, sink=2, queries=MAX_LENGTH)
 
 
 @pytest.fixture(params=DEVICES)
@@ -26,7 +26,7 @@ def test_a_pooling_wider_than_the_context_is_refused(full_model, monkeypatch, ke
     monkeypatch.setattr(full_model, "_evict_session", lambda _: pytest.fail("opened the eviction graph"))
     snapkv = dataclasses.replace(SNAPKV, kernel=kernel, during_prefill=during_prefill)
     for make in (full_model.plan, full_model.session):
-        with pytest.raises(ConfigError, match=f"kernel is {kernel}; at most {WIDEST}"):
+        with pytest.raises(ConfigError, match=f"kernel is {kernel}; it must be at most {WIDEST}"):
             make(snapkv=snapkv)
 
 

@@ -10,10 +10,10 @@ from tolerances import SAME_LOGITS
 
 import ortolan.runtime.evicting as evicting_module
 import ortolan.runtime.evictor as evictor_module
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError, ConfigError
+from ortolan.policies import POLICIES
 from ortolan.runtime.device_session import CHUNKS_AHEAD
-from ortolan.runtime.options import POLICIES, UNEVEN_POLICIES
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 CHUNK = 16
@@ -149,7 +149,7 @@ def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_sessio
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("count", [1, 7, 8, 40])
 def test_a_prompt_shorter_than_the_window_or_the_budget_is_kept(full_model, draw_tokens, policy, count):
-    options = dataclasses.replace(SNAPKV, policy=policy)
+    options = Eviction(policy=policy, budget=40, window=8, sink=2)
     session, plain = full_model.session(snapkv=options), full_model.session()
     np.testing.assert_array_equal(session.prefill(draw_tokens(count)), plain.prefill(draw_tokens(count)))
     np.testing.assert_array_equal(session.step(5), plain.step(5))
@@ -159,39 +159,41 @@ def test_a_prompt_shorter_than_the_window_or_the_budget_is_kept(full_model, draw
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p != "pyramidkv"])
 def test_a_budget_of_window_and_sinks_keeps_just_these(full_model, draw_tokens, policy):
-    session = full_model.session(snapkv=dataclasses.replace(SNAPKV, budget=10, policy=policy))
+    session = full_model.session(snapkv=Eviction(policy=policy, budget=10, window=8, sink=2))
     session.prefill(draw_tokens(100))
     for layer in range(4):
         for row in session.kept_positions(layer):
             np.testing.assert_array_equal(row, [0, 1, *range(92, 100)])
-    with pytest.raises(ConfigError, match="budget 9 does not hold window 8 and sink 2"):
-        dataclasses.replace(SNAPKV, budget=9, policy=policy)
+    with pytest.raises(ConfigError, match="budget is 9; it must be at least 10, because window 8 and sink 2"):
+        Eviction(policy=policy, budget=9, window=8, sink=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_all_lists_come_to_the_host_at_once_where_their_lengths_are_known(full_model, monkeypatch, draw_tokens, policy):
     """An eviction waits for the device once; only policies whose lists differ in length bring them one by one."""
-    session = make_session(full_model, monkeypatch, snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    session = make_session(full_model, monkeypatch, snapkv=Eviction(policy=policy, budget=40, window=8, sink=2))
     downloads, download = [], session._device.download
     monkeypatch.setattr(
         session._device, "download", lambda array, *out: downloads.append(array.size) or download(array, *out)
     )
     session.prefill(draw_tokens(100))
     kv_heads, layers = full_model.manifest.layers[0].num_kv_heads, len(full_model.manifest.layers)
-    lists = [] if policy in UNEVEN_POLICIES else [layers * kv_heads * SNAPKV.budget]
+    lists = [] if POLICIES[policy].keeps_uneven else [layers * kv_heads * SNAPKV.budget]
     assert sorted(downloads) == sorted([*lists, full_model.manifest.vocab_size])
 
 
 @pytest.mark.parametrize(
-    ("policy", "many", "gives_back"), [("snapkv", 10**6, 0), ("snapkv", 100, 1), ("expected", 10**6, 1)]
+    ("policy", "share", "gives_back"), [("snapkv", 1, 0), ("snapkv", 0.99, 1), ("expected", 1, 1), ("expected", 9, 0)]
 )
 def test_only_evictions_that_take_much_memory_give_it_back(
-    full_model, monkeypatch, draw_tokens, policy, many, gives_back
+    full_model, monkeypatch, draw_tokens, policy, share, gives_back
 ):
     """Giving scratch memory back takes longer than choosing positions does."""
-    session = make_session(full_model, monkeypatch, snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    session = make_session(full_model, monkeypatch, snapkv=Eviction(policy=policy, budget=40, window=8, sink=2))
     asked = []
-    monkeypatch.setattr(evictor_module, "MANY_SLOTS", many)
+    layer, slots = full_model.manifest.layers[0], session.cache_capacity(0)
+    scores = 32 * slots * layer.num_kv_heads * 4  # [Hkv, C] float32, as often as they are held
+    monkeypatch.setattr(evictor_module, "LARGE_WORKSPACE_BYTES", share * scores)
     monkeypatch.setattr(session._device, "rare_run_options", lambda: asked.append(1))
     session.prefill(draw_tokens(100))
     assert (session.stats.evictions, len(asked)) == (1, gives_back)

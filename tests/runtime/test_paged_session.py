@@ -11,9 +11,9 @@ from paged_sessions import check_pages, poison_free_pages, tables_of, talk_in_st
 from saved_sessions import DEVICES, place
 
 import ortolan
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError
-from ortolan.runtime.options import POLICIES, UNEVEN_POLICIES
+from ortolan.policies import POLICIES
 from ortolan.runtime.paged_caches import PageTable
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -50,9 +50,9 @@ def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device
     page_size, sink = rng.choice(PAGE_SIZES), rng.choice([0, 2, 9])
     models = [exported(family, size, sink) for size in (0, page_size)]
     evicts = any(layer.evictable for layer in models[0].manifest.layers)
-    policy = rng.choice(POLICIES)
-    bounded = policy not in UNEVEN_POLICIES and rng.random() < 0.5
-    snapkv = SnapKv(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy, during_prefill=bounded)
+    policy = rng.choice(list(POLICIES))
+    bounded = not POLICIES[policy].keeps_uneven and rng.random() < 0.5
+    snapkv = Eviction(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy, during_prefill=bounded)
     options = {"chunk_size": chunk_size, "snapkv": rng.choice([None, snapkv]) if evicts else None}
     if device == "device":
         sessions = [make_session(model, monkeypatch, **options) for model in models]
@@ -114,7 +114,7 @@ def test_an_eviction_frees_pages(exported, draw_tokens):
 
 
 def test_heads_of_different_lengths_keep_the_pages_of_the_longest(exported, draw_tokens):
-    session = exported("llama", 16).session(snapkv=SnapKv(budget=40, window=8, policy="adakv"))
+    session = exported("llama", 16).session(snapkv=Eviction(budget=40, window=8, policy="adakv"))
     session.prefill(draw_tokens(200))
     longest = max(session.physical_length(layer) for layer in range(4))
     assert longest > 40

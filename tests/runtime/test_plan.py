@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
+from ortolan.policies import Eviction, SnapKv
 from ortolan.runtime.memory import estimate_evict_bytes, fit_chunk
-from ortolan.runtime.options import SnapKv
 from ortolan.runtime.plan import LayerPlan, plan_caches, ring_keeps, rope_variant, split_chunks
 
 SIZES = st.integers(1, 40)
@@ -174,7 +174,7 @@ def test_an_eviction_is_counted_by_the_largest_cache_that_it_reads():
     manifest = manifest_of()
     long, bounded = plan_caches(manifest, 512), plan_caches(manifest, 512, 64, budget=100)
     assert estimate_evict_bytes(manifest, long, None) == 0
-    usual, expected = SnapKv(), SnapKv(policy="expected")
+    usual, expected = SnapKv(), Eviction(policy="expected")
     scores = estimate_evict_bytes(manifest, long, usual)
     assert scores == 32 * 512 * 2 * 4  # [Hkv, C]
     assert estimate_evict_bytes(manifest, long, expected) - scores == 2 * 4 * 512 * 8 * 4  # two [Hq, C, D] float32

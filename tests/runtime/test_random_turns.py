@@ -10,9 +10,9 @@ from fake_cuda import make_session
 from parity import relative_difference
 from tolerances import LOGITS_RELATIVE
 
-from ortolan import SnapKv
+from ortolan import Eviction
 from ortolan.errors import CapacityError
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -22,7 +22,7 @@ def test_what_was_taken_back_leaves_no_trace(request, monkeypatch, seed, device,
     rng = random.Random(seed)
     model = request.getfixturevalue(rng.choice(["full_model", "mixed_model"]))
     monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, eos_token_ids=()))
-    snapkv = SnapKv(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy)
+    snapkv = Eviction(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy)
     session = make_session(model, monkeypatch, snapkv=snapkv) if device == "device" else model.session(snapkv=snapkv)
     session.plan = dataclasses.replace(session.plan, growth_room=rng.choice([5, 20, 60]))
     talk = Conversation(session, rng)

@@ -12,9 +12,9 @@ from parity import relative_difference
 from saved_sessions import DEVICES, assert_same, outcome, place, random_turn
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
-from ortolan import Sampling, SnapKv
+from ortolan import Eviction, Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError
-from ortolan.runtime.options import POLICIES
+from ortolan.policies import POLICIES
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 LONGEST = 350
@@ -49,7 +49,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_turns_go_on_bit_for_bit(model, path, seed, policy):
     rng = random.Random(seed)
-    snapkv = policy and SnapKv(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy)
+    snapkv = policy and Eviction(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy)
     session = model.session(snapkv=snapkv)
     for _ in range(rng.randint(0, 8)):
         if session.logical_length < LONGEST / 2:
@@ -69,7 +69,7 @@ def test_random_turns_go_on_bit_for_bit(model, path, seed, policy):
 @pytest.mark.parametrize("seed", range(4))
 def test_windows_are_enough_to_go_on_without_rewinding(model, path, seed, policy):
     rng = random.Random(100 + seed)
-    session = model.session(snapkv=policy and dataclasses.replace(SNAPKV, policy=policy))
+    session = model.session(snapkv=policy and Eviction(policy=policy, budget=40, window=8, sink=2))
     for _ in range(rng.randint(2, 6)):
         outcome(random_turn(rng, rewinds=True), session)
     session.save(path)
@@ -222,7 +222,7 @@ def test_a_file_holds_what_is_in_use(mixed_model, monkeypatch, device, path, dra
 
 
 def test_heads_that_keep_different_numbers(full_model, path, draw_tokens):
-    session = full_model.session(snapkv=dataclasses.replace(SNAPKV, policy="adakv"))
+    session = full_model.session(snapkv=Eviction(policy="adakv", budget=40, window=8, sink=2))
     session.prefill(draw_tokens(200))
     held = session._lengths.physical[0]
     assert len(set(held.tolist())) > 1
@@ -293,7 +293,7 @@ def test_saving_again_keeps_no_more_than_there_is(mixed_model, path, draw_tokens
 def test_queries_from_before_an_eviction_score_again(full_model, monkeypatch, device, path, draw_tokens, policy):
     """They come from a copy that was made then, because later steps took their rows."""
     model = place(full_model, device, monkeypatch)
-    session = model.session(snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    session = model.session(snapkv=Eviction(policy=policy, budget=40, window=8, sink=2))
     session.prefill(draw_tokens(100))
     for token in draw_tokens(11, seed=1):
         session.step(token)

@@ -2,14 +2,13 @@
 
 import collections
 import contextlib
-import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortolan import SnapKv
+from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan, KindPlan
 from ortolan.runtime.scheduler import Scheduler
@@ -17,7 +16,7 @@ from ortolan.runtime.sequence import TokenSequence
 
 PAGE = 4
 SNAPKV = SnapKv(budget=8, window=4, sink=1)
-ADAKV = dataclasses.replace(SNAPKV, policy="adakv")
+ADAKV = Eviction(policy="adakv", budget=8, window=4, sink=1)
 
 
 def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limits=(64,)):
@@ -288,7 +287,7 @@ def test_an_evicted_sequence_longer_than_the_pool_is_read_again(overcommit, rope
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])
 def test_known_tokens_take_no_more_pages_than_all_that_are_to_come(policy):
     kind = make_plan(40).kinds[0]
-    sequence = make_sequence(0, 40, new=22, snapkv=dataclasses.replace(SNAPKV, policy=policy))
+    sequence = make_sequence(0, 40, new=22, snapkv=Eviction(policy=policy, budget=8, window=4, sink=1))
     known = []
     while len(sequence.tokens) <= sequence.max_length:
         known.append(sequence.known_pages(kind))

@@ -195,7 +195,7 @@ def test_options_of_another_kind_are_refused_before_anything_is_read(full_model,
     session = full_model.session()
     with pytest.raises(ConfigError, match=r"ortolan\.Sampling"):
         session.generate(draw_tokens(5), sampling=0.7)
-    with pytest.raises(ConfigError, match=r"ortolan\.SnapKv"):
+    with pytest.raises(ConfigError, match=r"ortolan\.Eviction"):
         full_model.session(snapkv={"budget": 100})
     assert session.logical_length == 0
 
