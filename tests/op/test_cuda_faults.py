@@ -12,7 +12,8 @@ from harness import attention_inputs, empty_caches, open_session, output_types, 
 import ortolan.custom_ops
 from ortolan import Sampling
 from ortolan.runtime.cuda import CudaBuffers
-from ortolan.runtime.device_loop import TokenChooser
+from ortolan.runtime.generate.device_sampler import DeviceSampler
+from ortolan.runtime.generate.draw import Draw
 
 pytestmark = pytest.mark.cuda
 
@@ -123,11 +124,11 @@ def test_an_error_is_not_reported_to_those_who_come_after():
         past_len=device.upload(np.zeros(1, np.int32)),
         kv_len=device.upload(np.zeros(1, np.int32)),
     )
-    chooser, produced = TokenChooser(device, device.upload(logits), state), device.pinned((1,), np.int32)
+    sampler, produced = DeviceSampler(device, device.upload(logits), state), device.pinned((1,), np.int32)
     for temperature in (0.0, 1e-3):
         exhaust_memory()
-        chooser.start([Sampling(temperature=temperature, seed=0)], [[]])
-        chooser.choose(produced, draw=0, advance_tokens=1)
+        sampler.start([Draw(sampling=Sampling(temperature=temperature), seed=0, position=0)])
+        sampler.choose(produced, advance_tokens=1)
         device.synchronize()
         assert produced.tolist() == [1]
     exhaust_memory()

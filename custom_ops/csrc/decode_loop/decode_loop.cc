@@ -3,23 +3,25 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string_view>
 
 #include "../kernels/cuda/kernels.h"
-#include "../kernels/cuda/sampling.h"
+#include "../kernels/cuda/sampling/logprobs.h"
+#include "../kernels/cuda/sampling/sampling.h"
 
 #define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-// Plain fields of 8 bytes each, as runtime/device_loop.py declares them; see cuda::DecodeAdvanceParams.
+// The structs below have plain fields of 8 bytes each, as runtime/generate/device_library.py declares them;
+// see cuda::DecodeAdvanceParams and cuda::TopLogprobsParams.
 struct DecodeAdvance {
   int64_t device;
   const float* logits;
-  const ortolan::cuda::SamplingRule* rules;
+  ortolan::cuda::SamplingRule* rules;
   uint8_t* seen;
   int64_t num_sequences;
   int64_t vocab_size;
-  uint64_t draw;
   int64_t random;
   int32_t* produced;
   int64_t* token_ids;
@@ -32,6 +34,18 @@ struct DecodeAdvance {
   cudaStream_t stream;
 };
 
+struct TopLogprobs {
+  int64_t device;
+  const float* logits;
+  const int32_t* tokens;
+  int64_t num_rows;
+  int64_t vocab_size;
+  int64_t k;
+  int32_t* results;
+  void* workspace;
+  cudaStream_t stream;
+};
+
 ortolan::cuda::DecodeAdvanceParams params_of(const DecodeAdvance& step) {
   ortolan::cuda::DecodeAdvanceParams params{};
   params.logits = step.logits;
@@ -39,7 +53,6 @@ ortolan::cuda::DecodeAdvanceParams params_of(const DecodeAdvance& step) {
   params.seen = step.seen;
   params.num_sequences = step.num_sequences;
   params.vocab_size = step.vocab_size;
-  params.draw = step.draw;
   params.random = step.random != 0;
   params.produced = step.produced;
   params.token_ids = step.token_ids;
@@ -52,14 +65,46 @@ ortolan::cuda::DecodeAdvanceParams params_of(const DecodeAdvance& step) {
   return params;
 }
 
-}  // namespace
+ortolan::cuda::TopLogprobsParams params_of(const TopLogprobs& call) {
+  ortolan::cuda::TopLogprobsParams params{};
+  params.logits = call.logits;
+  params.tokens = call.tokens;
+  params.num_rows = call.num_rows;
+  params.vocab_size = call.vocab_size;
+  params.k = call.k;
+  params.results = call.results;
+  params.workspace = call.workspace;
+  return params;
+}
 
-// Returns a cudaError_t, which the thread then forgets.
-ORTOLAN_EXPORT int ortolan_cuda_decode_advance(const DecodeAdvance* step) {
-  cudaError_t error = cudaSetDevice(static_cast<int>(step->device));
-  if (error == cudaSuccess) error = ortolan::cuda::decode_advance(params_of(*step), step->stream);
+// Enqueues a call on its device and stream; the thread then forgets the error that is returned.
+template <typename Call, typename Params>
+int enqueue(const Call& call, cudaError_t (*launch)(const Params&, cudaStream_t)) {
+  cudaError_t error = cudaSetDevice(static_cast<int>(call.device));
+  if (error == cudaSuccess) error = launch(params_of(call), call.stream);
   if (error != cudaSuccess) cudaGetLastError();
   return error;
+}
+
+}  // namespace
+
+// Returns a cudaError_t.
+ORTOLAN_EXPORT int ortolan_cuda_decode_advance(const DecodeAdvance* step) {
+  return enqueue(*step, ortolan::cuda::decode_advance);
+}
+
+// Returns a cudaError_t.
+ORTOLAN_EXPORT int ortolan_cuda_top_logprobs(const TopLogprobs* call) {
+  return enqueue(*call, ortolan::cuda::top_logprobs);
+}
+
+// Bytes of a struct that callers fill; 0 where the name is unknown.
+ORTOLAN_EXPORT int64_t ortolan_cuda_struct_bytes(const char* name) {
+  const std::string_view wanted(name);
+  if (wanted == "DecodeAdvance") return sizeof(DecodeAdvance);
+  if (wanted == "SamplingRule") return sizeof(ortolan::cuda::SamplingRule);
+  if (wanted == "TopLogprobs") return sizeof(TopLogprobs);
+  return 0;
 }
 
 // The compute capability that kernels are chosen by on the current device, 10 * major + minor; 0 where there
@@ -76,7 +121,12 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_workspace(int64_t num_sequences) {
   return static_cast<int64_t>(ortolan::cuda::decode_advance_workspace(num_sequences));
 }
 
-// Describes what ortolan_cuda_decode_advance returned.
+// Bytes of workspace for ortolan_cuda_top_logprobs.
+ORTOLAN_EXPORT int64_t ortolan_cuda_logprobs_workspace(int64_t num_rows, int64_t vocab_size, int64_t k) {
+  return static_cast<int64_t>(ortolan::cuda::top_logprobs_workspace(num_rows, vocab_size, k));
+}
+
+// Describes an error that one of these functions returned.
 ORTOLAN_EXPORT const char* ortolan_cuda_error_text(int error) {
   return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

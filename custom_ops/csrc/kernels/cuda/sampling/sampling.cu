@@ -9,14 +9,15 @@
 // sort.
 //
 // Determinism: all sums are integers, so that the order of atomics does not matter; random numbers are a
-// function of seed and counter. Workspace: tickets and maxima come back to zero by themselves, histograms are
+// function of a seed and of the position of the token to choose. runtime/generate/sampler.py chooses in the
+// same way. Workspace: tickets and maxima come back to zero by themselves, histograms are
 // cleared per launch. Source: Philox 4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 // (SC 2011); radix selection as in Alabi et al., "Fast k-selection algorithms for graphics processing units"
 // (2012).
 #include <algorithm>
 
-#include "launch.cuh"
-#include "sampling_search.cuh"
+#include "../launch.cuh"
+#include "search.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kDrawThreads)
     draw_token(DecodeAdvanceParams params, int64_t first_sequence) {
   const int64_t sequence = first_sequence + blockIdx.y;
   SequenceState& state = carve(params.workspace, params.num_sequences).states[sequence];
-  const SamplingRule rule = params.rules[sequence];
+  const SamplingRule rule = params.rules[sequence];  // before the first barrier: finish() changes it
   const Row row(params, sequence);
   Barrier barrier{&state.arrivals};
   Histograms& h = state.histograms;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kDrawThreads)
   barrier.wait();
   const Count total = find(h.mass, 0).total;
   const Count dropped = dropped_mass(rule, row, weigher, minimum, total, state, barrier);
-  const Count hit = dropped + __umul64hi(philox(rule.seed, params.draw), total - dropped);
+  const Count hit = dropped + __umul64hi(philox(rule.seed, rule.draw), total - dropped);
   const Place place = search(row, weigher, minimum, hit, h.mass, true, h.draw, barrier);
   const int token = find_tie(row, place.key, (hit - place.below) / weigher(place.key), state, barrier);
   if (token >= 0) finish(params, sequence, token);

@@ -2,7 +2,7 @@
 // blocks of the sequence together.
 #pragma once
 
-#include "sampling_rows.cuh"
+#include "rows.cuh"
 
 namespace ortolan::cuda::sampling {
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cfloat>
+
 #include "sampling.h"
 
 namespace ortolan::cuda::sampling {
@@ -54,7 +56,12 @@ __device__ __forceinline__ float unordered(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// The logits of one sequence, after the repetition penalty.
+// Greater for a larger logit, then for a lower index.
+__device__ __forceinline__ Count rank_of(float logit, int64_t index) {
+  return static_cast<Count>(ordered(logit)) << 32 | (0xffffffffu - static_cast<uint32_t>(index));
+}
+
+// The logits of one sequence, after the repetition penalty, which leaves finite ones finite.
 struct Row {
   const float* logits;
   const uint8_t* seen;
@@ -70,14 +77,13 @@ struct Row {
   __device__ __forceinline__ float at(int64_t index) const {
     const float logit = logits[index];
     if (!seen || !seen[index]) return logit;
-    return logit > 0.0f ? logit / penalty : logit * penalty;
+    const float penalized = logit > 0.0f ? logit / penalty : logit * penalty;
+    return fminf(fmaxf(penalized, -FLT_MAX), FLT_MAX);
   }
 
-  // Greater for a larger logit, then for a lower index; kBad where the logit is no number.
+  // Greater for a larger logit, then for a lower index; kBad where the logit is NaN or infinite.
   __device__ __forceinline__ Count rank(int64_t index) const {
-    const float logit = at(index);
-    if (!isfinite(logit)) return kBad;
-    return static_cast<Count>(ordered(logit)) << 32 | (0xffffffffu - static_cast<uint32_t>(index));
+    return isfinite(logits[index]) ? rank_of(at(index), index) : kBad;
   }
 };
 
@@ -107,13 +113,15 @@ __device__ Count best_rank(const Row& row) {
   return block_max<kThreads>(best);
 }
 
-// Writes the chosen token and moves the sequence on; called by all threads of one block per sequence.
+// Writes the chosen token and moves the sequence on; called by all threads of one block per sequence, once no
+// thread will read the sequence's rule or past_len any more.
 __device__ inline void finish(const DecodeAdvanceParams& params, int64_t sequence, int token) {
   if (threadIdx.x == 0) {
     params.produced[sequence] = token;
     if (params.token_ids) params.token_ids[sequence] = max(token, 0);
     if (params.positions) params.positions[sequence] += params.advance_tokens;
     if (params.past_len) params.past_len[sequence] += params.advance_tokens;
+    if (params.rules) ++params.rules[sequence].draw;
     if (params.seen && token >= 0) params.seen[sequence * params.vocab_size + token] = 1;
   }
   if (sequence == 0 && params.kv_len) {

@@ -12,6 +12,7 @@ namespace ortolan::cuda {
 struct SamplingRule {
   double tail_mass;           // 1 - top_p: the share of probability that may be dropped
   uint64_t seed;              // of the random numbers
+  uint64_t draw;              // position of the token to choose; each choice adds 1
   float inverse_temperature;  // infinity: the most likely token
   float min_p;                // 0: keep all
   float repetition_penalty;   // 1: none
@@ -19,18 +20,17 @@ struct SamplingRule {
 };
 
 struct DecodeAdvanceParams {
-  const float* logits;        // [B, V]
-  const SamplingRule* rules;  // [B], or null: most likely token, no penalty
-  uint8_t* seen;              // [B, V], 1 where the sequence holds the token; null without a penalty
-  int64_t num_sequences;      // B
-  int64_t vocab_size;         // V
-  uint64_t draw;              // counter of the random numbers: equal seeds and counters draw equally
-  bool random;                // draw by the rules instead of taking the most likely token
-  int32_t* produced;          // [B], device or mapped host memory; -1 where a logit is NaN or infinite
-  int64_t* token_ids;         // [B] or null; 0 where produced is -1
-  int64_t* positions;         // [B] or null
-  int32_t* past_len;          // [B] or null
-  int32_t* kv_len;            // [num_kv_lens] or null
+  const float* logits;    // [B, V]
+  SamplingRule* rules;    // [B], or null: most likely token, no penalty
+  uint8_t* seen;          // [B, V], 1 where the sequence holds the token; null without a penalty
+  int64_t num_sequences;  // B
+  int64_t vocab_size;     // V
+  bool random;            // draw by the rules instead of taking the most likely token
+  int32_t* produced;      // [B], device or mapped host memory; -1 where a logit is NaN or infinite
+  int64_t* token_ids;     // [B] or null; 0 where produced is -1
+  int64_t* positions;     // [B] or null
+  int32_t* past_len;      // [B] or null
+  int32_t* kv_len;        // [num_kv_lens] or null
   int64_t num_kv_lens;
   int32_t advance_tokens;  // added to positions, past_len and kv_len
   void* workspace;         // zeroed once by its owner; 256-byte aligned
