@@ -9,10 +9,10 @@ import json
 import onnx
 
 from ortolan import contract
+from ortolan.element_types import element_type
 from ortolan.errors import ConfigError
 from ortolan.graphs.builder import INT32, emitters
 from ortolan.graphs.evict_parts import EvictOptions, EvictParts, Kept
-from ortolan.graphs.options import ONNX_TYPES
 from ortolan.graphs.policies import POLICIES
 from ortolan.manifest import Manifest
 
@@ -60,7 +60,8 @@ def _read_options(given: dict[str, int | str]) -> EvictOptions:
 def _compact(parts: EvictParts, i: int, kept: Kept) -> None:
     """Move the kept rows to the front, and say what was kept and how much each kv head holds."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
-    dtype, shape, heads = ONNX_TYPES[parts.manifest.dtype], parts.cache_shape(i), parts.manifest.layers[i].num_kv_heads
+    shape, heads = parts.cache_shape(i), parts.manifest.layers[i].num_kv_heads
+    dtype = element_type(parts.manifest.cache_dtype).onnx
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,

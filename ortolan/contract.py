@@ -5,7 +5,8 @@ POSITIONS = "positions"  # [T] int64, logical
 QUERY_START = "query_start"  # [B+1] int32
 PAST_LEN = "past_len"  # [B] int32, logical length before this step
 ROPE_VARIANT = "rope_variant"  # [T] int64, only where the manifest lists more than one RoPE variant
-LOGITS = "logits"  # [B, V] float32, of the last row of each sequence
+LOGIT_ROWS = "logit_rows"  # [R] int64, the packed rows whose logits are computed
+LOGITS = "logits"  # [R, V] float32, of those rows
 
 # Inputs of evict.onnx beside the caches, captures and kv_len of each evictable layer; all int64 [1].
 EVICT_BUDGET = "budget"

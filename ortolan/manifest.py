@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ortolan import contract
+from ortolan.element_types import COMPUTE_TYPES
 from ortolan.errors import MAX_LENGTH, ConfigError, ContractMismatchError
 
 MANIFEST_FILE = "ortolan.json"
@@ -19,28 +20,37 @@ MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
 EVICT_FILE = "evict.onnx"
 MANIFEST_METADATA = "ortolan.manifest"  # key of the manifest in a graph's metadata
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DEFAULT_CHUNK_SIZE = 2048  # prompt tokens per step, where nobody named a number
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInfo:
-    """What the runtime must know of one attention layer.
+    """What the runtime must know of one layer.
 
     Attributes:
         window: keys a query sees, itself included; -1 for full attention.
+        num_heads: Hq.
         num_kv_heads: Hkv.
         head_size: D.
         evictable: whether the graph has `kv_len` and `capture` inputs for this layer.
         rope: key of `Manifest.ropes`; None where keys are not rotated.
+        scale: softmax scale; 0 means 1/sqrt(D).
+        softcap: of attention's logits; 0 means none.
+        state: what the layer keeps between steps; "attention": keys and values.
+        cache_of: the layer whose keys and values it reads; None where it has caches of its own.
     """
 
     window: int
+    num_heads: int
     num_kv_heads: int
     head_size: int
     evictable: bool
     rope: str | None = None
+    scale: float = 0.0
+    softcap: float = 0.0
+    state: str = "attention"
+    cache_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +71,11 @@ class CacheKind:
 
 
 def cache_kinds(layers: Sequence[LayerInfo]) -> tuple[CacheKind, ...]:
-    """Sort the layers of a paged model into kinds, in the order in which they first occur."""
+    """Sort the layers of a paged model that have caches into kinds, in the order in which they first occur."""
     members: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
-        members.setdefault(layer.window, []).append(index)
+        if layer.cache_of is None:
+            members.setdefault(layer.window, []).append(index)
     return tuple(
         CacheKind(
             name=contract.cache_kind(window),
@@ -90,6 +101,9 @@ class Manifest:
         paged: whether caches are pools of pages with block tables.
         page_size: P, slots per page; 0 where caches are contiguous.
         cache_kinds: which layers share a block table; empty where caches are contiguous.
+        dtype: element type of activations.
+        weight_format: how linear weights are stored; "mixed" where they differ, as those of converted models may.
+        cache_dtype: element type of caches.
         fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
             there is none.
     """
@@ -97,7 +111,6 @@ class Manifest:
     architecture: str
     dtype: str
     vocab_size: int
-    num_heads: int
     max_context: int
     chunk_size: int
     sink: int
@@ -107,8 +120,8 @@ class Manifest:
     rope_limits: tuple[int, ...]
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    attention_scale: float = 0.0
-    attention_softcap: float = 0.0
+    weight_format: str = "dense"
+    cache_dtype: str = ""  # the dtype, where it is left out
     fused_model: str | None = None
     page_size: int = 0
     cache_kinds: tuple[CacheKind, ...] = ()
@@ -120,8 +133,12 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)  # file name -> size in bytes
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.dtype not in COMPUTE_TYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        if not self.cache_dtype:
+            object.__setattr__(self, "cache_dtype", self.dtype)
+        if self.cache_dtype != self.dtype:
+            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: the dtype, {self.dtype!r}")
         if self.paged and self.page_size not in contract.PAGE_SIZES:
             raise ConfigError(f"page_size is {self.page_size}; allowed: {contract.PAGE_SIZES}")
         if self.cache_kinds != (cache_kinds(self.layers) if self.paged else ()):
@@ -212,21 +229,23 @@ def _fits(value: Any, hint: Any) -> bool:
 def _check_values(manifest: Manifest, source: str) -> None:
     """Raise ContractMismatchError for numbers that no export writes."""
     limits = manifest.rope_limits
-    least = {"vocab_size": 1, "num_heads": 1, "chunk_size": 1, "sink": 0, "snapkv_window": 0}
+    least = {"vocab_size": 1, "chunk_size": 1, "sink": 0, "snapkv_window": 0}
     checks = {name: number <= getattr(manifest, name) <= MAX_LENGTH for name, number in least.items()} | {
         "page_size": manifest.paged or manifest.page_size == 0,
         "max_context": 1 <= manifest.max_context <= MAX_LENGTH,
         "rope_limits": bool(limits) and list(limits) == sorted(limits) and limits[-1] >= manifest.max_context,
-        "layers": bool(manifest.layers) and all(_is_sound(layer) for layer in manifest.layers),
+        "layers": bool(manifest.layers) and all(_is_sound(manifest.layers, i) for i in range(len(manifest.layers))),
     }
     wrong = [name for name, holds in checks.items() if not holds]
     if wrong:
         raise ContractMismatchError(f"{source}: {', '.join(wrong)}: a value that no export writes; export it again")
 
 
-def _is_sound(layer: LayerInfo) -> bool:
-    window, sizes = layer.window, (layer.num_kv_heads, layer.head_size)
-    return (window == -1 or 0 < window <= MAX_LENGTH) and all(0 < size <= MAX_LENGTH for size in sizes)
+def _is_sound(layers: Sequence[LayerInfo], index: int) -> bool:
+    layer = layers[index]
+    window, sizes = layer.window, (layer.num_heads, layer.num_kv_heads, layer.head_size)
+    shares = layer.cache_of is None or (0 <= layer.cache_of < index and layers[layer.cache_of].cache_of is None)
+    return shares and (window == -1 or 0 < window <= MAX_LENGTH) and all(0 < size <= MAX_LENGTH for size in sizes)
 
 
 def read_description(folder: Path) -> Manifest:

@@ -79,6 +79,7 @@ class BatchLayout:
         self.positions = self._place((tokens,), "int64")
         self.rope_variant = self._place((tokens,), "int64")
         self.query_start = self._place((sequences + 1,), "int32")
+        self.logit_rows = self._place((sequences,), "int64")
         self.past_len = self._place((sequences,), "int32")
         self.kv_begin = self._bytes
         self.kv_len = {i: self._place((sequences, count), "int32") for i, count in heads.items()}
@@ -99,6 +100,7 @@ class BatchLayout:
         starts = self.query_start.view(block)
         starts[: len(rows) + 1] = np.cumsum([0, *counts])
         starts[len(rows) :] = used
+        self.logit_rows.view(block)[:] = np.maximum(starts[1:] - 1, 0)
         for place in (self.token_ids, self.positions, self.rope_variant):
             place.view(block)[used:] = 0
         self.token_ids.view(block)[:used] = [token for row in rows for token in row.tokens]
@@ -130,6 +132,7 @@ class BatchLayout:
             contract.ROPE_VARIANT: self.rope_variant.view(block),
             contract.QUERY_START: self.query_start.view(block),
             contract.PAST_LEN: self.past_len.view(block),
+            contract.LOGIT_ROWS: self.logit_rows.view(block),
         }
         inputs |= {contract.kv_len(index): lengths.view(block) for index, lengths in self.kv_len.items()}
         return inputs | {kind.block_table: self.tables[kind.name].view(block) for kind in self._manifest.cache_kinds}

@@ -154,9 +154,8 @@ class CacheBuffers:
 
     def _allocate_captures(self, rows: int) -> list[Block]:
         layers = {i: layer for i, layer in enumerate(self._manifest.layers) if layer.evictable}
-        sizes = {i: layer.head_size for i, layer in layers.items()}
-        heads = self._manifest.num_heads
-        return [self._block(members, 1, (1, rows, heads, sizes[i])) for i, members in _alike(sizes)]
+        sizes = {i: (layer.num_heads, layer.head_size) for i, layer in layers.items()}
+        return [self._block(members, 1, (1, rows, *sizes[i])) for i, members in _alike(sizes)]
 
     def _block(self, members: tuple[int, ...], each: int, shape: tuple[int, ...]) -> Block:
         return Block(members, self.buffers.empty((each * len(members), *shape), self._manifest.dtype))

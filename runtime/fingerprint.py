@@ -14,7 +14,7 @@ from ortolan.manifest import MODEL_FILE, Manifest
 
 Fingerprint: TypeAlias = dict[str, Any]  # as JSON holds it
 
-NAMED_FIELDS = ("architecture", "dtype", "vocab_size", "num_heads", "max_context", "sink", "rope_limits", "layers")
+NAMED_FIELDS = ("architecture", "dtype", "vocab_size", "max_context", "sink", "rope_limits", "layers")
 WEIGHT_SUFFIXES = (".data", ".safetensors")
 WHOLE_BYTES = 64 * 2**20  # weight files up to this size are read as a whole
 STRIDE_BYTES = 2**20

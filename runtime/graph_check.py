@@ -11,14 +11,13 @@ from ortolan.manifest import MANIFEST_METADATA, Manifest
 # What the graph was built for. Other fields, such as chunk_size, say how it is run.
 BUILT_FOR = (
     "dtype",
+    "weight_format",
+    "cache_dtype",
     "vocab_size",
-    "num_heads",
     "sink",
     "paged",
     "page_size",
     "layers",
-    "attention_scale",
-    "attention_softcap",
 )
 
 
@@ -36,8 +35,10 @@ def check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
 def _check_inputs(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check that the graph has the inputs that the manifest promises, and no others."""
     inputs = {i.name for i in ort_session.get_inputs()}
-    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
+    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN, contract.LOGIT_ROWS}
     for index, layer in enumerate(manifest.layers):
+        if layer.cache_of is not None:
+            continue
         wanted |= {contract.key_cache(index), contract.value_cache(index)}
         if layer.evictable:
             wanted |= {contract.kv_len(index), contract.capture(index)}
@@ -61,6 +62,8 @@ def _check_shapes(ort_session: Any, manifest: Manifest, file_name: str) -> None:
             f"of {manifest.vocab_size}; export the model again"
         )
     for index, layer in enumerate(manifest.layers):
+        if layer.cache_of is not None:
+            continue
         for name in (contract.key_cache(index), contract.value_cache(index)):
             _, heads, slots, size = shapes[name]
             fits = not manifest.paged or slots == manifest.page_size

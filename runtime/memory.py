@@ -64,13 +64,13 @@ def weight_file_bytes(manifest: Manifest) -> int:
 
 def capture_bytes(manifest: Manifest, rows: int) -> int:
     """Return the bytes that `rows` captured queries of all evictable layers take."""
-    row = sum(manifest.num_heads * layer.head_size for layer in manifest.layers if layer.evictable)
+    row = sum(layer.num_heads * layer.head_size for layer in manifest.layers if layer.evictable)
     return rows * row * ELEMENT_BYTES[manifest.dtype]
 
 
 def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan | EnginePlan) -> int:
     """Estimate what the first prefill step takes on a device besides the caches."""
-    hidden = manifest.num_heads * max(layer.head_size for layer in manifest.layers)
+    hidden = max(layer.num_heads * layer.head_size for layer in manifest.layers)
     chunk = plan.chunk_size if isinstance(plan, CachePlan) else plan.chunk_tokens
     tokens = min(chunk, plan.max_context)
     rows = tokens * hidden * ROWS_PER_TOKEN * ELEMENT_BYTES[manifest.dtype]
@@ -87,7 +87,8 @@ def estimate_evict_bytes(manifest: Manifest, plan: CachePlan, snapkv: SnapKv | N
     evictable = [(i, layer) for i, layer in enumerate(manifest.layers) if layer.evictable]
     rows = max(plan.layers[i].capacity * layer.head_size for i, layer in evictable)
     scores = max(plan.layers[i].capacity * layer.num_kv_heads for i, layer in evictable)
-    products = 2 * manifest.num_heads * rows if snapkv.policy == "expected" else 0
+    most_heads = max(layer.num_heads for _, layer in evictable)
+    products = 2 * most_heads * rows if snapkv.policy == "expected" else 0
     return ELEMENT_BYTES["float32"] * (products + SCORE_ARRAYS * scores)
 
 

@@ -39,9 +39,8 @@ class Pools:
 
     def make_captures(self, rows: int, sequences: int = 1) -> dict[int, Array]:
         """Allocate buffers [sequences, rows, Hq, D] for queries of the evictable layers."""
-        heads = self.manifest.num_heads
         return {
-            index: self.buffers.empty((sequences, rows, heads, layer.head_size), self.manifest.dtype)
+            index: self.buffers.empty((sequences, rows, layer.num_heads, layer.head_size), self.manifest.dtype)
             for index, layer in enumerate(self.manifest.layers)
             if layer.evictable
         }

@@ -36,7 +36,7 @@ def decode_scratch_bytes(manifest: Manifest, plan: EnginePlan, shared_bytes: int
     most = 0
     for kind, planned in zip(manifest.cache_kinds, plan.kinds, strict=True):
         for layer in (manifest.layers[index] for index in kind.layers):
-            rows = decode_rows(plan.max_sequences, tokens, manifest.num_heads // layer.num_kv_heads)
+            rows = decode_rows(plan.max_sequences, tokens, layer.num_heads // layer.num_kv_heads)
             spans = planned.table_pages * planned.page_size // tile_keys(layer, shared_bytes) // SPAN_TILES
             most = max(most, layer.num_kv_heads * rows * (spans + SPARE_SPANS) * _row_bytes(layer))
     return most

@@ -104,6 +104,7 @@ class Stepper:
             contract.ROPE_VARIANT: bound.rope_variant,
             contract.QUERY_START: bound.query_start,
             contract.PAST_LEN: self._past_len,
+            contract.LOGIT_ROWS: np.array([count - 1], np.int64),
             **{contract.kv_len(index): lengths for index, lengths in self._kv_len.items()},
         }
         for name, array in inputs.items():

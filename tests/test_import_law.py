@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BASE = {"errors", "contract", "manifest"}
+BASE = {"errors", "element_types", "contract", "manifest"}
 ALLOWED = {
     "custom_ops": BASE,
     "graphs": BASE | {"custom_ops"},
