@@ -324,26 +324,25 @@ def rope_angles(
     return operator_node("RopeAngles", inputs, outputs, name, {"factor": factor})
 
 
-def last_rows(
-    x: str,
-    query_start: str,
+def gather_rows(
+    rows: str,
+    row_indices: str,
     *,
     outputs: tuple[str, ...],
     name: str,
 ) -> onnx.NodeProto:
-    """Build a LastRows node.
+    """Build a GatherRows node.
 
-    The last row of each sequence: y[b] = x[query_start[b + 1] - 1], of a sequence without rows zeros.
+    Rows by their indices: y[r] = rows[row_indices[r]]; of an index outside 0 .. T zeros.
 
     Args:
-        x: [T, I] T1. Packed rows.
-        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
-            query_start[b+1].
-        outputs: names of y [B, I].
+        rows: [T, I] T1. Packed rows.
+        row_indices: [R] tensor(int64). Which rows, in any order.
+        outputs: names of y [R, I].
         name: name of the node.
     """
-    inputs = (x, query_start,)
-    return operator_node("LastRows", inputs, outputs, name, {})
+    inputs = (rows, row_indices,)
+    return operator_node("GatherRows", inputs, outputs, name, {})
 
 
 def rms_norm_add(

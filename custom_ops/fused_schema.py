@@ -157,13 +157,13 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         cuda_only=True,
     ),
     Operator(
-        name="LastRows",
-        doc="The last row of each sequence: y[b] = x[query_start[b + 1] - 1], of a sequence without rows zeros.",
+        name="GatherRows",
+        doc="Rows by their indices: y[r] = rows[row_indices[r]]; of an index outside 0 .. T zeros.",
         inputs=(
-            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Packed rows."),
-            QUERY_START,
+            Port(name="rows", shape="[T, I]", type=ELEMENT, doc="Packed rows."),
+            Port(name="row_indices", shape="[R]", type=INT64, doc="Which rows, in any order."),
         ),
-        outputs=(Port(name="y", shape="[B, I]", type=ELEMENT, doc="The rows."),),
+        outputs=(Port(name="y", shape="[R, I]", type=ELEMENT, doc="The rows."),),
         cuda_only=True,
     ),
     Operator(

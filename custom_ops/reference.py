@@ -266,12 +266,10 @@ def rope_angles(positions: Array, inv_freq: Array, *, factor: float = 1.0) -> tu
     return factor * np.cos(wide), factor * np.sin(wide)
 
 
-def last_rows(x: Array, query_start: Array) -> Array:
-    """Return the last row of each sequence, [B, I]; zeros where it has none."""
-    rows = np.zeros((len(query_start) - 1, x.shape[1]), x.dtype)
-    filled = np.diff(query_start) > 0
-    rows[filled] = x[query_start[1:][filled] - 1]
-    return rows
+def gather_rows(rows: Array, row_indices: Array) -> Array:
+    """Return rows by their indices, [R, I]; zeros for an index outside 0 .. T."""
+    found = (row_indices >= 0) & (row_indices < len(rows))
+    return np.where(found[:, None], rows[np.where(found, row_indices, 0)], np.zeros((), rows.dtype))
 
 
 def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:

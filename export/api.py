@@ -9,6 +9,7 @@ from pathlib import Path
 
 import onnx
 
+from ortolan.element_types import COMPUTE_TYPES
 from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import open_checkpoint
@@ -18,6 +19,7 @@ from ortolan.export.folder import (
     check_numbers,
     check_target,
     complete_folder,
+    describe_layer,
     put_in_place,
     temporary_sibling,
 )
@@ -37,21 +39,23 @@ from ortolan.graphs import (
     GraphOptions,
     attach_external_data,
     build_model,
-    fuse_model,
     verify_fused_pair,
     verify_model,
 )
+from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.external_data import span_of
+from ortolan.graphs.formats import FORMATS
+from ortolan.graphs.weights import joint_weights
 from ortolan.manifest import (
-    DTYPES,
     FUSED_FILE,
     MANIFEST_METADATA,
     MODEL_FILE,
-    LayerInfo,
     Manifest,
     cache_kinds,
 )
 
+DENSE = "dense"
 WEIGHT_KINDS = ("checkpoint", "random")
 MAX_HEAD_SIZE = 256
 LARGE_HEAD_SIZE = 512
@@ -65,15 +69,31 @@ class ExportOptions(CacheOptions):
     max_context: int
     weights: str
     fuse: bool
+    weight_format: str
+    cache_dtype: str
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
-        one_of("dtype", self.dtype, DTYPES)
+        one_of("dtype", self.dtype, COMPUTE_TYPES)
+        one_of("weight_format", self.weight_format, tuple(FORMATS))
+        one_of("cache_dtype", self.cache_dtype, (self.dtype,))
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
         check_numbers(self, max_context=1)
         if self.sink >= self.max_context:
             raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
+
+    def graph(self, *, fused: bool) -> GraphOptions:
+        """Return what the graph builder is asked for."""
+        return GraphOptions(
+            dtype=self.dtype,
+            weight_format=self.weight_format,
+            cache_dtype=self.cache_dtype,
+            sink=self.sink,
+            snapkv_window=self.snapkv_window,
+            page_size=self.graph_page_size,
+            fused=fused,
+        )
 
 
 def export(
@@ -90,13 +110,15 @@ def export(
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
     page_size: int = 64,
+    weight_format: str | None = None,
+    cache_dtype: str | None = None,
 ) -> Path:
     """Export a Hugging Face checkpoint folder to a model folder.
 
     Args:
         hf_dir: folder with config.json and safetensors files.
         out_dir: folder to make; written under a temporary name beside it, and renamed when it is whole.
-        dtype: "float32", "float16" or "bfloat16", of weights, activations and caches.
+        dtype: "float32", "float16" or "bfloat16", of activations.
         max_context: longest sequence, tokens.
         chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
             sessions on CUDA read models without rings in steps of up to 16384.
@@ -108,6 +130,8 @@ def export(
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
+        weight_format: how linear weights are stored; None or "dense": one element of `dtype` each.
+        cache_dtype: element type of caches; None or the `dtype`.
 
     Returns:
         The model folder.
@@ -128,6 +152,8 @@ def export(
         page_size=page_size,
         weights=weights,
         fuse=fuse,
+        weight_format=DENSE if weight_format is None else weight_format,
+        cache_dtype=dtype if cache_dtype is None else cache_dtype,
     )
     source, target = file_path("hf_dir", hf_dir), file_path("out_dir", out_dir)
     check_progress(progress)
@@ -137,7 +163,7 @@ def export(
     config = family.read(hf_config, options.max_context)
     _check_shapes(config, hf_config, options)
     provider = _provider(source, family, hf_config, config, options)
-    parts = _Parts(source, config, provider, options, place_weights(config, options.dtype))
+    parts = _Parts(source, config, provider, options, place_weights(config, options.dtype, options.weight_format))
     with temporary_sibling(target, placed_bytes(parts.placed)) as folder:
         _write_folder(folder, parts, progress or (lambda done, total: None))
         put_in_place(folder, target)
@@ -145,15 +171,8 @@ def export(
 
 
 def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
-    size = config.head_size
-    if size % 8 or not (0 < size <= MAX_HEAD_SIZE or size == LARGE_HEAD_SIZE):
-        raise UnsupportedModelError(
-            f"head size {size} is not supported; supported: multiples of 8 up to {MAX_HEAD_SIZE}, and {LARGE_HEAD_SIZE}"
-        )
-    if config.num_heads % config.num_kv_heads:
-        raise UnsupportedModelError(
-            f"{config.num_heads} query heads are not a multiple of {config.num_kv_heads} key/value heads"
-        )
+    for mixer in dict.fromkeys(layer.mixer for layer in config.layers):
+        _check_heads(mixer.num_heads, mixer.num_kv_heads, mixer.head_size)
     for rope in config.ropes:
         if rope.rotary_size < 2 or rope.rotary_size % 2:
             raise UnsupportedModelError(
@@ -162,6 +181,15 @@ def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptio
     limit = hf_config.get("max_position_embeddings")
     if isinstance(limit, int) and options.max_context > limit:
         warn_caller(f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}")
+
+
+def _check_heads(heads: int, kv_heads: int, size: int) -> None:
+    if size % 8 or not (0 < size <= MAX_HEAD_SIZE or size == LARGE_HEAD_SIZE):
+        raise UnsupportedModelError(
+            f"head size {size} is not supported; supported: multiples of 8 up to {MAX_HEAD_SIZE}, and {LARGE_HEAD_SIZE}"
+        )
+    if heads % kv_heads:
+        raise UnsupportedModelError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
 def _provider(
@@ -200,41 +228,29 @@ def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], ob
 
 def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
     """Build and verify the decoder graphs by file name; all read the one weights file."""
-    options = parts.options
-    graph_options = GraphOptions(
-        dtype=options.dtype,
-        sink=options.sink,
-        snapkv_window=options.snapkv_window,
-        page_size=options.graph_page_size,
-    )
-    model = build_model(parts.config, graph_options)
-    onnx.helper.set_model_props(model, {MANIFEST_METADATA: manifest.to_json()})
-    attach_external_data(model, parts.placed)
-    graphs = {MODEL_FILE: model}
+    options, config = parts.options, parts.config
+    graphs = {MODEL_FILE: build_model(config, options.graph(fused=False))}
     if options.fuse:
-        graphs[FUSED_FILE] = fuse_model(model)
+        graphs[FUSED_FILE] = build_model(config, options.graph(fused=True))
+    whole = {name: span_of(parts.placed, members) for name, members in joint_weights(config).items()}
+    places = parts.placed | whole
     for graph in graphs.values():
+        graph.metadata_props.add(key=MANIFEST_METADATA, value=manifest.to_json())
+        attach_external_data(graph, {t.name: places[t.name] for t in graph.graph.initializer if t.name in places})
         verify_model(graph)
-        verify_fused_pair(model, graph)
+        verify_fused_pair(graphs[MODEL_FILE], graph)
     return graphs
 
 
 def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
-    layers = tuple(
-        LayerInfo(
-            window=layer.window,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            evictable=layer.window < 0 and options.snapkv_window > 0,
-            rope=layer.rope,
-        )
-        for layer in config.layers
-    )
+    graph = options.graph(fused=False)
+    layers = tuple(describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers)
     return Manifest(
         architecture=config.architecture,
         dtype=options.dtype,
+        weight_format=graph.weight_format,
+        cache_dtype=options.cache_dtype,
         vocab_size=config.vocab_size,
-        num_heads=config.num_heads,
         max_context=options.max_context,
         chunk_size=options.planned_chunk,
         chunk_chosen=options.chunk_size is not None,
@@ -247,8 +263,6 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
-        attention_scale=config.attention_scale,
-        attention_softcap=config.attention_softcap,
         fused_model=FUSED_FILE if options.fuse else None,
         ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in config.ropes},
         ortolan_version=metadata.version("ortolan"),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.element_types import from_safetensors
 from ortolan.errors import CheckpointError
 from ortolan.export.reading import is_file, reading
 
@@ -26,11 +26,12 @@ Array: TypeAlias = npt.NDArray[Any]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ELEMENT_TYPES: Mapping[str, Any] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+
+
+def _numpy_type(name: str) -> np.dtype[Any] | None:
+    """Return NumPy's type for one of safetensors; None for one that is not known."""
+    known = from_safetensors(name)
+    return None if known is None else known.numpy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class Checkpoint:
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Array:
         """Map one tensor, or a half-open range of its rows, without copying it. Raises CheckpointError."""
         entry = self.entries[name]
-        dtype = ELEMENT_TYPES[entry.element_type]
+        dtype = _numpy_type(entry.element_type)
+        assert dtype is not None, "weights of other types are refused before they are read"
         with reading(entry.file):
             mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
         return mapped if rows is None else mapped[rows[0] : rows[1]]
@@ -117,8 +119,9 @@ def _entry(file: Path, name: str, raw: Mapping[str, Any], data: int, size: int) 
         raise CheckpointError(f"{file}: the header's entry of {name} is malformed: {begin} .. {end}, shape {shape}")
     if data + end > size:
         raise CheckpointError(f"{file} is truncated: {name} ends at byte {data + end}, the file has {size}")
-    if element_type in ELEMENT_TYPES:
-        expected = math.prod(shape) * ELEMENT_TYPES[element_type].itemsize
+    known = _numpy_type(element_type)
+    if known is not None:
+        expected = math.prod(shape) * known.itemsize
         if end - begin != expected:
             raise CheckpointError(
                 f"{file}: {name} of shape {shape} takes {expected} bytes, its entry has {end - begin}"

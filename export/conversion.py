@@ -16,11 +16,12 @@ from ortolan.export.folder import (
     check_numbers,
     check_target,
     complete_folder,
+    describe_layer,
     put_in_place,
     temporary_sibling,
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
-from ortolan.export.foreign_weights import place_foreign_weights, write_foreign_weights
+from ortolan.export.foreign_weights import ForeignWeights, place_foreign_weights, write_foreign_weights
 from ortolan.export.weights import WEIGHTS_FILE, placed_bytes
 from ortolan.graphs import (
     Conversion,
@@ -28,9 +29,12 @@ from ortolan.graphs import (
     ExternalTensor,
     attach_external_data,
     convert_model,
+    verify_fused_pair,
     verify_model,
 )
-from ortolan.manifest import MANIFEST_METADATA, MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.graphs.cached_attention import is_evictable
+from ortolan.graphs.external_data import span_of
+from ortolan.manifest import FUSED_FILE, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
 
 DEFAULT_CONTEXT = 32768
 
@@ -41,10 +45,12 @@ class ConvertArguments(CacheOptions):
 
     max_context: int | None
     sliding_window: int
+    fuse: bool
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
         check_numbers(self, sliding_window=0)
+        truth("fuse", self.fuse)
         if self.max_context is not None:
             check_numbers(self, max_context=1)
 
@@ -71,6 +77,7 @@ def convert(
     sliding_window: int = 0,
     overwrite: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    fuse: bool = True,
 ) -> Path:
     """Convert a decoder with GroupQueryAttention, as onnxruntime-genai's model builder makes it, to a model folder.
 
@@ -92,6 +99,7 @@ def convert(
             are. For checkpoints whose windows the exporter left out: the converted model then differs from its source.
         overwrite: replace `target` where it is a model folder.
         progress: called with (bytes written, bytes in all).
+        fuse: write model.fused.onnx too, which CUDA runs, where the graph has the form of a plain decoder.
 
     Returns:
         The model folder.
@@ -111,6 +119,7 @@ def convert(
         paged=paged,
         page_size=page_size,
         sliding_window=sliding_window,
+        fuse=fuse,
     )
     folder, given = file_path("target", target), file_path("source", source)
     check_progress(progress)
@@ -120,11 +129,12 @@ def convert(
     if sink >= conversion.max_context:
         raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")
     _warn(opened, conversion)
-    placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder)
+    joints = {} if conversion.fused is None else conversion.fused.members
+    placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder, joints.values())
     parts = _Parts(opened, conversion, _manifest(opened, conversion, arguments), placed)
-    _finish_graph(parts)
+    graphs = _graphs(parts)
     with temporary_sibling(folder, placed_bytes(placed)) as temporary:
-        _write_folder(temporary, parts, progress or (lambda done, total: None))
+        _write_folder(temporary, parts, graphs, progress or (lambda done, total: None))
         put_in_place(temporary, folder)
     return folder
 
@@ -137,6 +147,7 @@ def _graph_options(source: ForeignSource, arguments: ConvertArguments) -> Conver
         snapkv_window=arguments.snapkv_window,
         page_size=arguments.graph_page_size,
         sliding_window=arguments.sliding_window,
+        fuse=arguments.fuse,
     )
 
 
@@ -153,21 +164,12 @@ def _warn(source: ForeignSource, conversion: Conversion) -> None:
 
 
 def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertArguments) -> Manifest:
-    layers = tuple(
-        LayerInfo(
-            window=layer.window,
-            num_kv_heads=layer.attention.num_kv_heads,
-            head_size=layer.attention.head_size,
-            evictable=layer.evictable,
-        )
-        for layer in conversion.layers
-    )
-    scores = next((layer.attention for layer in conversion.layers if layer.evictable), conversion.layers[0].attention)
+    options = conversion.options
+    layers = tuple(describe_layer(layer, evictable=is_evictable(layer, options)) for layer in conversion.layers)
     return Manifest(
         architecture=source.architecture,
-        dtype=conversion.dtype,
+        dtype=options.dtype,
         vocab_size=conversion.vocab_size,
-        num_heads=scores.num_heads,
         max_context=conversion.max_context,
         chunk_size=arguments.planned_chunk,
         chunk_chosen=arguments.chunk_size is not None,
@@ -177,25 +179,38 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         page_size=arguments.graph_page_size,
         cache_kinds=cache_kinds(layers) if arguments.paged else (),
         layers=layers,
+        weight_format=conversion.weight_format,
+        cache_dtype=options.dtype,
+        fused_model=None if conversion.fused is None else FUSED_FILE,
         rope_limits=conversion.rope_limits,
         bos_token_id=source.bos_token_id,
         eos_token_ids=source.eos_token_ids,
-        attention_scale=scores.scale,
-        attention_softcap=scores.softcap,
         ortolan_version=metadata.version("ortolan"),
     )
 
 
-def _finish_graph(parts: _Parts) -> None:
-    """Attach weights and manifest, and verify the graph."""
-    model = parts.conversion.model
-    onnx.helper.set_model_props(model, {MANIFEST_METADATA: parts.manifest.to_json()})
-    attach_external_data(model, parts.placed)
-    verify_model(model)
+def _graphs(parts: _Parts) -> dict[str, onnx.ModelProto]:
+    """Attach weights and manifest, and verify the graphs; returns them by file name."""
+    conversion, fused = parts.conversion, parts.conversion.fused
+    graphs, places = {MODEL_FILE: conversion.model}, dict(parts.placed)
+    attach_external_data(conversion.model, places)
+    if fused is not None:
+        graphs[FUSED_FILE] = fused.model
+        attach_external_data(fused.model, {name: span_of(places, names) for name, names in fused.members.items()})
+    for graph in graphs.values():
+        graph.metadata_props.add(key=MANIFEST_METADATA, value=parts.manifest.to_json())
+        verify_model(graph)
+        verify_fused_pair(conversion.model, graph)
+    return graphs
 
 
-def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
+def _write_folder(
+    folder: Path, parts: _Parts, graphs: Mapping[str, onnx.ModelProto], progress: Callable[[int, int], object]
+) -> None:
+    for name, graph in graphs.items():
+        (folder / name).write_bytes(graph.SerializeToString(deterministic=True))
     source, conversion = parts.source, parts.conversion
-    (folder / MODEL_FILE).write_bytes(conversion.model.SerializeToString(deterministic=True))
-    write_foreign_weights(conversion.weights, parts.placed, source.folder, folder / WEIGHTS_FILE, progress)
+    turned = {} if conversion.fused is None else conversion.fused.turned
+    weights = ForeignWeights(conversion.weights, source.folder, turned)
+    write_foreign_weights(weights, parts.placed, folder / WEIGHTS_FILE, progress)
     complete_folder(folder, parts.manifest, source.tokenizer_folder)

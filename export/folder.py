@@ -14,7 +14,8 @@ from ortolan.contract import PAGE_SIZES
 from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, truth, whole_number
 from ortolan.export.reading import is_file, reading
 from ortolan.graphs import build_evict_model
-from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Manifest
+from ortolan.graphs.config import AttentionConfig
+from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, LayerInfo, Manifest
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -160,6 +161,22 @@ def put_in_place(folder: Path, target: Path) -> None:
 def _real(target: Path) -> Path:
     """Follow links, and give "." its name, so that the folder itself can be renamed."""
     return Path(os.path.realpath(target))
+
+
+def describe_layer(mixer: AttentionConfig, *, evictable: bool) -> LayerInfo:
+    """Say what the manifest does of a layer."""
+    return LayerInfo(
+        window=mixer.window,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_size=mixer.head_size,
+        evictable=evictable,
+        rope=mixer.rope,
+        scale=mixer.scale,
+        softcap=mixer.softcap,
+        state=mixer.kind,
+        cache_of=mixer.shares_cache_with,
+    )
 
 
 def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 
 from ortolan.errors import CheckpointError
@@ -33,7 +35,10 @@ def inline_small_weights(model: onnx.ModelProto, folder: Path) -> None:
 
 
 def place_foreign_weights(
-    model: onnx.ModelProto, sources: Mapping[str, ForeignBytes], folder: Path
+    model: onnx.ModelProto,
+    sources: Mapping[str, ForeignBytes],
+    folder: Path,
+    groups: Iterable[tuple[str, ...]] = (),
 ) -> dict[str, ExternalTensor]:
     """Decide where each external weight of a converted graph goes, in the order of its initializers.
 
@@ -41,6 +46,7 @@ def place_foreign_weights(
         model: the converted graph.
         sources: where the bytes of its weights lie.
         folder: that the sources' files are relative to.
+        groups: weights that follow each other without padding.
 
     Raises:
         CheckpointError: a source file is missing, or ends before a weight does.
@@ -48,14 +54,14 @@ def place_foreign_weights(
     placed: dict[str, ExternalTensor] = {}
     end = 0
     sizes: dict[str, int] = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        source = sources[tensor.name]
-        _check_range(tensor.name, source, folder, sizes)
+    group_of = {name: group for group in groups for name in group}
+    names = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    for group in dict.fromkeys(group_of.get(name, (name,)) for name in names):
         end += -end % ALIGNMENT_BYTES
-        placed[tensor.name] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=source.length)
-        end += source.length
+        for name in group:
+            _check_range(name, sources[name], folder, sizes)
+            placed[name] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=sources[name].length)
+            end += sources[name].length
     return placed
 
 
@@ -75,19 +81,38 @@ def _check_range(name: str, source: ForeignBytes, folder: Path, sizes: dict[str,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignWeights:
+    """The weights of a foreign model.
+
+    Attributes:
+        sources: where their bytes lie.
+        folder: that the sources' files are relative to.
+        turned: shapes [in, out] of those that are written as [out, in].
+    """
+
+    sources: Mapping[str, ForeignBytes]
+    folder: Path
+    turned: Mapping[str, tuple[int, int]]
+
+    def slabs(self, name: str) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of one weight, in the order in which they are written."""
+        if name in self.turned:
+            return _turned_slabs(name, self.sources[name], self.folder, self.turned[name])
+        return _slabs(name, self.sources[name], self.folder)
+
+
 def write_foreign_weights(
-    sources: Mapping[str, ForeignBytes],
+    weights: ForeignWeights,
     placed: Mapping[str, ExternalTensor],
-    folder: Path,
     target: Path,
     progress: Callable[[int, int], object],
 ) -> None:
     """Write the file of all weights.
 
     Args:
-        sources: where the bytes lie.
+        weights: where the bytes lie.
         placed: where they go, ascending.
-        folder: that the sources' files are relative to.
         target: the file, which is created.
         progress: called with (bytes written, bytes in all).
 
@@ -98,7 +123,7 @@ def write_foreign_weights(
     with target.open("xb") as stream:
         for name, where in placed.items():
             stream.write(bytes(where.offset - stream.tell()))
-            for slab in _slabs(name, sources[name], folder):
+            for slab in weights.slabs(name):
                 stream.write(slab)
                 written += len(slab)
                 progress(written, total)
@@ -117,3 +142,16 @@ def _slabs(name: str, source: ForeignBytes, folder: Path) -> Iterator[bytes]:
                 raise CheckpointError(f"{folder / source.file} ended while weight '{name}' was read")
             left -= len(slab)
             yield slab
+
+
+def _turned_slabs(name: str, source: ForeignBytes, folder: Path, shape: tuple[int, int]) -> Iterator[memoryview]:
+    """Yield a matrix [in, out] as rows of its transpose, mapped from its file."""
+    element = np.dtype(f"u{source.length // (shape[0] * shape[1])}")
+    if source.file is None:
+        matrix = np.frombuffer(source.data, element).reshape(shape)
+    else:
+        with reading(folder / source.file):
+            matrix = np.memmap(folder / source.file, element, "r", source.offset, shape)
+    rows = max(1, _SLAB_BYTES // (shape[0] * element.itemsize))
+    for begin in range(0, shape[1], rows):
+        yield np.ascontiguousarray(matrix[:, begin : begin + rows].T).view(np.uint8).reshape(-1).data

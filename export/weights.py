@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
+from ortolan.element_types import COMPUTE_TYPES, element_type
 from ortolan.errors import CheckpointError
 from ortolan.export.caller import warn_caller
-from ortolan.export.checkpoint import ELEMENT_TYPES, Array, Checkpoint
+from ortolan.export.checkpoint import Array, Checkpoint
 from ortolan.export.families.base import Source
 from ortolan.graphs import ExternalTensor
-from ortolan.graphs.config import ModelConfig, weight_groups, weight_shapes
+from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.formats import FORMATS
+from ortolan.graphs.weights import weight_groups, weight_shapes
 
 WEIGHTS_FILE = "model.onnx.data"
-NUMPY_TYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+_READ_TYPES = tuple(element_type(name).safetensors for name in COMPUTE_TYPES)
 ALIGNMENT_BYTES = 4096  # lets a loader map each tensor
 _SLAB_BYTES = 64 * 2**20
 # Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
@@ -72,9 +71,9 @@ class CheckpointWeights:
         entry = self._checkpoint.entries.get(source.name)
         if entry is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {source.name} of shape {list(shape)}")
-        if entry.element_type not in ELEMENT_TYPES:
+        if entry.element_type not in _READ_TYPES:
             raise CheckpointError(
-                f"{source.name} in {entry.file} is {entry.element_type}; supported: {', '.join(ELEMENT_TYPES)}"
+                f"{source.name} in {entry.file} is {entry.element_type}; supported: {', '.join(_READ_TYPES)}"
             )
         if source.rows is None:
             fits = entry.shape == shape
@@ -107,21 +106,22 @@ class RandomWeights:
             yield generator.standard_normal((count, shape[1]), dtype=np.float32) * self._deviation
 
 
-def place_weights(config: ModelConfig, dtype: str) -> dict[str, ExternalTensor]:
+def place_weights(config: ModelConfig, dtype: str, weight_format: str = "dense") -> dict[str, ExternalTensor]:
     """Decide where each weight lies in the weights file.
 
     A group of `weight_groups` starts at a multiple of the alignment and has no padding inside, so that a fused graph
     can read its members as one tensor.
     """
-    shapes, element_bytes = weight_shapes(config), int(NUMPY_TYPES[dtype].itemsize)
+    shapes, stored = weight_shapes(config), FORMATS[weight_format]
     placed: dict[str, ExternalTensor] = {}
     end = 0
     for group in weight_groups(config):
         end += -end % ALIGNMENT_BYTES
         for name in group:
-            length = int(np.prod(shapes[name], dtype=np.int64)) * element_bytes
-            placed[name] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)
-            end += length
+            for tensor, (element, shape) in stored.tensors(name, shapes[name], dtype).items():
+                length = math.prod(shape) * element_type(element).bytes
+                placed[tensor] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)
+                end += length
     return placed
 
 
@@ -149,7 +149,7 @@ def write_weights(
     Raises:
         CheckpointError: a weight has another size than its place.
     """
-    element = NUMPY_TYPES[dtype]
+    element = element_type(dtype).numpy
     with path.open("xb") as stream:
         for name, where in placed.items():
             stream.write(bytes(where.offset - stream.tell()))

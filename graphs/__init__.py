@@ -1,12 +1,11 @@
 """Builds, converts, checks and describes the ONNX graphs: the decoder, and the graph that evicts from its caches."""
 
-from ortolan.graphs.decoder import build_model
+from ortolan.graphs.decoder import build_model, count_fusions
 from ortolan.graphs.evict import build_evict_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
 from ortolan.graphs.foreign.convert import Conversion, ConversionOptions, convert_model
 from ortolan.graphs.foreign.inputs import SourceNames
 from ortolan.graphs.foreign.prepare import ForeignBytes, foreign_bytes, is_small
-from ortolan.graphs.fuse import count_fusions, fuse_model
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.summary import ModelSummary, summarize_model
 from ortolan.graphs.verify import verify_model
@@ -26,7 +25,6 @@ __all__ = [
     "convert_model",
     "count_fusions",
     "foreign_bytes",
-    "fuse_model",
     "is_small",
     "summarize_model",
     "verify_fused_pair",

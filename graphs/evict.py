@@ -7,9 +7,9 @@ import json
 import onnx
 
 from ortolan import contract
+from ortolan.element_types import element_type
 from ortolan.graphs.builder import INT32, emitters
 from ortolan.graphs.evict_parts import EvictParts
-from ortolan.graphs.options import ONNX_TYPES
 from ortolan.manifest import Manifest
 from ortolan.policies import STRUCTURE_METADATA, Eviction
 from ortolan.policies.parts import Kept
@@ -44,7 +44,8 @@ def build_evict_model(manifest: Manifest, eviction: Eviction | None = None) -> o
 def _compact(parts: EvictParts, i: int, kept: Kept, lists: int) -> None:
     """Move the kept rows to the front, and say what was kept and how much each kv head holds."""
     path, graph, layer = f"layers.{i}/evict", parts.graph, parts.layers[i]
-    dtype, shape, heads = ONNX_TYPES[parts.manifest.dtype], parts.cache_shape(i), parts.manifest.layers[i].num_kv_heads
+    shape, heads = parts.cache_shape(i), parts.manifest.layers[i].num_kv_heads
+    dtype = element_type(parts.manifest.cache_dtype).onnx
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 
 from ortolan import contract
+from ortolan.element_types import element_type
 from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
-from ortolan.graphs.options import ONNX_TYPES
 from ortolan.manifest import Manifest
 from ortolan.policies.parts import EMPTY, FORCED, Kept, LayerInputs, Scoring
 
@@ -35,13 +35,12 @@ class EvictParts:
         self.layers = {i: self._declare(i) for i in layers}
 
     def _declare(self, i: int) -> LayerInputs:
-        layer, graph, dtype = self.manifest.layers[i], self.graph, ONNX_TYPES[self.manifest.dtype]
-        heads = self.manifest.num_heads
-        cache = self.cache_shape(i)
+        layer, graph, cache = self.manifest.layers[i], self.graph, self.cache_shape(i)
+        dtype, cache_dtype = (element_type(name).onnx for name in (self.manifest.dtype, self.manifest.cache_dtype))
         return LayerInputs(
-            capture=graph.input(contract.capture(i), dtype, ["B", "snapkv_window", heads, layer.head_size]),
-            key=graph.input(contract.key_cache(i), dtype, cache),
-            value=graph.input(contract.value_cache(i), dtype, cache),
+            capture=graph.input(contract.capture(i), dtype, ["B", "snapkv_window", layer.num_heads, layer.head_size]),
+            key=graph.input(contract.key_cache(i), cache_dtype, cache),
+            value=graph.input(contract.value_cache(i), cache_dtype, cache),
             kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
         )
 
@@ -74,8 +73,8 @@ class EvictParts:
             f"layers.{i}/evict/SnapKvScore",
             emitters.snap_kv_score,
             {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
-            scale=self.manifest.attention_scale,
-            softcap=self.manifest.attention_softcap,
+            scale=self.manifest.layers[i].scale,
+            softcap=self.manifest.layers[i].softcap,
             group_reduce=group_reduce,
         )
         return score

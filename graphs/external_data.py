@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -22,6 +22,14 @@ class ExternalTensor:
     def end(self) -> int:
         """First byte after the weight."""
         return self.offset + self.length
+
+
+def span_of(placed: Mapping[str, ExternalTensor], names: Sequence[str]) -> ExternalTensor:
+    """Return the range that weights make which follow each other in one file."""
+    places = [placed[name] for name in names]
+    length = sum(place.length for place in places)
+    assert places[-1].end == places[0].offset + length, "a group of weights has no padding inside"
+    return ExternalTensor(location=places[0].location, offset=places[0].offset, length=length)
 
 
 def attach_external_data(model: onnx.ModelProto, tensors: Mapping[str, ExternalTensor]) -> None:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import onnx
-
 from ortolan.contract import PAGE_SIZES
+from ortolan.element_types import COMPUTE_TYPES, element_type
 from ortolan.errors import ConfigError
-
-ONNX_TYPES = {
-    "float32": onnx.TensorProto.FLOAT,
-    "float16": onnx.TensorProto.FLOAT16,
-    "bfloat16": onnx.TensorProto.BFLOAT16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,27 +14,39 @@ class GraphOptions:
     """Options of `build_model`.
 
     Attributes:
-        dtype: element type of weights, activations and caches.
+        dtype: element type of activations.
+        weight_format: how linear weights are stored, a key of `ortolan.graphs.formats.FORMATS`.
+        cache_dtype: element type of caches; None takes that of activations.
         sink: first positions that every layer keeps and sees.
         snapkv_window: above 0, full-attention layers capture queries and take a physical length.
         page_size: slots of a page; 0 makes contiguous caches.
+        fused: whether fewer, larger operators are used, which run on CUDA alone.
     """
 
     dtype: str = "float32"
+    weight_format: str = "dense"
+    cache_dtype: str | None = None
     sink: int = 0
     snapkv_window: int = 64
     page_size: int = 0
+    fused: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ONNX_TYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(ONNX_TYPES)}")
+        if self.dtype not in COMPUTE_TYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(COMPUTE_TYPES)}")
+        if self.cache_dtype not in (None, self.dtype):
+            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: None, or the dtype {self.dtype!r}")
         if self.sink < 0 or self.snapkv_window < 0:
             raise ConfigError(f"sink {self.sink} and snapkv_window {self.snapkv_window} must be at least 0")
-
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
 
     @property
     def onnx_type(self) -> int:
-        """Element type as onnx numbers it."""
-        return ONNX_TYPES[self.dtype]
+        """Element type of activations, as onnx numbers it."""
+        return element_type(self.dtype).onnx
+
+    @property
+    def cache_onnx_type(self) -> int:
+        """Element type of caches, as onnx numbers it."""
+        return element_type(self.cache_dtype or self.dtype).onnx

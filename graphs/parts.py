@@ -1,29 +1,105 @@
-"""The small pieces that every part of the decoder is made of."""
+"""The small pieces that every part of the decoder is made of, in standard operators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from ortolan.graphs.builder import FLOAT, GraphBuilder, Tensor
-from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.cached_attention import CachedAttention, Step
+from ortolan.graphs.config import AttentionConfig, ModelConfig
+from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.options import GraphOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """A graph under construction with the model it is made for."""
+class Normed:
+    """The RMSNorm of a value, computed where it is read, or folded into what reads it.
 
-    graph: GraphBuilder
-    config: ModelConfig
-    options: GraphOptions
-    shapes: Mapping[str, tuple[int, ...]]
+    Attributes:
+        x: [T, features].
+        path: of the norm; its weight has the same name.
+    """
+
+    x: Tensor
+    path: str
+
+    @property
+    def weight(self) -> str:
+        """Name of its weight."""
+        return self.path.replace("/", ".") + ".weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A linear layer to be added: y = residual + activation(x @ weight^T + bias).
+
+    Attributes:
+        path: of its nodes.
+        stem: of its weights, which are "{stem}.weight" and, where it has one, "{stem}.bias".
+        x: [T, in], a tensor or a Normed.
+        residual: [T, out]; None for none.
+        activation: of a fused gate: "none", "silu_mul", "gelu_mul" or "gelu_tanh_mul".
+        in_float32: whether y is float32 whatever the model's type.
+    """
+
+    path: str
+    stem: str
+    x: Tensor | Normed
+    residual: Tensor | None = None
+    activation: str = "none"
+    in_float32: bool = False
+
+
+class WeightFormat(Protocol):
+    """How a linear weight is stored and multiplied."""
+
+    @property
+    def folds(self) -> bool:
+        """Whether its fused product takes norms, gates and residuals."""
+
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """List the tensors that a weight of a shape is stored as: element type and shape by name."""
+
+    def plain(self, parts: Parts, linear: Linear) -> Tensor:
+        """Add a linear layer in operators that every device has."""
+
+    def fused(self, parts: Parts, linear: Linear) -> Tensor:
+        """Add a linear layer for CUDA."""
+
+
+class Parts:
+    """A decoder under construction.
+
+    Attributes:
+        rotations: cosine and sine of the step's positions, by rope.
+        attentions: of the layers so far that have caches of their own, by layer.
+    """
+
+    def __init__(
+        self, graph: GraphBuilder, config: ModelConfig, options: GraphOptions, shapes: Shapes, formats: Formats
+    ) -> None:
+        self.graph, self.config, self.options, self.shapes = graph, config, options, shapes
+        self.formats = formats
+        self.step: Step
+        self.rotations: dict[str, Rotation] = {}
+        self.attentions: dict[int, CachedAttention] = {}
+        self._normed: dict[str, Tensor] = {}
 
     def weight(self, name: str) -> Tensor:
         """Refer to a weight by its canonical name."""
         return self.graph.weight(name, self.options.onnx_type, self.shapes[name])
+
+    def bias(self, stem: str) -> Tensor | None:
+        """Refer to the bias of a linear layer; None where it has none."""
+        return self.weight(f"{stem}.bias") if f"{stem}.bias" in self.shapes else None
+
+    def format(self, stem: str) -> WeightFormat:
+        """Return the format of a linear layer's weight."""
+        return self.formats.of(stem)
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
         """Cast float32 to the model's type; nothing where that is float32."""
@@ -31,25 +107,130 @@ class Parts:
             return tensor
         return self.graph.node(name, "Cast", [tensor], {"to": self.options.onnx_type})
 
+    def in_float32(self, name: str, tensor: Tensor) -> Tensor:
+        """Cast the model's type to float32; nothing where it is float32."""
+        if self.options.onnx_type == FLOAT:
+            return tensor
+        return self.graph.node(name, "Cast", [tensor], {"to": FLOAT})
+
     def scalar(self, name: str, value: float) -> Tensor:
         """Make a scalar constant of the model's type."""
         return self.cast(f"{name}/Cast", self.graph.constant(name, value, np.float32))
 
-    def norm(self, path: str, tensor: Tensor) -> Tensor:
-        """Add an RMSNorm over the last axis, whose weight is named by the path."""
-        weight = self.weight(path.replace("/", ".") + ".weight")
+    def norm(self, path: str, tensor: Tensor) -> Normed:
+        """Describe an RMSNorm over the last axis, whose weight is named by the path."""
+        return Normed(tensor, path)
+
+    def value(self, x: Tensor | Normed) -> Tensor:
+        """Compute a norm, once for all its readers; a tensor stays what it is."""
+        if not isinstance(x, Normed):
+            return x
+        if x.path not in self._normed:
+            self._normed[x.path] = self._compute_norm(x)
+        return self._normed[x.path]
+
+    def _compute_norm(self, norm: Normed) -> Tensor:
         attributes = {"axis": -1, "epsilon": self.config.norm_epsilon, "stash_type": FLOAT}
-        return self.graph.node(f"{path}/RMSNormalization", "RMSNormalization", [tensor, weight], attributes)
+        inputs = [norm.x, self.weight(norm.weight)]
+        return self.graph.node(f"{norm.path}/RMSNormalization", "RMSNormalization", inputs, attributes)
 
-    def linear(self, path: str, tensor: Tensor) -> Tensor:
-        """Add a linear layer [T, in] -> [T, out] with the checkpoint's [out, in] weight."""
-        name = path.replace("/", ".")
-        inputs = [tensor, self.weight(f"{name}.weight")]
-        if f"{name}.bias" in self.shapes:
-            inputs.append(self.weight(f"{name}.bias"))
-        return self.graph.node(f"{path}/Gemm", "Gemm", inputs, {"transB": 1})
+    def linear(self, path: str, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
+        """Add the linear layer that the path names, [T, in] -> [T, out]."""
+        return self.add_linear(Linear(path=path, stem=path.replace("/", "."), x=x, residual=residual))
 
-    def reshape(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reshape; 0 keeps a dimension."""
-        key = "shapes/" + "x".join(str(dim) for dim in shape)
-        return self.graph.node(name, "Reshape", [tensor, self.graph.constant(key, shape, np.int64)])
+    def add_linear(self, linear: Linear) -> Tensor:
+        """Add a linear layer as its weight's format has it."""
+        return self.format(linear.stem).plain(self, linear)
+
+    def add_residual(self, path: str, y: Tensor, residual: Tensor | None) -> Tensor:
+        """Add a residual; nothing where there is none."""
+        return y if residual is None else self.graph.node(f"{path}/Add", "Add", [residual, y])
+
+    def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
+        """Add several linear layers of one input: [T, out] of each."""
+        return [self.linear(f"{path}/{name}", x) for name in names]
+
+    def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
+        """Add activation(gate(x)) * up(x)."""
+        gate, up = self.projections(path, x, ("gate", "up"))
+        if activation == "silu":
+            sigmoid = self.graph.node(f"{path}/silu/Sigmoid", "Sigmoid", [gate])
+            active = self.graph.node(f"{path}/silu/Mul", "Mul", [gate, sigmoid])
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            active = self.graph.node(f"{path}/Gelu", "Gelu", [gate], {"approximate": approximate})
+        return self.graph.node(f"{path}/Mul", "Mul", [active, up])
+
+    def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
+        """Add residual + norm."""
+        return self.add_residual(path, self.value(norm), residual)
+
+    def rows(self, path: str, x: Tensor, indices: Tensor) -> Tensor:
+        """Pick rows [R, features] of [T, features]."""
+        return self.graph.node(f"{path}/Gather", "Gather", [x, indices])
+
+    def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
+        """Add projections, norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
+        config, path = cache.config, cache.path
+        query, key, value = self.projections(path, x, ("query", "key", "value"))
+        query, key = self.heads(path, config, "query", query), self.heads(path, config, "key", key)
+        value = self.graph.reshape(f"{path}/value/Reshape", value, (0, config.num_kv_heads, config.head_size))
+        cache.append(key, value)
+        cache.capture(query)
+        return query
+
+    def heads(self, layer_path: str, config: AttentionConfig, name: str, flat: Tensor) -> Tensor:
+        """Normalise and rotate a projection, "query" or "key": [T, heads * D] -> [T, heads, D]."""
+        path, size = f"{layer_path}/{name}", config.head_size
+        count = config.num_heads if name == "query" else config.num_kv_heads
+        rotation = self.rotations.get(config.rope or "")
+        if config.qk_norm == "projection":
+            flat = self.value(self.norm(f"{path}_norm", flat))
+        if rotation is None or config.qk_norm == "head":
+            flat = self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))
+        if config.qk_norm == "head":
+            flat = self.value(self.norm(f"{path}_norm", flat))
+        return flat if rotation is None else self._rotate(path, self.rounded(rotation), flat, (count, size))
+
+    def _rotate(self, path: str, rotation: Rotation, flat: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Rotate heads (heads, D) of any layout: [T, heads, D]."""
+        heads, size = shape
+        attributes = {"num_heads": heads, "interleaved": 0}
+        if rotation.rotary_size != size:
+            attributes["rotary_embedding_dim"] = rotation.rotary_size
+        flat = self.graph.reshape(f"{path}/flatten/Reshape", flat, (1, -1, heads * size))
+        inputs = [flat, rotation.cosine, rotation.sine]
+        rotated = self.graph.node(f"{path}/RotaryEmbedding", "RotaryEmbedding", inputs, attributes)
+        return self.graph.reshape(f"{path}/rotated/Reshape", rotated, (-1, heads, size))
+
+    def rounded(self, rotation: Rotation) -> Rotation:
+        """Return cosine and sine in the model's type, as they are here."""
+        return rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosine and sine of the step's positions, [1, T, rotary / 2] each."""
+
+    cosine: Tensor
+    sine: Tensor
+    rotary_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """The format of every linear weight.
+
+    Attributes:
+        default: of those that are not listed.
+        by_stem: others, e.g. by "layers.0.mlp.up".
+        apart: linear layers of one input whose weights cannot be one, by the name of the whole.
+    """
+
+    default: WeightFormat
+    by_stem: Mapping[str, WeightFormat] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
+
+    def of(self, stem: str) -> WeightFormat:
+        """Return the format of one weight."""
+        return self.by_stem.get(stem, self.default)

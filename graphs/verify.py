@@ -86,7 +86,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
 
 def _check_contract(graph: onnx.GraphProto) -> None:
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
-    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN}
+    wanted = {contract.TOKEN_IDS, contract.QUERY_START, contract.PAST_LEN, contract.LOGIT_ROWS}
     if not wanted <= inputs or contract.LOGITS not in outputs:
         raise ContractMismatchError(
             f"rule 3: inputs {sorted(wanted - inputs)} or the output '{contract.LOGITS}' are missing"

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 
-from ortolan.contract import OPERATOR_DOMAIN, QUERY_START
+from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN
 from ortolan.errors import ContractMismatchError
 
 ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")
@@ -25,7 +25,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "QkvRopeAppend": checker.qkv,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
-        "LastRows": checker.last_rows,
+        "GatherRows": checker.gather_rows,
     }
     for node in graph.node:
         if node.domain == OPERATOR_DOMAIN and node.op_type in checks:
@@ -111,11 +111,11 @@ class _Checker:
         self._expect(node, "residual", residual, size)
         self._features[node.output[0]] = size
 
-    def last_rows(self, node: onnx.NodeProto) -> None:
-        """Check a LastRows: it reads the graph's own sequences."""
-        x, query_start = _ports(node.input, 2)
-        if query_start != QUERY_START:
-            raise _mismatch(node, f"query_start is '{query_start}', not the graph's input '{QUERY_START}'")
+    def gather_rows(self, node: onnx.NodeProto) -> None:
+        """Check a GatherRows: it takes the rows that the caller wants."""
+        x, indices = _ports(node.input, 2)
+        if indices != LOGIT_ROWS:
+            raise _mismatch(node, f"row_indices is '{indices}', not the graph's input '{LOGIT_ROWS}'")
         if x in self._features:
             self._features[node.output[0]] = self._features[x]
 

@@ -13,13 +13,13 @@ INV_FREQ = tuple(float(f) for f in 100.0 ** -np.linspace(0, 1, SIZE // 2, endpoi
 
 
 def manifest(evictable: bool = True, rope: str | None = "rope", variants=(INV_FREQ,)) -> Manifest:
-    full = LayerInfo(window=-1, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=evictable, rope=rope)
-    ring = LayerInfo(window=12, num_kv_heads=KV_HEADS, head_size=SIZE, evictable=False)
+    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": SIZE}
+    full = LayerInfo(window=-1, **heads, evictable=evictable, rope=rope)
+    ring = LayerInfo(window=12, **heads, evictable=False)
     return Manifest(
         architecture="test",
         dtype="float32",
         vocab_size=10,
-        num_heads=HEADS,
         max_context=SLOTS,
         chunk_size=8,
         sink=0,

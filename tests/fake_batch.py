@@ -26,14 +26,13 @@ UNWRITTEN = -7
 
 def make_manifest(*, rings: bool, eos: tuple[int, ...] = (), rope_limits: tuple[int, ...] = (256,)) -> Manifest:
     """Describe a paged model of one full-attention layer and, where asked for, one sliding-window layer."""
-    layers = [LayerInfo(window=-1, num_kv_heads=1, head_size=8, evictable=True)]
+    layers = [LayerInfo(window=-1, num_heads=1, num_kv_heads=1, head_size=8, evictable=True)]
     if rings:
-        layers.append(LayerInfo(window=WINDOW, num_kv_heads=1, head_size=8, evictable=False))
+        layers.append(LayerInfo(window=WINDOW, num_heads=1, num_kv_heads=1, head_size=8, evictable=False))
     return Manifest(
         architecture="fake",
         dtype="float32",
         vocab_size=VOCABULARY,
-        num_heads=1,
         max_context=256,
         chunk_size=24,
         sink=SINK,

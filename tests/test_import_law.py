@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BASE = {"errors", "contract", "manifest", "policies"}
+BASE = {"errors", "element_types", "contract", "manifest", "policies"}
 ALLOWED = {
     "policies": BASE,
     "custom_ops": BASE,

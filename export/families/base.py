@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec, share_limits
-from ortolan.graphs.config import LayerConfig, ModelConfig, Rope, norm_names
+from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, Rope
+from ortolan.graphs.weights import norm_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,35 @@ _LINEARS = {
 }
 
 
+def read_attention(config: HfConfig, **differences: Any) -> AttentionConfig:
+    """Read the attention of a layer from the keys that all families spell alike; `differences` are its other fields."""
+    values: dict[str, Any] = {
+        "num_heads": config.integer("num_attention_heads"),
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_size,
+        "rope": "all",
+    }
+    return AttentionConfig(**{**values, **differences})
+
+
+def read_mlp(config: HfConfig, **differences: Any) -> MlpConfig:
+    """Read the gated MLP of a layer, as `read_attention` does its attention."""
+    values: dict[str, Any] = {"intermediate_size": config.integer("intermediate_size")}
+    if "activation" not in differences:
+        values["activation"] = config.activation("hidden_act")
+    return MlpConfig(**{**values, **differences})
+
+
+def layers_of(mixers: Sequence[AttentionConfig], mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+    """Describe layers that have one MLP."""
+    return tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers)
+
+
+def with_windows(mixer: AttentionConfig, windows: Sequence[int]) -> list[AttentionConfig]:
+    """Describe layers that differ in their windows alone."""
+    return [replace(mixer, window=window) for window in windows]
+
+
 def read_common(
     config: HfConfig,
     architecture: str,
@@ -68,12 +98,7 @@ def read_common(
         "architecture": architecture,
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": config.integer("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
-        "num_heads": config.integer("num_attention_heads"),
-        "num_kv_heads": config.num_kv_heads,
-        "head_size": config.head_size,
         "norm_epsilon": config.number("rms_norm_eps", 1e-6),
-        "activation": config.activation("hidden_act"),
         "layers": layers,
         "ropes": share_limits(ropes),
         "tied_embeddings": config.flag("tie_word_embeddings"),
@@ -90,9 +115,9 @@ def one_rope(
     return (build_rope("all", read_rope_spec(config, default_theta, partial=partial), max_context),)
 
 
-def same_layers(config: HfConfig, window: int) -> tuple[LayerConfig, ...]:
-    """Describe layers that all have one window (-1: none) and the one rope."""
-    return (LayerConfig(window=window, rope="all"),) * config.integer("num_hidden_layers")
+def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+    """Describe layers that are all alike."""
+    return (LayerConfig(mixer=mixer, mlp=mlp),) * config.integer("num_hidden_layers")
 
 
 def attention_biases(config: HfConfig, key: str = "attention_bias") -> dict[str, bool]:

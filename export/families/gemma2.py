@@ -10,13 +10,17 @@ from ortolan.export.families.base import (
     Family,
     Sources,
     attention_biases,
+    layers_of,
     llama_sources,
     one_rope,
+    read_attention,
     read_common,
+    read_mlp,
+    with_windows,
 )
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
-from ortolan.graphs.config import LayerConfig, ModelConfig
+from ortolan.graphs.config import AttentionConfig, MlpConfig, ModelConfig
 
 ARCHITECTURE = "Gemma2ForCausalLM"
 HEAD_SIZE = 256
@@ -38,12 +42,20 @@ def gemma_differences(config: HfConfig) -> dict[str, Any]:
         raise UnsupportedModelError("use_bidirectional_attention is on; Ortolan runs causal decoders only")
     return {
         "norm_placement": "sandwich",
-        "activation": config.activation("hidden_activation", "gelu_pytorch_tanh"),
         "tied_embeddings": config.flag("tie_word_embeddings", True),
         "embedding_scale": math.sqrt(config.integer("hidden_size")),
-        "attention_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
-        **attention_biases(config),
     }
+
+
+def read_gemma_attention(config: HfConfig, **differences: Any) -> AttentionConfig:
+    """Read what the attention of all layers of Gemma 2 and 3 shares."""
+    scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
+    return read_attention(config, scale=scale, **attention_biases(config), **differences)
+
+
+def read_gemma_mlp(config: HfConfig) -> MlpConfig:
+    """Read the MLP, whose activation has a key of its own."""
+    return read_mlp(config, activation=config.activation("hidden_activation", "gelu_pytorch_tanh"))
 
 
 def soft_cap(config: HfConfig, key: str, default: float) -> float:
@@ -56,12 +68,12 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     config = HfConfig({"head_dim": HEAD_SIZE, **config.keys})
     default = [SLIDING if (i + 1) % 2 else FULL for i in range(config.integer("num_hidden_layers"))]
     windows = read_layer_types(config, default, config.integer("sliding_window", 4096))
+    mixer = read_gemma_attention(config, softcap=soft_cap(config, "attn_logit_softcapping", 50.0))
     return read_common(
         config,
         ARCHITECTURE,
-        tuple(LayerConfig(window=w, rope="all") for w in windows),
+        layers_of(with_windows(mixer, windows), read_gemma_mlp(config)),
         one_rope(config, max_context),
-        attention_softcap=soft_cap(config, "attn_logit_softcapping", 50.0),
         logit_softcap=soft_cap(config, "final_logit_softcapping", 30.0),
         **gemma_differences(config),
     )

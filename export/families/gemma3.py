@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from ortolan.export.families.base import Family, read_common
-from ortolan.export.families.gemma2 import HEAD_SIZE, gemma_differences, soft_cap, sources
+from ortolan.export.families.base import Family, layers_of, read_common
+from ortolan.export.families.gemma2 import (
+    HEAD_SIZE,
+    gemma_differences,
+    read_gemma_attention,
+    read_gemma_mlp,
+    soft_cap,
+    sources,
+)
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec
-from ortolan.graphs.config import LayerConfig, ModelConfig
+from ortolan.graphs.config import ModelConfig
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -26,12 +33,14 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
         build_rope("full", read_rope_spec(config, GLOBAL_THETA, FULL), max_context),
         build_rope("sliding", read_rope_spec(config, LOCAL_THETA, SLIDING), max_context),
     )
+    mixers = [
+        read_gemma_attention(config, qk_norm="head", window=w, rope="full" if w < 0 else "sliding") for w in windows
+    ]
     return read_common(
         config,
         ARCHITECTURE,
-        tuple(LayerConfig(window=w, rope="full" if w < 0 else "sliding") for w in windows),
+        layers_of(mixers, read_gemma_mlp(config)),
         ropes,
-        qk_norm="head",
         logit_softcap=soft_cap(config, "final_logit_softcapping", 0.0),
         **gemma_differences(config),
     )

@@ -7,7 +7,9 @@ from ortolan.export.families.base import (
     attention_biases,
     llama_sources,
     one_rope,
+    read_attention,
     read_common,
+    read_mlp,
     same_layers,
 )
 from ortolan.export.hf_config import HfConfig
@@ -21,10 +23,12 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     return read_common(
         config,
         ARCHITECTURE,
-        same_layers(config, -1),
+        same_layers(
+            config,
+            read_attention(config, **attention_biases(config)),
+            read_mlp(config, bias=config.flag("mlp_bias")),
+        ),
         one_rope(config, max_context),
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ortolan.export.families.base import Family, attention_biases, read_common
+from ortolan.export.families.base import Family, layers_of, read_common, read_mlp
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
-from ortolan.export.families.olmo2 import sources
+from ortolan.export.families.olmo2 import read_olmo_attention, sources
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec
-from ortolan.graphs.config import LayerConfig, ModelConfig
+from ortolan.graphs.config import ModelConfig
 
 ARCHITECTURE = "Olmo3ForCausalLM"
 DEFAULT_THETA = 500_000.0
@@ -23,15 +23,14 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
         build_rope("full", read_rope_spec(config, theta, FULL), max_context),
         build_rope("sliding", read_rope_spec(config, theta, SLIDING), max_context),
     )
+    mixers = [read_olmo_attention(config, window=w, rope="full" if w < 0 else "sliding") for w in windows]
     return read_common(
         config,
         ARCHITECTURE,
-        tuple(LayerConfig(window=w, rope="full" if w < 0 else "sliding") for w in windows),
+        layers_of(mixers, read_mlp(config)),
         ropes,
         norm_epsilon=config.number("rms_norm_eps", 1e-5),
         norm_placement="post",
-        qk_norm="projection",
-        **attention_biases(config),
     )
 
 

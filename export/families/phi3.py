@@ -8,7 +8,9 @@ from ortolan.export.families.base import (
     Sources,
     llama_sources,
     one_rope,
+    read_attention,
     read_common,
+    read_mlp,
     same_layers,
 )
 from ortolan.export.hf_config import HfConfig
@@ -20,7 +22,8 @@ ARCHITECTURE = "Phi3ForCausalLM"
 def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json."""
     window = config.get("sliding_window")
-    layers = same_layers(config, -1 if window is None else config.integer("sliding_window"))
+    window = -1 if window is None else config.integer("sliding_window")
+    layers = same_layers(config, read_attention(config, window=window), read_mlp(config))
     epsilon = config.number("rms_norm_eps", 1e-5)
     ropes = one_rope(config, max_context, partial=True)
     return read_common(config, ARCHITECTURE, layers, ropes, norm_epsilon=epsilon)
@@ -29,16 +32,16 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
 def sources(config: ModelConfig) -> Sources:
     """Cut query, key and value out of qkv_proj, gate and up out of gate_up_proj."""
     result = llama_sources(config)
-    query, key = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    inner = config.intermediate_size
-    cuts = {
-        "attention.query": ("self_attn.qkv_proj", (0, query)),
-        "attention.key": ("self_attn.qkv_proj", (query, query + key)),
-        "attention.value": ("self_attn.qkv_proj", (query + key, query + 2 * key)),
-        "mlp.gate": ("mlp.gate_up_proj", (0, inner)),
-        "mlp.up": ("mlp.gate_up_proj", (inner, 2 * inner)),
-    }
-    for i in range(len(config.layers)):
+    for i, layer in enumerate(config.layers):
+        mixer, inner = layer.mixer, layer.mlp.intermediate_size
+        query, key = mixer.num_heads * mixer.head_size, mixer.num_kv_heads * mixer.head_size
+        cuts = {
+            "attention.query": ("self_attn.qkv_proj", (0, query)),
+            "attention.key": ("self_attn.qkv_proj", (query, query + key)),
+            "attention.value": ("self_attn.qkv_proj", (query + key, query + 2 * key)),
+            "mlp.gate": ("mlp.gate_up_proj", (0, inner)),
+            "mlp.up": ("mlp.gate_up_proj", (inner, 2 * inner)),
+        }
         for ours, (theirs, rows) in cuts.items():
             result[f"layers.{i}.{ours}.weight"] = Source(name=f"model.layers.{i}.{theirs}.weight", rows=rows)
     return result

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from ortolan.export.families.base import Family, attention_biases, llama_sources, one_rope, read_common
-from ortolan.export.families.qwen2 import read_layers
+from ortolan.export.families.base import (
+    Family,
+    attention_biases,
+    layers_of,
+    llama_sources,
+    one_rope,
+    read_attention,
+    read_common,
+    read_mlp,
+    with_windows,
+)
+from ortolan.export.families.qwen2 import read_windows
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import ModelConfig
 
@@ -13,13 +23,12 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json; heads have 128 elements unless it says otherwise."""
     with_head_size = HfConfig({"head_dim": 128, **config.keys})
+    mixer = read_attention(with_head_size, qk_norm="head", **attention_biases(config))
     return read_common(
         with_head_size,
         ARCHITECTURE,
-        read_layers(config),
+        layers_of(with_windows(mixer, read_windows(config)), read_mlp(config)),
         one_rope(with_head_size, max_context),
-        qk_norm="head",
-        **attention_biases(config),
     )
 
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from ortolan.errors import CheckpointError
-from ortolan.export.families.base import Family, attention_biases, llama_sources, one_rope, read_common
+from ortolan.export.families.base import (
+    Family,
+    attention_biases,
+    layers_of,
+    llama_sources,
+    one_rope,
+    read_attention,
+    read_common,
+    read_mlp,
+)
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
-from ortolan.graphs.config import LayerConfig, ModelConfig
+from ortolan.graphs.config import ModelConfig
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
 
@@ -22,17 +31,17 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     default = [SLIDING if slides and not rope else FULL for rope in has_rope]
     # The modelling code ignores a layer's type where use_sliding_window is off.
     windows = read_layer_types(config, default, window) if slides else [-1] * count
-    layers = tuple(
-        LayerConfig(window=w, rope="all" if rope else None) for w, rope in zip(windows, has_rope, strict=True)
-    )
+    biases = attention_biases(config)
+    mixers = [
+        read_attention(config, window=w, rope="all" if rope else None, **biases)
+        for w, rope in zip(windows, has_rope, strict=True)
+    ]
     return read_common(
         config,
         ARCHITECTURE,
-        layers,
+        layers_of(mixers, read_mlp(config, bias=config.flag("mlp_bias"))),
         one_rope(config, max_context, default_theta=2_000_000.0),
         tied_embeddings=config.flag("tie_word_embeddings", True),
-        mlp_bias=config.flag("mlp_bias"),
-        **attention_biases(config),
     )
 
 

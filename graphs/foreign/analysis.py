@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from ortolan.errors import UnsupportedModelError
+from ortolan.graphs.builder import GraphBuilder, Node, Tensor
 from ortolan.graphs.foreign import gqa
 from ortolan.graphs.foreign.rules import infer_rows
 from ortolan.graphs.foreign.shape_values import Contents, evaluate
 from ortolan.graphs.foreign.values import Kind, Rows, Value, View, refusal
-from ortolan.graphs.fusions.rewriter import GraphRewriter, Node, Tensor
 
 _OTHER_ATTENTION = frozenset(
     [
@@ -46,23 +46,23 @@ class Analysis:
     last_token_nodes: list[Node] = field(default_factory=list)
 
 
-def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
+def analyse(graph: GraphBuilder, inputs: Mapping[str, Value]) -> Analysis:
     """Find out what each value is.
 
     Args:
-        rewriter: the graph, sorted and without dead nodes.
+        graph: the graph, sorted and without dead nodes.
         inputs: what the graph's inputs are, by name.
 
     Raises:
         UnsupportedModelError: a node may mix tokens, or attends in a way that cannot be kept; the message names it.
     """
-    _check_operators(rewriter)
+    _check_operators(graph)
     analysis = Analysis(dict(inputs))
-    for name in rewriter.weights:
+    for name in graph.weights:
         analysis.values[name] = Kind.CONSTANT
-    for node in rewriter.graph.nodes:
+    for node in graph.graph.nodes:
         given = tuple(_value(analysis, tensor) for tensor in node.inputs)
-        view = View(node, given, rewriter.shapes, analysis.contents)
+        view = View(node, given, graph.shapes, analysis.contents)
         for tensor, value in zip(node.outputs, _outputs(analysis, view), strict=True):
             analysis.values[tensor.name] = value
         contents = evaluate(view)
@@ -70,13 +70,13 @@ def analyse(rewriter: GraphRewriter, inputs: Mapping[str, Value]) -> Analysis:
             analysis.contents[node.outputs[0].name] = contents
     if not analysis.attentions:
         raise UnsupportedModelError("cannot convert: the graph has no GroupQueryAttention that its outputs need")
-    _check_caches(rewriter, analysis)
+    _check_caches(graph, analysis)
     return analysis
 
 
-def _check_operators(rewriter: GraphRewriter) -> None:
+def _check_operators(graph: GraphBuilder) -> None:
     """Refuse other attention before anything around it is judged."""
-    for node in rewriter.graph.nodes:
+    for node in graph.graph.nodes:
         if node.op in _OTHER_ATTENTION:
             raise refusal(node, f"only {gqa.OPERATOR} is read; export the model with it")
 
@@ -92,7 +92,7 @@ def _outputs(analysis: Analysis, view: View) -> list[Value]:
     if node.op == gqa.OPERATOR:
         attention = gqa.read_attention(view)
         analysis.attentions.append(attention)
-        size = attention.num_heads * attention.head_size
+        size = attention.config.num_heads * attention.config.head_size
         return [Rows((1, None, size), size), *[Kind.CACHE] * (len(node.outputs) - 1)]
     if Kind.CACHE in view.values:
         raise view.refuse(f"it reads a key/value cache, which only {gqa.OPERATOR} may")
@@ -105,16 +105,12 @@ def _outputs(analysis: Analysis, view: View) -> list[Value]:
     return outputs
 
 
-def _check_caches(rewriter: GraphRewriter, analysis: Analysis) -> None:
+def _check_caches(graph: GraphBuilder, analysis: Analysis) -> None:
     """Check that each cache belongs to one layer."""
     for attention in analysis.attentions:
         node = attention.node
         for tensor in (node.inputs[gqa.PAST_KEY], node.inputs[gqa.PAST_VALUE]):
-            if len(tensor.outputs) != 1 or not any(tensor is given for given in rewriter.graph.inputs):
+            if len(tensor.outputs) != 1 or not any(tensor is given for given in graph.graph.inputs):
                 raise UnsupportedModelError(
                     f"cannot convert node '{node.name}', a {node.op}: other nodes read its cache '{tensor.name}' too"
                 )
-        if len({a.num_heads for a in analysis.attentions}) > 1:
-            raise UnsupportedModelError(
-                f"cannot convert node '{node.name}', a {node.op}: layers differ in their number of query heads"
-            )

@@ -1,35 +1,40 @@
-"""Converts a foreign decoder graph: packed tokens in, Ortolan's operators around the caches, last rows' logits out.
+"""Converts a foreign decoder graph: packed tokens in, Ortolan's operators around the caches, wanted rows' logits out.
 
 The tokens of all sequences stand in one batch entry, [1, T], so what treats tokens one by one stays. In order:
-    1. Dead ends and other outputs than the logits go; each value is followed (`analysis`).
+    1. Dead ends and other outputs than the logits go; each value is followed (`analysis`). Where the graph can be told
+       in the builder's terms (`describe`), a fused graph over the same weights is built of that (`fused`).
     2. token_ids and positions take the place of the graph's inputs.
-    3. Each GroupQueryAttention becomes RoPE, RingKvAppend and SwaAttention (`layers`).
-    4. The rows before the head are cut down to the last one of each sequence, unless the graph picks that itself.
+    3. The rows before the head are cut down to those that logit_rows names.
+    4. Each GroupQueryAttention becomes RoPE, RingKvAppend and SwaAttention (`layers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 
-from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.element_types import COMPUTE_TYPES, from_onnx
 from ortolan.errors import ConfigError, UnsupportedModelError
+from ortolan.graphs.builder import GraphBuilder, Tensor
+from ortolan.graphs.cached_attention import CachedAttention, declare_step
+from ortolan.graphs.config import AttentionConfig
 from ortolan.graphs.foreign import gqa, head
 from ortolan.graphs.foreign.analysis import Analysis, analyse
-from ortolan.graphs.foreign.inputs import SourceNames, element_type, input_values, replace_inputs
-from ortolan.graphs.foreign.layers import MICROSOFT, Layer, replace_attention
+from ortolan.graphs.foreign.describe import describe
+from ortolan.graphs.foreign.fused import FusedConversion, build_fused
+from ortolan.graphs.foreign.inputs import SourceNames, input_values, onnx_type, replace_inputs
+from ortolan.graphs.foreign.layers import replace_attention
 from ortolan.graphs.foreign.prepare import ForeignBytes, Prepared, prepare
 from ortolan.graphs.foreign.values import Rows, refusal
-from ortolan.graphs.fusions.rewriter import GraphRewriter, Tensor
-from ortolan.graphs.options import ONNX_TYPES
+from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.verify import without_weights
 
 DOC_STRING = (
     "A decoder over packed tokens, converted from another exporter's graph: sequence b owns rows query_start[b] .. "
     "query_start[b+1] of token_ids and positions. Bind each cache input and its _out output to one buffer. logits "
-    "are those of the last row of each sequence."
+    "are those of the rows that logit_rows names."
 )
 
 
@@ -44,6 +49,7 @@ class ConversionOptions:
         snapkv_window: above 0, full-attention layers capture queries and take a physical length.
         page_size: slots of a page; 0 makes contiguous caches.
         sliding_window: window of the layers whose attention has none; 0 leaves them as they are.
+        fuse: whether a fused graph is built, too, where the form of the source allows it.
     """
 
     max_context: int | None = None
@@ -52,6 +58,7 @@ class ConversionOptions:
     snapkv_window: int = 64
     page_size: int = 0
     sliding_window: int = 0
+    fuse: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +67,25 @@ class Conversion:
 
     Attributes:
         model: its weights are declared, and not attached yet.
+        fused: the fused graph and how it reads the weights; None where there is none.
         weights: where the bytes of each of them lie.
         layers: in order.
-        dtype: of the caches.
+        options: of its caches.
         vocab_size: columns of the logits.
         max_context: longest sequence, tokens.
         rope_limits: for each variant of RoPE, the longest sequence it serves; the last one is `max_context`.
+        weight_format: of its linear weights; "mixed" where they differ.
     """
 
     model: onnx.ModelProto
+    fused: FusedConversion | None
     weights: Mapping[str, ForeignBytes]
-    layers: tuple[Layer, ...]
-    dtype: str
+    layers: tuple[AttentionConfig, ...]
+    options: GraphOptions
     vocab_size: int
     max_context: int
     rope_limits: tuple[int, ...]
+    weight_format: str
 
 
 def convert_model(source: onnx.ModelProto, names: SourceNames, options: ConversionOptions) -> Conversion:
@@ -91,35 +102,46 @@ def convert_model(source: onnx.ModelProto, names: SourceNames, options: Conversi
         ConfigError: max_context is more than the graph's tables hold.
     """
     prepared = prepare(source)
-    rewriter = _open(prepared.model)
+    graph = _open(prepared.model)
     names = _names_inside(prepared, names)
-    logits = _keep_needed(rewriter, names)
-    analysis = analyse(rewriter, input_values(rewriter, names))
+    logits = _keep_needed(graph, names)
+    analysis = analyse(graph, input_values(graph, names))
     vocab_size = _vocab_size(analysis, logits)
-    limits = _rope_limits(rewriter, analysis, prepared, options)
+    limits = _rope_limits(graph, analysis, prepared, options)
     dtype = _cache_dtype(analysis)
-    layers = _layers(analysis, options, ONNX_TYPES[dtype])
+    graph_options = GraphOptions(
+        dtype=dtype, sink=options.sink, snapkv_window=options.snapkv_window, page_size=options.page_size
+    )
+    layers = tuple(_layer(attention.config, options) for attention in analysis.attentions)
     first_rows = prepared.rope_choice.first_rows if prepared.rope_choice and len(limits) > 1 else 0
-    step = replace_inputs(rewriter, analysis, names, layers, first_rows)
-    caches = [entry for layer in layers for entry in replace_attention(rewriter, layer, step)]
-    rewriter.graph.outputs = [head.cut_to_last_rows(rewriter, analysis, logits, step.query_start)]
-    rewriter.graph.outputs += [tensor for _, tensor in caches]
+    description = describe(graph, analysis, logits, layers, first_rows) if options.fuse else None
+    fused = None if description is None else build_fused(graph, prepared.weights, description, graph_options)
+    positions = replace_inputs(graph, analysis, names, first_rows)
+    step = declare_step(graph, graph_options, [layer.window for layer in layers])
+    graph.graph.outputs = []
+    head.cut_to_rows(graph, analysis, logits, step.logit_rows)
+    for index, (attention, layer) in enumerate(zip(analysis.attentions, layers, strict=True)):
+        cache = CachedAttention(graph, graph_options, step, index, layer)
+        replace_attention(graph, attention, cache, positions)
+        cache.declare_outputs()
     return Conversion(
-        model=_finish(rewriter),
+        model=graph.finish(),
+        fused=fused,
         weights=prepared.weights,
-        layers=tuple(layers),
-        dtype=dtype,
+        layers=layers,
+        options=graph_options,
         vocab_size=vocab_size,
         max_context=limits[-1],
         rope_limits=limits,
+        weight_format=_weight_format(graph),
     )
 
 
-def _open(model: onnx.ModelProto) -> GraphRewriter:
+def _open(model: onnx.ModelProto) -> GraphBuilder:
     """Open a graph that onnx accepts."""
     try:
         onnx.checker.check_model(without_weights(model))
-        return GraphRewriter(model)
+        return GraphBuilder.open(model, DOC_STRING)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise UnsupportedModelError(
             f"cannot convert: onnx rejects the graph: {' '.join(str(error).split())}"
@@ -135,20 +157,20 @@ def _names_inside(prepared: Prepared, names: SourceNames) -> SourceNames:
     )
 
 
-def _keep_needed(rewriter: GraphRewriter, names: SourceNames) -> Tensor:
+def _keep_needed(graph: GraphBuilder, names: SourceNames) -> Tensor:
     """Drop what neither logits nor caches need; returns the logits."""
-    outputs = {tensor.name: tensor for tensor in rewriter.graph.outputs}
+    outputs = {tensor.name: tensor for tensor in graph.graph.outputs}
     if names.logits not in outputs:
         raise UnsupportedModelError(
             f"cannot convert: the graph has no output '{names.logits}'; it has {', '.join(sorted(outputs)[:5])}"
         )
-    if all(tensor.name != names.token_ids for tensor in rewriter.graph.inputs):
+    if all(tensor.name != names.token_ids for tensor in graph.graph.inputs):
         raise UnsupportedModelError(
             f"cannot convert: the graph has no input '{names.token_ids}'; it has "
-            f"{', '.join(tensor.name for tensor in rewriter.graph.inputs[:5])}"
+            f"{', '.join(tensor.name for tensor in graph.graph.inputs[:5])}"
         )
-    rewriter.graph.outputs = [outputs[names.logits]]
-    rewriter.sweep()
+    graph.graph.outputs = [outputs[names.logits]]
+    graph.sweep()
     return outputs[names.logits]
 
 
@@ -160,14 +182,14 @@ def _vocab_size(analysis: Analysis, logits: Tensor) -> int:
 
 
 def _rope_limits(
-    rewriter: GraphRewriter, analysis: Analysis, prepared: Prepared, options: ConversionOptions
+    graph: GraphBuilder, analysis: Analysis, prepared: Prepared, options: ConversionOptions
 ) -> tuple[int, ...]:
     """Return the longest sequence of each variant of RoPE, ascending."""
     tables = {a.rotation.cosine.name for a in analysis.attentions if a.rotation}
     for node in analysis.rotary_nodes:
         tables.add(node.inputs[1 if not node.domain else 2].name)
     choice = prepared.rope_choice
-    rows = [shape[0] for name in tables if (shape := rewriter.shapes.get(name)) and shape[0] is not None]
+    rows = [shape[0] for name in tables if (shape := graph.shapes.get(name)) and shape[0] is not None]
     longest = min(rows, default=None) if len(rows) == len(tables) else 0
     if longest == 0:
         raise UnsupportedModelError(f"cannot convert: the number of positions in {sorted(tables)} is not known")
@@ -193,51 +215,30 @@ def _context(longest: int | None, options: ConversionOptions) -> int:
 
 
 def _cache_dtype(analysis: Analysis) -> str:
-    names = {int(onnx_type): name for name, onnx_type in ONNX_TYPES.items()}
     found = set()
     for attention in analysis.attentions:
         for tensor in attention.node.inputs[gqa.PAST_KEY : gqa.PAST_VALUE + 1]:
-            onnx_type = element_type(tensor)
-            if onnx_type not in names:
+            name = from_onnx(onnx_type(tensor)).name
+            if name not in COMPUTE_TYPES:
                 raise refusal(
-                    attention.node, f"its cache '{tensor.name}' is {tensor.dtype}; supported: {list(ONNX_TYPES)}"
+                    attention.node, f"its cache '{tensor.name}' is {name}; supported: {', '.join(COMPUTE_TYPES)}"
                 )
-            found.add(names[onnx_type])
+            found.add(name)
     if len(found) > 1:
         raise UnsupportedModelError(f"cannot convert a graph with caches of several types: {', '.join(sorted(found))}")
     return found.pop()
 
 
-def _layers(analysis: Analysis, options: ConversionOptions, onnx_type: int) -> list[Layer]:
-    layers = []
-    for index, attention in enumerate(analysis.attentions):
-        window = attention.window if attention.window > 0 else (options.sliding_window or -1)
-        evictable = window < 0 and options.snapkv_window > 0
-        layers.append(
-            Layer(
-                index=index,
-                attention=attention,
-                window=window,
-                sink=options.sink,
-                evictable=evictable,
-                page_size=options.page_size,
-                onnx_type=onnx_type,
-            )
-        )
-    scores = {(layer.attention.scale, layer.attention.softcap) for layer in layers if layer.evictable}
-    if len(scores) > 1:
-        raise UnsupportedModelError(
-            "cannot convert: full-attention layers differ in scale or softcap, which SnapKV reads once for all; "
-            "convert with snapkv_window=0"
-        )
-    return layers
+def _weight_format(graph: GraphBuilder) -> str:
+    """Name the format of the graph's linear weights."""
+    packed = any(node.op in ("MatMulNBits", "DequantizeLinear") for node in graph.graph.nodes)
+    dense = any(
+        node.op in ("MatMul", "FusedMatMul", "Gemm") and node.inputs[1].name in graph.weights
+        for node in graph.graph.nodes
+    )
+    return "mixed" if packed and dense else "blocks" if packed else "dense"
 
 
-def _finish(rewriter: GraphRewriter) -> onnx.ModelProto:
-    domains = {entry.domain for entry in rewriter.graph.import_domains}
-    for domain, version in ((OPERATOR_DOMAIN, OPERATOR_VERSION), (MICROSOFT, 1)):
-        if domain not in domains:
-            rewriter.graph.import_domains.append(onnx.helper.make_opsetid(domain, version))
-    model = rewriter.finish()
-    model.graph.doc_string = DOC_STRING
-    return model
+def _layer(config: AttentionConfig, options: ConversionOptions) -> AttentionConfig:
+    """Give a layer without a window the one that the caller asks for."""
+    return replace(config, window=config.window if config.window > 0 else (options.sliding_window or -1))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ortolan.graphs.builder import Node, Tensor
+from ortolan.graphs.config import AttentionConfig
 from ortolan.graphs.foreign.values import TOKENS, Kind, Rows, View
-from ortolan.graphs.fusions.rewriter import Node, Tensor
 
 OPERATOR = "GroupQueryAttention"
 MAX_HEAD_SIZE, LARGE_HEAD_SIZE = 256, 512
@@ -64,20 +65,14 @@ class Attention:
     Attributes:
         node: the node.
         is_packed: whether the first input holds queries, keys and values.
-        window: keys a query sees, itself included; -1 for all.
-        scale: softmax scale; 0 means 1/sqrt(D).
+        config: heads, window, scale and softcap.
         sinks: a learned logit per query head, [Hq]; None where there is none.
         smooth: whether the softmax's denominator has one more term, exp(0).
     """
 
     node: Node
     is_packed: bool
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int
-    scale: float
-    softcap: float
+    config: AttentionConfig
     rotation: Rotation | None
     norm: HeadNorm | None
     sinks: Tensor | None
@@ -98,12 +93,15 @@ def read_attention(view: View) -> Attention:
     return Attention(
         node=view.node,
         is_packed=not view.has(KEY),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_size=size,
-        window=window if window > 0 else -1,
-        scale=float(view.attribute("scale", 0.0)),
-        softcap=float(view.attribute("softcap", 0.0)),
+        config=AttentionConfig(
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=size,
+            window=window if window > 0 else -1,
+            scale=float(view.attribute("scale", 0.0)),
+            softcap=float(view.attribute("softcap", 0.0)),
+            learned_sinks=view.has(SINKS),
+        ),
         rotation=_rotation(view, size),
         norm=_norm(view),
         sinks=_sinks(view, heads),

@@ -8,13 +8,10 @@ import numpy as np
 import onnx
 
 from ortolan import contract
+from ortolan.graphs.builder import INT64, GraphBuilder, Tensor
 from ortolan.graphs.foreign import gqa
 from ortolan.graphs.foreign.analysis import Analysis
-from ortolan.graphs.foreign.layers import Layer, StepInputs, declare_input
 from ortolan.graphs.foreign.values import TOKENS, Kind, Value
-from ortolan.graphs.fusions.rewriter import GraphRewriter, Tensor
-
-INT32, INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +23,10 @@ class SourceNames:
     logits: str = "logits"
 
 
-def input_values(rewriter: GraphRewriter, names: SourceNames) -> dict[str, Value]:
+def input_values(graph: GraphBuilder, names: SourceNames) -> dict[str, Value]:
     """Say what the graph's inputs are: tokens, caches (what attention takes as such), or else lengths."""
     values: dict[str, Value] = {}
-    for tensor in rewriter.graph.inputs:
+    for tensor in graph.graph.inputs:
         readers = [node for node in tensor.outputs if node.op == gqa.OPERATOR]
         ports = {port for node in readers for port, given in enumerate(node.inputs) if given is tensor}
         if tensor.name in (names.token_ids, names.positions) and len(tensor.shape or ()) in (0, 2):
@@ -39,67 +36,54 @@ def input_values(rewriter: GraphRewriter, names: SourceNames) -> dict[str, Value
     return values
 
 
-def replace_inputs(
-    rewriter: GraphRewriter, analysis: Analysis, names: SourceNames, layers: list[Layer], first_rows: int
-) -> StepInputs:
-    """Declare the packed inputs and feed the foreign ones from them, as a batch of one.
+def replace_inputs(graph: GraphBuilder, analysis: Analysis, names: SourceNames, first_rows: int) -> Tensor | None:
+    """Declare token_ids and positions, and feed the foreign inputs from them, as a batch of one.
 
-    `first_rows` above 0 says that RoPE's tables hold two variants, the second one from that row on.
+    Args:
+        graph: whose inputs are replaced; other inputs go.
+        analysis: of the graph.
+        names: of the foreign inputs.
+        first_rows: above 0, RoPE's tables hold two variants, the second one from that row on.
+
+    Returns:
+        Rows of the RoPE tables, [1, T] int64; None where nothing rotates.
     """
-    old = {tensor.name: tensor for tensor in rewriter.graph.inputs}
-    rewriter.graph.inputs = []
-    token_ids = declare_input(rewriter, contract.TOKEN_IDS, INT64, ["T"])
-    _feed(rewriter, token_ids, old[names.token_ids], "embedding/token_ids")
-    positions = None
+    old = {tensor.name: tensor for tensor in graph.graph.inputs}
+    graph.graph.inputs = []
+    token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
+    batch = graph.node("embedding/token_ids/Unsqueeze", "Unsqueeze", [token_ids, _first_axis(graph)])
+    _feed(graph, batch, old[names.token_ids])
     given = old.get(names.positions)
-    given = given if given is not None and given.outputs else None
-    if analysis.rotary_nodes or given is not None or any(layer.attention.rotation for layer in layers):
-        positions = _positions(rewriter, first_rows)
-        if given is not None:
-            _feed_typed(rewriter, positions, given)
-    return StepInputs(
-        query_start=declare_input(rewriter, contract.QUERY_START, INT32, ["B + 1"]),
-        past_len=declare_input(rewriter, contract.PAST_LEN, INT32, ["B"]),
-        positions=positions,
-        block_tables=_block_tables(rewriter, layers),
-    )
+    is_read = given is not None and bool(given.outputs)
+    if not is_read and not analysis.rotary_nodes and not any(a.rotation for a in analysis.attentions):
+        return None
+    positions = _positions(graph, first_rows)
+    if is_read:
+        _feed(graph, positions, given)
+    return positions
 
 
-def _feed(rewriter: GraphRewriter, given: Tensor, tensor: Tensor, path: str) -> None:
-    """Make `given` [T] int64 the source of `tensor` [1, T], of whatever integer type."""
-    batch = rewriter.value(f"{path}/batch")
-    rewriter.node(f"{path}/Unsqueeze", "Unsqueeze", [given, rewriter.constant("axes/first", [0])], [batch])
-    _feed_typed(rewriter, batch, tensor)
+def _feed(graph: GraphBuilder, given: Tensor, tensor: Tensor) -> None:
+    """Let what reads `tensor`, of whatever integer type, read `given`."""
+    name = f"inputs/{tensor.name}/Cast"
+    graph.replace(tensor, graph.node(name, "Cast", [given], {"to": onnx_type(tensor)}))
 
 
-def _feed_typed(rewriter: GraphRewriter, given: Tensor, tensor: Tensor) -> None:
-    rewriter.node(f"inputs/{tensor.name}/Cast", "Cast", [given], [tensor], to=element_type(tensor))
-
-
-def _positions(rewriter: GraphRewriter, first_rows: int) -> Tensor:
+def _positions(graph: GraphBuilder, first_rows: int) -> Tensor:
     """Return the rows of the RoPE tables, [1, T] int64."""
-    given = declare_input(rewriter, contract.POSITIONS, INT64, ["T"])
+    rows = graph.input(contract.POSITIONS, INT64, ["T"])
     if first_rows:
-        variant = declare_input(rewriter, contract.ROPE_VARIANT, INT64, ["T"])
-        offset, moved = rewriter.value("rope/offset"), rewriter.value("rope/positions")
-        first = rewriter.constant("rope/first_rows", [first_rows])
-        rewriter.node("rope/offset/Mul", "Mul", [variant, first], [offset])
-        rewriter.node("rope/positions/Add", "Add", [given, offset], [moved])
-        given = moved
-    batch = rewriter.value("rope/positions/batch")
-    rewriter.node("rope/Unsqueeze", "Unsqueeze", [given, rewriter.constant("axes/first", [0])], [batch])
-    return batch
+        variant = graph.input(contract.ROPE_VARIANT, INT64, ["T"])
+        first = graph.constant("rope/first_rows", [first_rows], np.int64)
+        rows = graph.node("rope/positions/Add", "Add", [rows, graph.node("rope/Mul", "Mul", [variant, first])])
+    return graph.node("rope/Unsqueeze", "Unsqueeze", [rows, _first_axis(graph)])
 
 
-def _block_tables(rewriter: GraphRewriter, layers: list[Layer]) -> dict[int, Tensor]:
-    tables = {}
-    for window in dict.fromkeys(layer.window for layer in layers if layer.page_size):
-        kind = contract.cache_kind(window)
-        tables[window] = declare_input(rewriter, contract.block_table(kind), INT32, ["B", f"pages_per_sequence.{kind}"])
-    return tables
+def _first_axis(graph: GraphBuilder) -> Tensor:
+    return graph.constant("axes/first", [0], np.int64)
 
 
-def element_type(tensor: Tensor) -> int:
+def onnx_type(tensor: Tensor) -> int:
     """Return a tensor's element type as onnx numbers it."""
     if isinstance(tensor.dtype, int):
         return tensor.dtype

@@ -18,15 +18,16 @@ from pathlib import Path
 
 import onnx
 
+from ortolan.element_types import from_onnx
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.graphs.external_data import ExternalTensor, point_to
 from ortolan.graphs.foreign.rope_choice import RopeChoice, join_rope_tables
-from ortolan.graphs.foreign.tensors import PLAIN_TYPES, constant_tensor, take_bytes, tensor_bytes
+from ortolan.graphs.foreign.tensors import constant_tensor, take_bytes, tensor_bytes
 
 INITIALIZERS_ALONE = 4  # first version of the IR whose initializers need not be inputs
 INLINE_BYTES = 1024  # initializers up to this size stay in the graph
 _RESERVED = re.compile(
-    r"^(token_ids|positions|query_start|past_len|rope_variant|logits|block_table\..*"
+    r"^(token_ids|positions|query_start|past_len|rope_variant|logit_rows|logits|block_table\..*"
     r"|layer\.\d+\..*|(layers\.\d+/attention|head|rope|inputs|embedding/token_ids|axes|slice|shapes|sizes|sinks)/.*)$"
 )
 
@@ -163,7 +164,7 @@ def _move_weights_out(graph: onnx.GraphProto) -> dict[str, ForeignBytes]:
 
 def is_small(tensor: onnx.TensorProto) -> bool:
     """Tell whether an initializer may stay in the graph, where rules can read it."""
-    return tensor_bytes(tensor) <= INLINE_BYTES and tensor.data_type in PLAIN_TYPES
+    return tensor_bytes(tensor) <= INLINE_BYTES and from_onnx(tensor.data_type).is_plain
 
 
 def foreign_bytes(tensor: onnx.TensorProto) -> ForeignBytes:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import onnx
 
+from ortolan.element_types import from_onnx
 from ortolan.errors import UnsupportedModelError
-
-_T = onnx.TensorProto
-_BITS: Mapping[int, int] = {
-    **dict.fromkeys((_T.INT4, _T.UINT4), 4),
-    **dict.fromkeys((_T.INT8, _T.UINT8, _T.BOOL), 8),
-    **dict.fromkeys((_T.FLOAT8E4M3FN, _T.FLOAT8E4M3FNUZ, _T.FLOAT8E5M2, _T.FLOAT8E5M2FNUZ), 8),
-    **dict.fromkeys((_T.FLOAT16, _T.BFLOAT16, _T.INT16, _T.UINT16), 16),
-    **dict.fromkeys((_T.FLOAT, _T.INT32, _T.UINT32), 32),
-    **dict.fromkeys((_T.DOUBLE, _T.INT64, _T.UINT64), 64),
-}
-PLAIN_TYPES = frozenset((_T.FLOAT, _T.FLOAT16, _T.DOUBLE, _T.INT32, _T.INT64, _T.INT8, _T.UINT8, _T.BOOL))  # NumPy's
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:
@@ -28,9 +17,10 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
     Raises:
         UnsupportedModelError: its type has no fixed size, as text has not.
     """
-    bits = _BITS.get(tensor.data_type)
-    if bits is None:
-        raise UnsupportedModelError(f"weight '{tensor.name}' has an element type that is not known: {tensor.data_type}")
+    try:
+        bits = from_onnx(tensor.data_type).bits
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"weight '{tensor.name}': {error}") from error
     elements: int = math.prod(tensor.dims)
     return -(-elements * bits // 8)
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from ortolan.errors import UnsupportedModelError
-from ortolan.graphs.fusions.rewriter import Node, Tensor
+from ortolan.graphs.builder import Node, Tensor
 
 Dimensions: TypeAlias = tuple[int | None, ...]
 

@@ -119,7 +119,7 @@ class _Layer:
     def _queries(self) -> Tensor:
         """Return the captured queries by kv head, [B, Hkv, G, Wq, D] float32."""
         heads, size = self._info.num_kv_heads, self._info.head_size
-        shape = [0, 0, heads, self._parts.manifest.num_heads // heads, size]
+        shape = [0, 0, heads, self._info.num_heads // heads, size]
         captured = self._cast("queries/Cast", self._inputs.capture)
         name = "shapes/" + "x".join(map(str, shape))
         split = self._node("queries/Reshape", "Reshape", captured, self._graph.constant(name, shape, np.int64))
@@ -194,7 +194,7 @@ class _Layer:
 
     def _exponents(self, keys: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
         """Return s m.k + s^2 k.S.k / 2 of every key, [B, Hkv, G, C]; of sinks and empty slots, very little."""
-        scale = self._parts.manifest.attention_scale or 1 / math.sqrt(self._info.head_size)
+        scale = self._info.scale or 1 / math.sqrt(self._info.head_size)
         column = self._node("keys/Unsqueeze", "Unsqueeze", keys, self._axes(2))  # [B, Hkv, 1, C, D]
         spread = self._node("spread/MatMul", "MatMul", column, covariance)  # [B, Hkv, G, C, D]
         spread = self._node("spread", "Mul", spread, self._float("half_scale", scale / 2))

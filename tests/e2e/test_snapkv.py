@@ -38,8 +38,8 @@ def test_kept_positions_equal_the_reference_on_real_queries(prompted, granularit
     pooled = pooled_scores(
         [(observer._caches.captures[i], observer._caches.layers[i].key, length) for i in layers],
         **structure,
-        scale=model.manifest.attention_scale,
-        softcap=model.manifest.attention_softcap,
+        scale=model.manifest.layers[layers[0]].scale,
+        softcap=model.manifest.layers[layers[0]].softcap,
     )
     session = model.session(snapkv=SnapKv(budget=80, window=32, sink=2, **structure))
     session.prefill(prompt)

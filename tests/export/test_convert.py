@@ -199,7 +199,7 @@ def test_a_dropped_window_is_named_and_can_be_given(tmp_path):
 def test_the_manifest_and_files_say_what_the_source_did(source, tmp_path):
     folder = ortolan.convert(source, tmp_path / "model", chunk_size=99, snapkv_window=0)
     manifest = read_manifest(folder)
-    assert (manifest.architecture, manifest.vocab_size, manifest.num_heads) == ("tiny", foreign.VOCABULARY, 4)
+    assert (manifest.architecture, manifest.vocab_size, manifest.layers[0].num_heads) == ("tiny", foreign.VOCABULARY, 4)
     assert (manifest.max_context, manifest.chunk_size, manifest.fused_model) == (1024, 99, None)
     assert manifest.chunk_chosen
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2, 7))

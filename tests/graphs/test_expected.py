@@ -88,7 +88,8 @@ def test_the_variant_in_use_rotates(variant):
 
 def test_the_models_own_scale_counts():
     feeds = draw([90], 24)
-    described = dataclasses.replace(manifest(), attention_scale=0.7)
+    plain = manifest()
+    described = dataclasses.replace(plain, layers=tuple(dataclasses.replace(v, scale=0.7) for v in plain.layers))
     results = run(build_evict_model(described, Eviction(policy="expected")), feeds)
     assert_kept(results, feeds, [90], scale=0.7)
 

@@ -200,12 +200,15 @@ def test_old_opsets_functions_and_odd_caches_are_refused():
         convert(model)
 
 
-def test_layers_that_snapkv_would_score_differently_are_refused_with_it_only():
-    model = foreign.build(Foreign())
+def test_layers_may_differ_in_their_scale_and_heads():
+    model = foreign.build(Foreign(packed=False, rope="none"))
     set_attribute(attention(model), "scale", 0.5)
-    with pytest.raises(UnsupportedModelError, match="snapkv_window=0"):
-        convert(model)
-    assert [layer.evictable for layer in convert(model, snapkv_window=0).layers] == [False, False]
+    set_attribute(attention(model), "num_heads", 2)
+    set_attribute(attention(model), "kv_num_heads", 1)
+    assert [(layer.scale, layer.num_heads, layer.head_size) for layer in convert(model).layers] == [
+        (0.5, 2, 32),
+        (0.0, 4, 16),
+    ]
 
 
 @pytest.mark.parametrize(("what", "message"), [("tables", "only constant tables"), ("condition", "not a comparison")])
@@ -314,7 +317,7 @@ def test_types_that_numpy_lacks_stay_what_they_are(capfd):
     before = {tensor.name: tensor.data_type for tensor in source.graph.initializer} | constants
     assert {name: types[name] for name in types if name in before} == {n: before[n] for n in types if n in before}
     assert {onnx.TensorProto.BFLOAT16, onnx.TensorProto.INT4} <= set(types.values())
-    assert conversion.dtype == "bfloat16"
+    assert conversion.options.dtype == "bfloat16"
     assert capfd.readouterr().out == ""
 
 

@@ -157,6 +157,7 @@ class PackedCaches:
             contract.POSITIONS: np.concatenate([p + np.arange(n) for p, n in zip(self.past, counts, strict=True)]),
             contract.QUERY_START: np.cumsum([0, *counts]).astype(np.int32),
             contract.PAST_LEN: self.past,
+            contract.LOGIT_ROWS: np.cumsum(counts, dtype=np.int64) - 1,
             contract.kv_len(1): np.repeat(self.past[:, None], 2, axis=1),
             contract.capture(1): np.zeros((len(chunks), 0, 4, 16), np.float32),
             **self.caches,

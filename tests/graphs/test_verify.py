@@ -5,24 +5,30 @@ import copy
 import pytest
 
 from ortolan.errors import ContractMismatchError
-from ortolan.graphs import ExternalTensor, GraphOptions, attach_external_data, build_model, verify_model
-from ortolan.graphs.config import LayerConfig, ModelConfig, Rope, RopeVariant, weight_shapes
+from ortolan.graphs import (
+    ExternalTensor,
+    GraphOptions,
+    attach_external_data,
+    build_model,
+    verify_fused_pair,
+    verify_model,
+)
+from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, Rope, RopeVariant
+from ortolan.graphs.weights import joint_weights, weight_shapes
 
 ROPE = Rope(name="all", variants=(RopeVariant(limit=64, inv_freq=(1.0, 0.5, 0.1, 0.01)),))
 
 
-def config(**changes) -> ModelConfig:
+def config(qk_norm="none", query_bias=False, **changes) -> ModelConfig:
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_size": 8, "qk_norm": qk_norm, "query_bias": query_bias}
+    mixers = AttentionConfig(window=12, rope="all", **heads), AttentionConfig(**heads)
+    mlp = MlpConfig(intermediate_size=64, activation="silu")
     values = {
         "architecture": "test",
         "vocab_size": 50,
         "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 8,
         "norm_epsilon": 1e-6,
-        "activation": "silu",
-        "layers": (LayerConfig(window=12, rope="all"), LayerConfig(window=-1, rope=None)),
+        "layers": tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers),
         "ropes": (ROPE,),
     }
     return ModelConfig(**{**values, **changes})
@@ -38,15 +44,23 @@ def find(model, op_type):
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("qk_norm", ["none", "head", "projection"])
-def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm):
-    built = build_model(
-        config(norm_placement=placement, qk_norm=qk_norm, logit_softcap=3.0, embedding_scale=2.0, query_bias=True),
-        GraphOptions(dtype=dtype, sink=2),
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm, biased):
+    described = config(
+        norm_placement=placement, qk_norm=qk_norm, logit_softcap=3.0, embedding_scale=2.0, query_bias=biased
     )
-    verify_model(built)
-    assert {t.name for t in built.graph.initializer if t.data_location} <= set(
-        weight_shapes(config(norm_placement=placement, qk_norm=qk_norm, query_bias=True))
-    )
+    plain, fused = (build_model(described, GraphOptions(dtype=dtype, sink=2, fused=fused)) for fused in (False, True))
+    for built in (plain, fused):
+        verify_model(built)
+    verify_fused_pair(plain, fused)
+    weights = {t.name for t in plain.graph.initializer if t.data_location}
+    assert weights == set(weight_shapes(described))
+    joint = {name for names in joint_weights(described).values() for name in names}
+    read = {t.name for t in fused.graph.initializer if t.data_location}
+    kept = {name for name in joint if biased and ".attention." in name}  # where one of three has a bias, none is joined
+    assert read == (weights - joint) | set(joint_weights(described)) - {
+        name for name in joint_weights(described) if biased and ".attention." in name
+    } | kept
 
 
 def test_the_graph_reads_as_the_contract_says():

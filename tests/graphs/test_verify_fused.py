@@ -105,7 +105,7 @@ def norm_of_an_input(model):
 
 
 def rows_of_other_sequences(model):
-    find(model, "head/LastRows").input[1] = "past_len"
+    find(model, "head/GatherRows").input[1] = "positions"
 
 
 def narrow_norm_add(model):
@@ -131,7 +131,7 @@ def narrow_norm_add(model):
         (two_rows_of_frequencies, r"rule 7.*RopeAngles: inv_freq .* has the shape \[2, .*expected \[1, R\]"),
         (norm_of_a_value, "rule 1.*'norm_weight' has rank 2"),
         (norm_of_an_input, "rule 7.*norm_weight .* must be a weight of rank 1; it is no weight"),
-        (rows_of_other_sequences, "rule 7.*LastRows: query_start is 'past_len'"),
+        (rows_of_other_sequences, "rule 7.*GatherRows: row_indices is 'positions'"),
         (narrow_norm_add, "rule 7.*RmsNormAdd.*48 features, expected 8"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -1,0 +1,155 @@
+"""Ortolan's operators around the cache of one attention layer, and the inputs that all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ortolan import contract
+from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
+from ortolan.graphs.config import AttentionConfig
+from ortolan.graphs.options import GraphOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The inputs that describe one step's packed sequences."""
+
+    query_start: Tensor  # [B+1] int32
+    past_len: Tensor  # [B] int32
+    logit_rows: Tensor  # [R] int64
+    block_tables: Mapping[int, Tensor]  # by window, [B, M] int32; empty where caches are contiguous
+
+
+def declare_step(graph: GraphBuilder, options: GraphOptions, windows: Iterable[int]) -> Step:
+    """Declare the inputs of a step; a paged graph has a block table for each kind of caches."""
+    query_start = graph.input(contract.QUERY_START, INT32, ["B + 1"])
+    past_len = graph.input(contract.PAST_LEN, INT32, ["B"])
+    logit_rows = graph.input(contract.LOGIT_ROWS, INT64, ["R"])
+    tables = {}
+    for window in dict.fromkeys(windows) if options.page_size else ():
+        kind = contract.cache_kind(window)
+        tables[window] = graph.input(contract.block_table(kind), INT32, ["B", f"pages_per_sequence.{kind}"])
+    return Step(query_start=query_start, past_len=past_len, logit_rows=logit_rows, block_tables=tables)
+
+
+class CachedAttention:
+    """The cache of one layer, and the operators that write, read and capture.
+
+    Attributes:
+        config: of the attention.
+        path: of its nodes.
+        evictable: whether it captures queries and takes a physical length.
+        past: tokens in the cache before the step, [B] or [B, Hkv] int32.
+        updated: the caches after the step, keys and values.
+    """
+
+    def __init__(
+        self, graph: GraphBuilder, options: GraphOptions, step: Step, index: int, config: AttentionConfig
+    ) -> None:
+        self.graph, self.options, self.step, self.index, self.config = graph, options, step, index, config
+        self.path = f"layers.{index}/attention"
+        self.evictable = is_evictable(config, options)
+        self.past = step.past_len
+        if self.evictable:
+            self.past = graph.input(contract.kv_len(index), INT32, ["B", config.num_kv_heads])
+        self._names = contract.key_cache(index), contract.value_cache(index)
+        self._old = [graph.input(name, options.cache_onnx_type, self._shape) for name in self._names]
+        self._capture = None
+        if self.evictable:
+            self._capture = graph.input(contract.capture(index), options.onnx_type, self._capture_shape)
+        self._captured: Tensor | None = None
+        self.updated: tuple[Tensor, Tensor]
+
+    @property
+    def _shape(self) -> list[int | str]:
+        """[N, Hkv, P, D]."""
+        heads, size = self.config.num_kv_heads, self.config.head_size
+        if not self.options.page_size:
+            return [f"pages_{self.index}", heads, f"slots_{self.index}", size]
+        return [f"pages.{contract.cache_kind(self.config.window)}", heads, self.options.page_size, size]
+
+    @property
+    def _capture_shape(self) -> list[int | str]:
+        return ["B", "snapkv_window", self.config.num_heads, self.config.head_size]
+
+    @property
+    def ports(self) -> dict[str, Tensor]:
+        """What every operator on the cache takes: the step, and the way to the pages."""
+        tables = self.step.block_tables
+        paging = {"block_table": tables[self.config.window]} if tables else {}
+        return {"query_start": self.step.query_start, "past_len": self.past, **paging}
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [T, Hkv, D] into the cache."""
+        inputs = {"key": key, "value": value, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports}
+        name, sink = f"{self.path}/RingKvAppend", self.options.sink
+        key, value = self.graph.operator(name, emitters.ring_kv_append, inputs, 2, sink=sink)
+        self.updated = key, value
+
+    def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None]) -> Tensor:
+        """Normalise, rotate, write and capture [T, (Hq + 2 Hkv) D] in one operator; returns queries [T, Hq, D]."""
+        inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
+        if self._capture is not None:
+            inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
+        query, key, value, *captured = self.graph.operator(
+            f"{self.path}/QkvRopeAppend",
+            emitters.qkv_rope_append,
+            inputs,
+            4 if self.evictable else 3,
+            num_heads=self.config.num_heads,
+            epsilon=epsilon,
+            sink=self.options.sink,
+        )
+        self.updated = key, value
+        self._captured = captured[0] if captured else None
+        return query
+
+    def capture(self, query: Tensor) -> None:
+        """Keep the last queries, where this layer can be evicted and they are not kept yet."""
+        if self._capture is None or self._captured is not None:
+            return
+        inputs = {"query": query, "capture": self._capture, "query_start": self.step.query_start}
+        inputs["past_len"] = self.step.past_len
+        (self._captured,) = self.graph.operator(f"{self.path}/SnapKvCapture", emitters.snap_kv_capture, inputs)
+
+    def declare_outputs(self) -> None:
+        """Declare what the step updated as outputs of the graph."""
+        for name, tensor in zip(self._names, self.updated, strict=True):
+            self.graph.output(tensor, contract.output(name), self.options.cache_onnx_type, self._shape)
+        if self._captured is not None:
+            name = contract.output(contract.capture(self.index))
+            self.graph.output(self._captured, name, self.options.onnx_type, self._capture_shape)
+
+
+def is_evictable(config: AttentionConfig, options: GraphOptions) -> bool:
+    """Tell whether a layer captures queries and takes a physical length."""
+    return config.window < 0 and options.snapkv_window > 0 and config.shares_cache_with is None
+
+
+def attend(
+    cache: CachedAttention, path: str, config: AttentionConfig, query: Tensor, sink_logits: Tensor | None
+) -> Tensor:
+    """Attend over a layer's *updated* caches: reading the inputs would not be ordered after the append.
+
+    Args:
+        cache: of this layer, or of the one that it shares with.
+        path: of the node.
+        config: of the layer that reads.
+        query: [T, Hq, D].
+        sink_logits: [Hq] float32, a learned logit per head; None where there is none.
+
+    Returns:
+        [T, Hq, D].
+    """
+    inputs = {"query": query, "key_cache": cache.updated[0], "value_cache": cache.updated[1], **cache.ports}
+    (attended,) = cache.graph.operator(
+        f"{path}/SwaAttention",
+        emitters.swa_attention,
+        inputs | {"sink_logits": sink_logits},
+        window=config.window,
+        sink=cache.options.sink,
+        scale=config.scale,
+        softcap=config.softcap,
+    )
+    return attended

@@ -1,0 +1,64 @@
+"""Builds the fused graph of a foreign decoder, and brings the weights of the plain one into the form that both read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from ortolan.graphs.builder import MICROSOFT, GraphBuilder
+from ortolan.graphs.decoder import build_model
+from ortolan.graphs.foreign.describe import Description
+from ortolan.graphs.foreign.prepare import ForeignBytes
+from ortolan.graphs.formats import FORMATS
+from ortolan.graphs.options import GraphOptions
+from ortolan.graphs.parts import Formats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedConversion:
+    """The fused graph of a converted model.
+
+    Attributes:
+        model: its weights are declared, and not attached yet.
+        members: for each of its weights, the weights of the plain graph that follow each other in the file to make it.
+        turned: shapes [in, out] of the plain graph's weights that are written transposed.
+    """
+
+    model: onnx.ModelProto
+    members: dict[str, tuple[str, ...]]
+    turned: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def build_fused(
+    graph: GraphBuilder, weights: dict[str, ForeignBytes], description: Description, options: GraphOptions
+) -> FusedConversion:
+    """Build the fused graph, and turn the dense weights of the plain one, [in, out], to [out, in].
+
+    Args:
+        graph: the plain graph; what the fused graph reads of it becomes external, and a MatMul whose weight is turned
+            becomes a FusedMatMul.
+        weights: where the bytes of its weights lie; those that become external are added.
+        description: of the graph.
+        options: of the fused graph, as of the plain one.
+    """
+    formats = Formats(default=FORMATS["dense"], by_stem=description.blocks, apart=description.apart)
+    model = build_model(description.config, replace(options, fused=True), formats)
+    members = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            members[tensor.name] = tuple(member.name for member in description.sources[tensor.name])
+            for member in description.sources[tensor.name]:
+                if isinstance(member, gs.Constant) and member.name not in weights:
+                    graph.as_weight(member)
+                    weights[member.name] = ForeignBytes(length=member.values.nbytes, data=member.values.tobytes())
+    turned = {}
+    for node in description.products:
+        proto = onnx.TensorProto()
+        proto.CopyFrom(graph.weights[node.inputs[1].name])
+        turned[proto.name] = (int(proto.dims[0]), int(proto.dims[1]))
+        proto.dims[:] = reversed(proto.dims)
+        graph.weights[proto.name] = proto
+        node.op, node.domain, node.attrs = "FusedMatMul", MICROSOFT, {"transB": 1}
+    return FusedConversion(model=model, members=members, turned=turned)

@@ -1,0 +1,53 @@
+"""Dense weights [out, in] in the model's type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ortolan.graphs.builder import FLOAT, Tensor, emitters
+from ortolan.graphs.parts import Linear, Normed, Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One element of the model's type for each weight."""
+
+    folds = True
+
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """List the tensors: the weight itself."""
+        return {name: (dtype, shape)}
+
+    def plain(self, parts: Parts, linear: Linear) -> Tensor:
+        """Add a Gemm, a Cast where the result is float32, and an Add of the residual."""
+        inputs = [parts.value(linear.x), parts.weight(f"{linear.stem}.weight"), parts.bias(linear.stem)]
+        given = [tensor for tensor in inputs if tensor is not None]
+        y = parts.graph.node(f"{linear.path}/Gemm", "Gemm", given, {"transB": 1})
+        if linear.in_float32:
+            y = parts.in_float32(f"{linear.path}/Cast", y)
+        return parts.add_residual(linear.path, y, linear.residual)
+
+    def fused(self, parts: Parts, linear: Linear) -> Tensor:
+        """Add a FusedLinear with the norm before it, its gate, and the residual.
+
+        The sum's shape is written down, so that it can be formed in the residual's buffer.
+        """
+        norm = linear.x if isinstance(linear.x, Normed) else None
+        (y,) = parts.graph.operator(
+            f"{linear.path}/FusedLinear",
+            emitters.fused_linear,
+            {
+                "x": linear.x if norm is None else norm.x,
+                "weight": parts.weight(f"{linear.stem}.weight"),
+                "norm_weight": None if norm is None else parts.weight(norm.weight),
+                "bias": parts.bias(linear.stem),
+                "residual": linear.residual,
+            },
+            skip_outputs=int(linear.in_float32 and parts.options.onnx_type != FLOAT),
+            epsilon=parts.config.norm_epsilon,
+            activation=linear.activation,
+        )
+        if linear.residual is not None:
+            rows = parts.shapes[f"{linear.stem}.weight"][0]
+            parts.graph.describe_rows(y, parts.options.onnx_type, rows)
+        return y

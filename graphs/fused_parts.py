@@ -1,0 +1,122 @@
+"""The pieces of the decoder for CUDA: fewer, larger operators, where weights' formats and shapes allow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
+from ortolan.graphs.cached_attention import CachedAttention
+from ortolan.graphs.parts import Linear, Normed, Parts, Rotation
+
+
+class FusedParts(Parts):
+    """A decoder under construction for CUDA.
+
+    1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
+    2. Query, key and value are one product; so are gate and up. A QkvRopeAppend normalises heads, rotates, appends and
+       captures.
+    3. A norm after a branch and its residual are one RmsNormAdd. A residual and the norm of the sum are one
+       SkipSimplifiedLayerNormalization where 1 does not fold them.
+    4. One GatherRows, whose launch overlaps with its neighbours', picks the rows that the head reads.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._sums: dict[str, Node] = {}  # by name of the sum
+
+    def add_linear(self, linear: Linear) -> Tensor:
+        """Add a linear layer as its weight's format has it for CUDA."""
+        return self.format(linear.stem).fused(self, linear)
+
+    def _joins(self, stem: str, members: Sequence[str]) -> bool:
+        """Tell whether linear layers can be one: their formats agree, and all of them have a bias, or none has."""
+        if stem in self.formats.apart:
+            return False
+        biases = [f"{member}.bias" in self.shapes for member in members]
+        return f"{stem}.weight" in self.shapes and (not any(biases) or f"{stem}.bias" in self.shapes)
+
+    def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
+        """Add several linear layers of one input; where they are one product, a Split parts it."""
+        stem = path.replace("/", ".")
+        members = [f"{stem}.{name}" for name in names]
+        if tuple(names) != ("query", "key", "value") or not self._joins(f"{stem}.qkv", members):
+            shared = x if len(names) == 1 else self.value(x)
+            return super().projections(path, shared, names)
+        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
+        constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
+        inputs = [self.linear(f"{path}/qkv", x), constant]
+        return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
+
+    def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
+        """Add activation(gate(x)) * up(x)."""
+        stem = f"{path}/gate_up".replace("/", ".")
+        members = [f"{path}/{name}".replace("/", ".") for name in ("gate", "up")]
+        if not self._joins(stem, members) or not self.format(stem).folds:
+            return super().gated(path, x, activation)
+        return self.add_linear(Linear(path=f"{path}/gate_up", stem=stem, x=x, activation=f"{activation}_mul"))
+
+    def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
+        """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
+        config, stem = cache.config, cache.path.replace("/", ".")
+        members = [f"{stem}.{name}" for name in ("query", "key", "value")]
+        if config.qk_norm == "projection" or not self._joins(f"{stem}.qkv", members):
+            return super().append(cache, x)
+        qkv = self.linear(f"{cache.path}/qkv", x)
+        rotation = self.rotations.get(config.rope or "")
+        norms = ("query_norm", "key_norm") if config.qk_norm == "head" else ()
+        ports = {f"{name}_weight": self.weight(f"{stem}.{name}.weight") for name in norms}
+        if rotation is not None:
+            ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
+        return cache.append_qkv(qkv, self.config.norm_epsilon, ports)
+
+    def rounded(self, rotation: Rotation) -> Rotation:
+        """Cast cosine and sine, which are float32 here, to the model's type."""
+        values = [self._rounded(tensor) for tensor in (rotation.cosine, rotation.sine)]
+        return Rotation(values[0], values[1], rotation.rotary_size)
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        if self.options.onnx_type == FLOAT:
+            return tensor
+        name = f"{tensor.name}/Cast"
+        known = next((node for node in tensor.outputs if node.name == name), None)
+        return self.cast(name, tensor) if known is None else known.outputs[0]
+
+    def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
+        """Add residual + norm in one operator."""
+        (y,) = self.graph.operator(
+            f"{path}/RmsNormAdd",
+            emitters.rms_norm_add,
+            {"x": norm.x, "norm_weight": self.weight(norm.weight), "residual": residual},
+            epsilon=self.config.norm_epsilon,
+        )
+        return y
+
+    def add_residual(self, path: str, y: Tensor, residual: Tensor | None) -> Tensor:
+        """Add a residual, by a node that a norm of the sum may take over."""
+        total = super().add_residual(path, y, residual)
+        if residual is not None:
+            self._sums[total.name] = total.inputs[0]
+        return total
+
+    def _compute_norm(self, norm: Normed) -> Tensor:
+        """Compute a norm; the operator that adds a residual gives that of the sum, too."""
+        node = self._sums.get(norm.x.name)
+        if node is None:
+            return super()._compute_norm(norm)
+        path = f"{norm.path}/SkipSimplifiedLayerNormalization"
+        normed = gs.Variable(f"{path}/output")
+        node.op, node.domain, node.name = "SkipSimplifiedLayerNormalization", MICROSOFT, path
+        node.attrs = {"epsilon": self.config.norm_epsilon}
+        node.inputs = [*node.inputs, self.weight(norm.weight)]
+        node.outputs = [normed, gs.Variable.empty(), gs.Variable.empty(), norm.x]
+        return normed
+
+    def rows(self, path: str, x: Tensor, indices: Tensor) -> Tensor:
+        """Pick rows [R, features] of [T, features]."""
+        inputs = {"rows": x, "row_indices": indices}
+        (y,) = self.graph.operator(f"{path}/GatherRows", emitters.gather_rows, inputs)
+        return y

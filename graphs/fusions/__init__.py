@@ -1,1 +1,0 @@
-"""The rewrites that turn the plain decoder graph into the fused one, one pattern per file."""

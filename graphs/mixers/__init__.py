@@ -1,0 +1,10 @@
+"""The kinds of mixers: what lets the tokens of a sequence see each other."""
+
+from __future__ import annotations
+
+from ortolan.graphs.kinds import LayerKind
+from ortolan.graphs.mixers import attention
+
+MIXERS: dict[str, LayerKind] = {
+    "attention": attention.MIXER,
+}

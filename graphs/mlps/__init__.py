@@ -1,0 +1,10 @@
+"""The kinds of MLPs: what treats tokens one by one."""
+
+from __future__ import annotations
+
+from ortolan.graphs.kinds import LayerKind
+from ortolan.graphs.mlps import gated
+
+MLPS: dict[str, LayerKind] = {
+    "gated": gated.MLP,
+}

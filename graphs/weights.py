@@ -1,0 +1,69 @@
+"""Lists the weights of a decoder: names, shapes, and which of them a fused graph reads as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.kinds import LayerKind, Shapes
+from ortolan.graphs.mixers import MIXERS
+from ortolan.graphs.mlps import MLPS
+
+KINDS = ("weight", "bias")
+
+
+def norm_names(config: ModelConfig) -> tuple[str, ...]:
+    """Name the hidden-size norms of one layer."""
+    before = ("attention_norm", "mlp_norm")
+    after = ("attention_post_norm", "mlp_post_norm")
+    return {"pre": before, "post": after, "sandwich": before + after}[config.norm_placement]
+
+
+def weight_shapes(config: ModelConfig) -> Shapes:
+    """List every weight of the graph by its canonical name, with its shape ([out, in] for linear layers)."""
+    hidden = config.hidden_size
+    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)}
+    for index, layer in enumerate(config.layers):
+        mixer, mlp = MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind]
+        inside = mixer.weights(layer.mixer, hidden) | mlp.weights(layer.mlp, hidden)
+        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
+    shapes["final_norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def joint_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """List the weights that a fused graph reads as one, by the name of the whole."""
+    shapes = weight_shapes(config)
+    found = {}
+    for whole, members in _joints(config):
+        for kind in KINDS:
+            names = tuple(f"{member}.{kind}" for member in members)
+            if all(name in shapes for name in names):
+                found[f"{whole}.{kind}"] = names
+    return found
+
+
+def joint_shapes(config: ModelConfig) -> Shapes:
+    """List the shapes of what `joint_weights` lists."""
+    shapes = weight_shapes(config)
+    return {
+        whole: (sum(shapes[name][0] for name in names), *shapes[names[0]][1:])
+        for whole, names in joint_weights(config).items()
+    }
+
+
+def weight_groups(config: ModelConfig) -> list[tuple[str, ...]]:
+    """List the weights in the order of the file; those of a group have no padding between them."""
+    group_of = {name: names for names in joint_weights(config).values() for name in names}
+    return list(dict.fromkeys(group_of.get(name, (name,)) for name in weight_shapes(config)))
+
+
+def _joints(config: ModelConfig) -> Iterator[tuple[str, Iterable[str]]]:
+    for index, layer in enumerate(config.layers):
+        kinds: tuple[LayerKind, ...] = (MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind])
+        for kind in kinds:
+            for whole, members in kind.joint.items():
+                yield f"layers.{index}.{whole}", [f"layers.{index}.{member}" for member in members]
