@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from ortolan.runtime.tokenizer import Tokenizer
+from ortolan.runtime.text.tokenizer import Tokenizer
 
 
 def write_byte_tokenizer(folder: Path) -> None:

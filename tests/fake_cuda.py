@@ -14,6 +14,7 @@ import pytest
 import ortolan
 from ortolan import contract
 from ortolan.errors import CapacityError
+from ortolan.policies import Eviction
 from ortolan.runtime.device.buffers import wrap
 from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.memory import DeviceMemory
@@ -22,6 +23,7 @@ from ortolan.runtime.device.providers import CPU_PROVIDER
 from ortolan.runtime.generate.draw import BAD, Draw
 from ortolan.runtime.generate.logprobs import top_logprobs
 from ortolan.runtime.generate.sampler import choose
+from ortolan.runtime.session import Session
 from ortolan.runtime.steps import bucket
 
 TOTAL_BYTES = 2**30
@@ -161,3 +163,15 @@ def on_fake_cuda(model: ortolan.Model, monkeypatch: pytest.MonkeyPatch) -> ortol
     fake.memory = DeviceMemory(fake.device, model.manifest)
     fake.decoder = dataclasses.replace(model.decoder, graph_ids=itertools.count(1))
     return fake
+
+
+def make_session(
+    model: ortolan.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    max_context: int | None = None,
+    chunk_size: int | None = None,
+    snapkv: Eviction | None = None,
+) -> Session:
+    """Make a session on a fake device, of a model that was loaded for the CPU."""
+    return on_fake_cuda(model, monkeypatch).session(max_context, chunk_size, snapkv)

@@ -8,7 +8,7 @@ import numpy as np
 from conversation import LONGEST, Conversation
 
 from ortolan.errors import CapacityError
-from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.paged_caches import NO_PAGE, PageTable
 
 BFLOAT16_NAN = 0xFFFF  # the bits, which stand for the type where arrays have none

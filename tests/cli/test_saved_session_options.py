@@ -11,7 +11,7 @@ import ortolan
 from ortolan.cli import main
 from ortolan.cli.generate import chat_turn
 from ortolan.runtime import session_file
-from ortolan.runtime.tokenizer import Tokenizer
+from ortolan.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def first(values):\n"
 

@@ -5,7 +5,7 @@ import pytest
 from sampling_reference import draw_logits
 
 from ortolan import Sampling
-from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.generate.device_logprobs import DeviceLogprobs, read_logprobs
 from ortolan.runtime.generate.device_sampler import DeviceSampler
 from ortolan.runtime.generate.draw import Draw

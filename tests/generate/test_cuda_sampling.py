@@ -8,7 +8,7 @@ import pytest
 from sampling_reference import assert_follows, distribution, draw_logits
 
 from ortolan import Sampling
-from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.generate import device_library
 from ortolan.runtime.generate.device_sampler import DeviceSampler, pack_rules
 from ortolan.runtime.generate.draw import BAD, Draw

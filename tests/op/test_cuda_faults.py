@@ -11,7 +11,7 @@ from harness import attention_inputs, empty_caches, open_session, output_types, 
 
 import ortolan.custom_ops
 from ortolan import Sampling
-from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.generate.device_sampler import DeviceSampler
 from ortolan.runtime.generate.draw import Draw
 

@@ -4,7 +4,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ortolan.errors import ConfigError
-from ortolan.runtime.chat import choose_template, render_chat, special_tokens
+from ortolan.runtime.text.chat import choose_template, render_chat, special_tokens
 
 MESSAGES = [
     {"role": "user", "content": "What is 1 < 2?"},

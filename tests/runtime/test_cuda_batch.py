@@ -13,7 +13,7 @@ from ortolan.runtime import cuda_batch
 from ortolan.runtime.cuda_batch import CudaBatchStepper, batch_sizes, draw_rules
 from ortolan.runtime.device_session import DeviceModel
 from ortolan.runtime.engine_plan import plan_engine
-from ortolan.runtime.request import make_choice
+from ortolan.runtime.engine.request import make_choice
 from ortolan.runtime.sampler import distribution, penalize
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)

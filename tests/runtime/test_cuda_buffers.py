@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ortolan.errors import CapacityError, OrtolanError
-from ortolan.runtime.cuda import CudaBuffers
+from ortolan.runtime.device.cuda import CudaBuffers
 
 
 class CudaError(RuntimeError):

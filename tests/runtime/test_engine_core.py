@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError, OrtolanError, RequestCancelledError
-from ortolan.runtime.engine_core import EngineCore
-from ortolan.runtime.request import Request, make_choice
-from ortolan.runtime.scheduler import Scheduler
-from ortolan.runtime.sequence import TokenSequence
-from ortolan.runtime.stops import StopFilter
-from ortolan.runtime.stream import Outbox
+from ortolan.runtime.engine.core import EngineCore
+from ortolan.runtime.engine.request import Request, make_choice
+from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.generate.stops import StopFilter
+from ortolan.runtime.engine.stream import Outbox
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from evict_cases import KV_HEADS, manifest
 
-from ortolan.runtime.lengths import Lengths
+from ortolan.runtime.state.lengths import Lengths
 
 
 def draw_lists(rng, held, shared):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ortolan.errors import CapacityError, OrtolanError
-from ortolan.runtime.pages import PagePool, PrefixIndex, chain_digests, extend_chain
+from ortolan.runtime.caches.pages import PagePool, PrefixIndex, chain_digests, extend_chain
 
 NUM_PAGES = 6
 

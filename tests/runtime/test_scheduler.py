@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError
 from ortolan.runtime.engine_plan import EnginePlan, KindPlan
-from ortolan.runtime.scheduler import Scheduler
-from ortolan.runtime.sequence import TokenSequence
+from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.sequence import TokenSequence
 
 PAGE = 4
 SNAPKV = SnapKv(budget=8, window=4, sink=1)

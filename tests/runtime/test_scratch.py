@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ortolan.errors import CapacityError
 from ortolan.manifest import LayerInfo, cache_kinds
 from ortolan.runtime.engine_plan import plan_engine
-from ortolan.runtime.memory import check_pools, estimate_chunk_bytes
+from ortolan.runtime.device.memory import check_pools, estimate_chunk_bytes
 from ortolan.runtime.model import POOL_SHARE, Model
 from ortolan.runtime.scratch import decode_rows, decode_scratch_bytes, tile_keys
 

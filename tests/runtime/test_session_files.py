@@ -16,8 +16,8 @@ from saved_sessions import evicted_session
 import ortolan
 from ortolan.errors import ConfigError, ContractMismatchError, OrtolanError, SessionFileError, StorageError
 from ortolan.runtime import fingerprint
-from ortolan.runtime.restore import SavedSession
-from ortolan.runtime.session_file import CHECKSUM_BYTES, SessionFile, Tensor, write_session_file
+from ortolan.runtime.saved.reader import SavedSequence
+from ortolan.runtime.saved.file import CHECKSUM_BYTES, SessionFile, Tensor, write_session_file
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_the_file_is_a_safetensors_file(mixed_model, session, path):
 
 def test_nothing_is_restored_where_there_is_no_memory(mixed_model, path, monkeypatch):
     from ortolan.errors import CapacityError
-    from ortolan.runtime.buffers import HostBuffers
+    from ortolan.runtime.device.buffers import HostBuffers
 
     def refuse(*_):
         raise CapacityError("no memory")

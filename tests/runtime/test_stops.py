@@ -8,7 +8,7 @@ from stop_reference import expected_stop, make_tokenizer
 
 from ortolan import Engine, Model, load
 from ortolan.errors import ConfigError
-from ortolan.runtime.tokenizer import Tokenizer
+from ortolan.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

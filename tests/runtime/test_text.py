@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from ortolan.errors import ConfigError, ContractMismatchError
-from ortolan.runtime.text import stream_text
-from ortolan.runtime.tokenizer import Tokenizer
+from ortolan.runtime.text.stopping import stream_text
+from ortolan.runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
