@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -51,6 +50,7 @@ from ortolan.manifest import (
     Manifest,
     cache_kinds,
 )
+from ortolan.version import __version__
 
 WEIGHT_KINDS = ("checkpoint", "random")
 MAX_HEAD_SIZE = 256
@@ -251,5 +251,5 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         attention_softcap=config.attention_softcap,
         fused_model=FUSED_FILE if options.fuse else None,
         ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in config.ropes},
-        ortolan_version=metadata.version("ortolan"),
+        ortolan_version=__version__,
     )

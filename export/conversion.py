@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -31,6 +30,7 @@ from ortolan.graphs import (
     verify_model,
 )
 from ortolan.manifest import MANIFEST_METADATA, MODEL_FILE, LayerInfo, Manifest, cache_kinds
+from ortolan.version import __version__
 
 DEFAULT_CONTEXT = 32768
 
@@ -182,7 +182,7 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         eos_token_ids=source.eos_token_ids,
         attention_scale=scores.scale,
         attention_softcap=scores.softcap,
-        ortolan_version=metadata.version("ortolan"),
+        ortolan_version=__version__,
     )
 
 

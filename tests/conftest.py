@@ -1,7 +1,14 @@
-"""Skips what needs a GPU where there is none, and sums up the matrix of attention where it was run."""
+"""Chooses the package under test, skips what needs a GPU where there is none, and sums up the matrix of attention."""
+
+import sys
+
+import checkout
+import pytest
+
+if problem := checkout.choose():  # before anything imports ortolan
+    sys.exit(f"error: {problem}")  # pytest's own exits come with a traceback here
 
 import devices
-import pytest
 
 
 def pytest_collection_modifyitems(items):
