@@ -1,5 +1,6 @@
 """Chooses the package under test, skips what needs a GPU where there is none, and sums up the matrix of attention."""
 
+import contextlib
 import sys
 
 import checkout
@@ -9,6 +10,14 @@ if problem := checkout.choose():  # before anything imports ortolan
     sys.exit(f"error: {problem}")  # pytest's own exits come with a traceback here
 
 import devices
+import shared_folders
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist use the folder of the one that starts them
+        folder = contextlib.ExitStack()
+        folder.enter_context(shared_folders.shared_folders())
+        config.add_cleanup(folder.close)
 
 
 def pytest_collection_modifyitems(items):
