@@ -1,5 +1,4 @@
 # The CUDA half of the operator library. The runtime is linked statically: the library loads on machines without a GPU.
-include(cuda_architectures.cmake)
 set(CMAKE_CUDA_ARCHITECTURES ${ORTOLAN_CUDA_ARCHS})
 enable_language(CUDA)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 does not know that nvcc has C++20

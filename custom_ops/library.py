@@ -26,16 +26,22 @@ def library_path() -> Path:
     """Return the path of the operator library.
 
     Raises:
-        OpLibraryError: the package was installed without it.
+        OpLibraryError: the package was installed without it, or is a checkout where it was not built.
     """
     import ortolan.custom_ops
 
-    for folder in ortolan.custom_ops.__path__:
-        path = Path(folder) / "lib" / LIBRARY_FILE
+    folders = [Path(folder).resolve() for folder in ortolan.custom_ops.__path__]
+    for folder in folders:
+        path = folder / "lib" / LIBRARY_FILE
         if path.is_file():
             return path
+    for folder in folders:
+        if (folder / "CMakeLists.txt").is_file():
+            raise OpLibraryError(
+                f"{folder.parent} has no {LIBRARY_FILE}; build it with `pip install -e {folder.parent}`"
+            )
     raise OpLibraryError(
-        f"{LIBRARY_FILE} is not in {', '.join(ortolan.custom_ops.__path__)}; "
+        f"{LIBRARY_FILE} is not in {', '.join(map(str, folders))}; "
         "reinstall with `pip install --force-reinstall --no-deps ortolan` (a C++ compiler is needed to build it)"
     )
 

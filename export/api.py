@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -54,6 +53,7 @@ from ortolan.manifest import (
     Manifest,
     cache_kinds,
 )
+from ortolan.version import __version__
 
 DENSE = "dense"
 WEIGHT_KINDS = ("checkpoint", "random")
@@ -265,5 +265,5 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         eos_token_ids=config.eos_token_ids,
         fused_model=FUSED_FILE if options.fuse else None,
         ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in config.ropes},
-        ortolan_version=metadata.version("ortolan"),
+        ortolan_version=__version__,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -35,6 +34,7 @@ from ortolan.graphs import (
 from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.external_data import span_of
 from ortolan.manifest import FUSED_FILE, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
+from ortolan.version import __version__
 
 DEFAULT_CONTEXT = 32768
 
@@ -185,7 +185,7 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         rope_limits=conversion.rope_limits,
         bos_token_id=source.bos_token_id,
         eos_token_ids=source.eos_token_ids,
-        ortolan_version=metadata.version("ortolan"),
+        ortolan_version=__version__,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from ortolan.errors import (
     StorageError,
     UnsupportedModelError,
 )
+from ortolan.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ortolan import custom_ops
@@ -95,8 +95,6 @@ def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
 
 def __getattr__(name: str) -> Any:
     """Import the public names on first use, so that `import ortolan` stays light."""
-    if name == "__version__":
-        return metadata.version("ortolan")
     if name in _SUBPACKAGES:
         return importlib.import_module(f"ortolan.{name}")
     if name == "convert":
@@ -109,4 +107,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBPACKAGES, "__version__"})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -47,7 +47,7 @@ class Shape:
     options: dict[str, float] = field(default_factory=dict)  # scale, softcap
     sink_logits: bool = False
 
-    @property
+    @functools.cached_property  # asked for once for every row of a cache
     def slots(self) -> int:
         """C."""
         longest = max(p + t for p, t in zip(self.longest_past, self.tokens, strict=True))

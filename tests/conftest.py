@@ -1,7 +1,23 @@
-"""Skips what needs a GPU where there is none, and sums up the matrix of attention where it was run."""
+"""Chooses the package under test, skips what needs a GPU where there is none, and sums up the matrix of attention."""
+
+import contextlib
+import sys
+
+import checkout
+import pytest
+
+if problem := checkout.choose():  # before anything imports ortolan
+    sys.exit(f"error: {problem}")  # pytest's own exits come with a traceback here
 
 import devices
-import pytest
+import shared_folders
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # the processes of pytest-xdist use the folder of the one that starts them
+        folder = contextlib.ExitStack()
+        folder.enter_context(shared_folders.shared_folders())
+        config.add_cleanup(folder.close)
 
 
 def pytest_collection_modifyitems(items):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import devices
 import numpy as np
 import torch
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model
 from parity import oracle_logits
 from tolerances import allowed_error
 from transformers import AutoModelForCausalLM
@@ -33,18 +33,12 @@ class Pair:
     device: ortolan.Model
 
 
-@functools.cache
 def _checkpoint(family: str) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"ortolan-{family}-"))
-    return tiny_checkpoint(family, folder / "hf", seed=5, num_key_value_heads=2)
+    return shared_checkpoint(family, seed=5, num_key_value_heads=2)
 
 
-@functools.cache
-def _export(family: str, dtype: str) -> Path:
-    checkpoint = _checkpoint(family)
-    return ortolan.export(
-        checkpoint, checkpoint.parent / dtype, dtype=dtype, max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE
-    )
+def _export(family: str, dtype: str, **options: Any) -> Path:
+    return shared_model(_checkpoint(family), dtype=dtype, max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, **options)
 
 
 @functools.lru_cache(maxsize=HELD_MODELS)
@@ -60,14 +54,8 @@ def open_pair(family: str, dtype: str, graph: str) -> Pair:
 @functools.lru_cache(maxsize=HELD_MODELS)
 def open_device(family: str, dtype: str, graph: str, *, page_size: int, sink: int) -> ortolan.Model:
     """Open a family's model on the GPU with some pages (0: contiguous) and sinks, without end-of-sequence tokens."""
-    checkpoint = _checkpoint(family)
     pages = {"paged": True, "page_size": page_size} if page_size else {}
-    folder = checkpoint.parent / f"{dtype}-{page_size}-{sink}"
-    if not folder.exists():
-        ortolan.export(
-            checkpoint, folder, dtype=dtype, max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, sink=sink, **pages
-        )
-    model = ortolan.load(folder, device="cuda", fused=GRAPHS[graph])
+    model = ortolan.load(_export(family, dtype, sink=sink, **pages), device="cuda", fused=GRAPHS[graph])
     object.__setattr__(model.manifest, "eos_token_ids", ())
     return model
 

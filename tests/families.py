@@ -1,12 +1,16 @@
-"""One tiny config per model family, and random checkpoints of them, saved by transformers."""
+"""One tiny config per model family, random checkpoints of them, saved by transformers, and their exports."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from shared_folders import shared
 from transformers import AutoConfig, AutoModelForCausalLM
+
+import ortolan
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 131,
@@ -92,7 +96,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Save a random checkpoint of a family's tiny config; every parameter differs from its neutral value."""
+    """Copy a random checkpoint of a family's tiny config, which the caller may change."""
+    return Path(shutil.copytree(shared_checkpoint(family, seed, **overrides), folder, dirs_exist_ok=True))
+
+
+def shared_checkpoint(family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Return a random checkpoint of a family's tiny config, which nobody may change."""
+    name = f"checkpoint {family} {seed} {sorted(overrides.items())}"
+    return shared(name, lambda folder: _save(family, folder, seed, **overrides))
+
+
+def shared_model(checkpoint: Path, **options: Any) -> Path:
+    """Return the model folder of a checkpoint that nobody changes, made once for each of the options of an export."""
+    name = f"model {checkpoint} {sorted(options.items())}"
+    return shared(name, lambda folder: ortolan.export(checkpoint, folder, **options))
+
+
+def _save(family: str, folder: Path, seed: int, **overrides: Any) -> None:
+    """Save a checkpoint; every parameter differs from its neutral value."""
     keys = {k: v for k, v in {**_COMMON, **FAMILIES[family], **overrides}.items() if v is not None}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.float32)
@@ -101,4 +122,3 @@ def tiny_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) 
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
-    return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BASE = {"errors", "element_types", "contract", "manifest", "policies"}
+BASE = {"errors", "element_types", "contract", "manifest", "policies", "version"}
 ALLOWED = {
     "policies": BASE,
     "custom_ops": BASE,
@@ -39,7 +39,7 @@ def imported_modules(path: Path) -> set[str]:
 
 def sources_of(name: str) -> list[Path]:
     folders = importlib.import_module(f"ortolan.{name}").__path__
-    return sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+    return sorted({path.resolve() for folder in folders for path in Path(folder).rglob("*.py")})
 
 
 def is_allowed(module: str, layer: str) -> bool:

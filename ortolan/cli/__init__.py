@@ -79,15 +79,6 @@ def _run(options: argparse.Namespace) -> int:
     except OrtolanError as error:
         print(f"ortolan: error: {' '.join(str(error).split())}", file=sys.stderr)  # ONNX Runtime's take many lines
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("ortolan."):
-            raise
-        print(
-            "ortolan: error: the ortolan/ of the current folder, the sources, hides the installed package; "
-            "run the command in another folder, or as `ortolan` without `python -m`",
-            file=sys.stderr,
-        )
-        return EXIT_FAILED
     except OSError as error:  # of standard output; files' own are StorageErrors
         if not isinstance(error, BrokenPipeError):
             print(f"ortolan: error: {error}", file=sys.stderr)

@@ -42,7 +42,10 @@ def device_number(device: str | None) -> int:
 def cuda_problem() -> str | None:
     """Say what keeps CUDA from being used, or None."""
     if "cuda" not in library_info().providers:
-        return "the operator library was built without CUDA kernels; use device='cpu'"
+        return (
+            "the operator library was built without CUDA kernels; reinstall it from Ortolan's source folder with "
+            "`pip install . -C cmake.define.ORTOLAN_CUDA=ON` (needs nvcc), or use device='cpu'"
+        )
     import onnxruntime
 
     if CUDA_PROVIDER not in onnxruntime.get_available_providers():

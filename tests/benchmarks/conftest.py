@@ -1,16 +1,16 @@
 """The shipped model, exported once."""
 
 import pytest
+from families import shared_model
 
 import ortolan
 from ortolan.cli.demo import shipped_model
 
 
 @pytest.fixture(scope="session")
-def retriever_folder(tmp_path_factory):
+def retriever_folder():
     """Return the folder of the shipped model, exported."""
-    folder = tmp_path_factory.mktemp("retriever") / "model"
-    return ortolan.export(shipped_model(), folder, max_context=4096, chunk_size=512)
+    return shared_model(shipped_model(), max_context=4096, chunk_size=512)
 
 
 @pytest.fixture(scope="session")

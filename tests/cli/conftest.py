@@ -6,25 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shared_folders import shared
 
 from ortolan.cli import main
 from ortolan.cli.demo import shipped_model
 from ortolan.retrieval import Sample, Task, load_corpus, make_sample
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "model"
-    assert main(["export", str(shipped_model()), str(folder), "--max-context", "4096", "--chunk-size", "256"]) == 0
-    return folder
+def _export(*options: str) -> Path:
+    def make(folder: Path) -> None:
+        sizes = ["--max-context", "4096", "--chunk-size", "256"]
+        assert main(["export", str(shipped_model()), str(folder), *sizes, *options]) == 0
+
+    return shared(f"command line {options}", make)
 
 
 @pytest.fixture(scope="session")
-def paged_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli-paged") / "model"
-    sizes = ["--max-context", "4096", "--chunk-size", "256", "--paged", "--page-size", "128"]
-    assert main(["export", str(shipped_model()), str(folder), *sizes]) == 0
-    return folder
+def model_dir() -> Path:
+    return _export()
+
+
+@pytest.fixture(scope="session")
+def paged_dir() -> Path:
+    return _export("--paged", "--page-size", "128")
 
 
 @pytest.fixture(scope="session")

@@ -118,12 +118,17 @@ def test_a_failure_behind_closed_output_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "ortolan: error: [Errno 5] broken\n"
 
 
-def test_the_source_folder_says_that_it_hides_the_package(tmp_path):
-    process = start("inspect", str(tmp_path), folder=Path(__file__).parents[2])
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output) == (1, "")
-    assert errors.startswith("ortolan: error: the ortolan/ of the current folder")
-    assert errors.count("\n") == 1
+def test_a_checkout_that_was_not_built_says_what_to_run(model_dir, tmp_path, monkeypatch, capsys):
+    sources = tmp_path / "custom_ops"
+    sources.mkdir()
+    (sources / "CMakeLists.txt").touch()
+    monkeypatch.setattr("ortolan.custom_ops.__path__", [str(sources)])
+    assert main(["generate", str(model_dir), "--prompt", "def "]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("ortolan: error: ")
+    assert output.err.endswith(f"build it with `pip install -e {tmp_path}`\n")
+    assert output.err.count("\n") == 1
 
 
 def test_interrupt_ends_with_130(model_dir, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model, tiny_checkpoint
 from kvpress_oracle import differ_by_ties
 from masked_oracle import Visibility
 from parity import relative_difference
@@ -31,11 +31,10 @@ def evictable(model) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def ringed(tmp_path_factory):
+def ringed():
     """One layer that attends to everything, three rings of a window of 20; all keep the first positions."""
-    root = tmp_path_factory.mktemp("ringed")
-    checkpoint = tiny_checkpoint("gemma3", root / "hf", seed=5, num_key_value_heads=2)
-    folder = ortolan.export(checkpoint, root / "model", max_context=512, chunk_size=16, sink=SINK)
+    checkpoint = shared_checkpoint("gemma3", seed=5, num_key_value_heads=2)
+    folder = shared_model(checkpoint, max_context=512, chunk_size=16, sink=SINK)
     return checkpoint, ortolan.load(folder, device="cpu", num_threads=1)
 
 

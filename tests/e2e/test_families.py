@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from families import FAMILIES, tiny_checkpoint
+from families import FAMILIES, shared_checkpoint, shared_model, tiny_checkpoint
 from parity import decode_differences, oracle_logits, relative_difference, without_window
 from tolerances import LOGITS_RELATIVE
 
@@ -31,11 +31,10 @@ LENGTHS = {
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def exported(request, tmp_path_factory):
+def exported(request):
     """Export one tiny checkpoint; yields (checkpoint folder, model folder, window)."""
-    root = tmp_path_factory.mktemp(request.param)
-    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=3)
-    folder = ortolan.export(checkpoint, root / "model", max_context=MAX_CONTEXT, chunk_size=16)
+    checkpoint = shared_checkpoint(request.param, seed=5)
+    folder = shared_model(checkpoint, max_context=MAX_CONTEXT, chunk_size=16)
     windows = {layer.window for layer in read_manifest(folder).layers if layer.window > 0}
     return checkpoint, folder, max(windows, default=FULL_ATTENTION_SPAN)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from expected_reference import expected_scores
-from families import FAMILIES, tiny_checkpoint
+from families import FAMILIES, shared_model, tiny_checkpoint
 from parity import oracle
 from tolerances import SCORE_TIES
 from transformers import AutoModelForCausalLM
@@ -44,7 +44,7 @@ def prompted(request, tmp_path_factory):
     """A checkpoint, its export, and a prompt."""
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "retriever":
-        folder = ortolan.export(SHIPPED, root / "model", max_context=2048, chunk_size=256)
+        folder = shared_model(SHIPPED, max_context=2048, chunk_size=256)
         model = ortolan.load(folder, device="cpu", num_threads=1)
         return SHIPPED, model, model.tokenizer.encode(make_sample(load_corpus("eval"), Task(length=900, seed=1)).prompt)
     checkpoint = full_attention_checkpoint(request.param, root / "hf")

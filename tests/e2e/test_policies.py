@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model
 from masked_oracle import Visibility
 from parity import relative_difference
 from tolerances import LOGITS_RELATIVE
@@ -19,11 +19,10 @@ LENGTH = sum(sum(turn) for turn in TURNS)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
-def exported(request, tmp_path_factory):
+def exported(request):
     """A model with full attention alone, and one whose other layers are rings."""
-    root = tmp_path_factory.mktemp(request.param)
-    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=5, num_key_value_heads=2)
-    folder = ortolan.export(checkpoint, root / "model", max_context=512, chunk_size=16)
+    checkpoint = shared_checkpoint(request.param, seed=5, num_key_value_heads=2)
+    folder = shared_model(checkpoint, max_context=512, chunk_size=16)
     return checkpoint, ortolan.load(folder, device="cpu", num_threads=1)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model
 from snapkv_reference import pooled_scores, select
 
 import ortolan
@@ -15,14 +15,13 @@ SHIPPED = Path(ortolan.__file__).parent / "models" / "retriever"
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "retriever"])
-def prompted(request, tmp_path_factory):
+def prompted(request):
     """A model and a prompt: tiny ones with random weights, and the shipped one with a real document."""
-    root = tmp_path_factory.mktemp(request.param)
     if request.param == "retriever":
-        model = ortolan.load(ortolan.export(SHIPPED, root / "model", max_context=2048, chunk_size=256), device="cpu")
+        model = ortolan.load(shared_model(SHIPPED, max_context=2048, chunk_size=256), device="cpu")
         return model, model.tokenizer.encode(make_sample(load_corpus("eval"), Task(length=900, seed=1)).prompt)
-    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=5)
-    model = ortolan.load(ortolan.export(checkpoint, root / "model", max_context=512, chunk_size=64), device="cpu")
+    checkpoint = shared_checkpoint(request.param, seed=5)
+    model = ortolan.load(shared_model(checkpoint, max_context=512, chunk_size=64), device="cpu")
     return model, np.random.default_rng(0).integers(3, 131, 300).tolist()
 
 

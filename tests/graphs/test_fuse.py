@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from expand_fused import expanded_folder
-from families import FAMILIES, tiny_checkpoint
+from families import FAMILIES, shared_checkpoint, shared_model, tiny_checkpoint
 from parity import relative_difference
 from tolerances import LOGITS_RELATIVE
 
@@ -22,11 +22,9 @@ SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "olmo2", "olmo3")
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
-def exported(request, tmp_path_factory):
+def exported(request):
     """Export one tiny checkpoint; yields (family, model folder)."""
-    root = tmp_path_factory.mktemp(request.param)
-    checkpoint = tiny_checkpoint(request.param, root / "hf", seed=5)
-    return request.param, ortolan.export(checkpoint, root / "model", max_context=512, chunk_size=16)
+    return request.param, shared_model(shared_checkpoint(request.param, seed=5), max_context=512, chunk_size=16)
 
 
 def load_graphs(folder):

@@ -4,19 +4,17 @@ import copy
 
 import onnx
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model
 
-import ortolan
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs import verify_fused_pair, verify_model
 from ortolan.manifest import FUSED_FILE, MODEL_FILE
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory):
+def graphs():
     """The plain and the fused graph of a model with head norms, norms after branches and gated GELU."""
-    root = tmp_path_factory.mktemp("gemma3")
-    folder = ortolan.export(tiny_checkpoint("gemma3", root / "hf"), root / "model", max_context=64)
+    folder = shared_model(shared_checkpoint("gemma3", seed=5), max_context=512, chunk_size=16)
     return tuple(onnx.load(folder / name, load_external_data=False) for name in (MODEL_FILE, FUSED_FILE))
 
 

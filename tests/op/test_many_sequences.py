@@ -1,5 +1,6 @@
 """Steps of many sequences: each gets what it gets alone, bit for bit, however tokens are spread over them."""
 
+import dataclasses
 import functools
 
 import devices
@@ -41,7 +42,7 @@ def one_sequence(shape: Shape, feeds: Feeds, b: int) -> tuple[Shape, Feeds]:
     lengths = {"tokens": shape.tokens[b : b + 1], "past": shape.past[b : b + 1]}
     if shape.per_head_past:
         lengths["per_head_past"] = shape.per_head_past[b : b + 1]
-    return Shape(**{**shape.__dict__, **lengths, "capacity": shape.slots}), alone
+    return dataclasses.replace(shape, **lengths, capacity=shape.slots), alone
 
 
 def assert_each_is_as_alone(
@@ -138,7 +139,7 @@ def test_uneven_packings_over_long_caches(packing, head_size, kv_heads, group, o
     feeds = long_feeds(shape)
     results = run_attention(shape, feeds)
     assert_each_is_as_alone(shape, feeds, results, [b for b, count in enumerate(tokens) if count])
-    paged = Shape(**{**shape.__dict__, "page_slots": PAGE_SLOTS})
+    paged = dataclasses.replace(shape, page_slots=PAGE_SLOTS)
     for actual, expected in zip(run_attention(paged, in_pages(feeds)), results, strict=True):
         devices.assert_same_bits(actual, expected)
     if devices.element() == np.float32:

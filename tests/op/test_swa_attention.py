@@ -1,5 +1,7 @@
 """SwaAttention through ONNX Runtime against the float64 reference."""
 
+import dataclasses
+
 import devices
 import numpy as np
 import pytest
@@ -167,7 +169,7 @@ def test_lengths_per_kv_head(window):
 @pytest.mark.parametrize(("window", "sink"), [(-1, 0), (WINDOW, 0), (WINDOW, 5)])
 def test_paged_equals_contiguous_bit_for_bit(page_slots, window, sink):
     shape = Shape(tokens=[9, 1, 4], past=[0, 131, 70], window=window, sink=sink)
-    paged = Shape(**{**shape.__dict__, "page_slots": page_slots})
+    paged = dataclasses.replace(shape, page_slots=page_slots)
     feeds, paged_feeds = attention_feeds(shape, 1), attention_feeds(paged, 1)
     assert np.array_equal(feeds["query"], paged_feeds["query"])
     for actual, expected in zip(run_attention(paged, paged_feeds), run_attention(shape, feeds), strict=True):

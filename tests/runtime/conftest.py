@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model
 
 import ortolan
 
@@ -17,23 +17,19 @@ CHUNK_SIZE = 16
 VOCABULARY = 131
 
 
-def _export(family: str, root: Path, *, paged: bool = False, page_size: int = 64, **overrides: object) -> Path:
-    checkpoint = tiny_checkpoint(family, root / "hf", seed=5, **overrides)
-    return ortolan.export(
-        checkpoint,
-        root / "model",
-        max_context=MAX_CONTEXT,
-        chunk_size=CHUNK_SIZE,
-        sink=2,
-        paged=paged,
-        page_size=page_size,
-    )
+PAGES = {"paged": True, "page_size": 16}
+
+
+def _export(family: str, *, paged: bool = False, **overrides: object) -> Path:
+    checkpoint = shared_checkpoint(family, seed=5, **overrides)
+    pages = PAGES if paged else {}
+    return shared_model(checkpoint, max_context=MAX_CONTEXT, chunk_size=CHUNK_SIZE, sink=2, **pages)
 
 
 @pytest.fixture(scope="session")
-def full_folder(tmp_path_factory) -> Path:
+def full_folder() -> Path:
     """A model whose layers all attend to everything."""
-    return _export("llama", tmp_path_factory.mktemp("full"))
+    return _export("llama")
 
 
 @pytest.fixture(scope="session")
@@ -42,25 +38,21 @@ def full_model(full_folder) -> ortolan.Model:
 
 
 @pytest.fixture(scope="session")
-def mixed_model(tmp_path_factory) -> ortolan.Model:
+def mixed_model() -> ortolan.Model:
     """Layer 1 attends to everything, layers 0, 2 and 3 to a window of 20."""
-    return ortolan.load(
-        _export("gemma3", tmp_path_factory.mktemp("mixed"), num_key_value_heads=2), device="cpu", num_threads=1
-    )
+    return ortolan.load(_export("gemma3", num_key_value_heads=2), device="cpu", num_threads=1)
 
 
 @pytest.fixture(scope="session")
-def paged_model(tmp_path_factory) -> ortolan.Model:
+def paged_model() -> ortolan.Model:
     """A model whose layers all attend to everything, with pages of 16 slots."""
-    folder = _export("llama", tmp_path_factory.mktemp("paged"), paged=True, page_size=16)
-    return ortolan.load(folder, device="cpu", num_threads=1)
+    return ortolan.load(_export("llama", paged=True), device="cpu", num_threads=1)
 
 
 @pytest.fixture(scope="session")
-def paged_mixed_model(tmp_path_factory) -> ortolan.Model:
+def paged_mixed_model() -> ortolan.Model:
     """As `mixed_model`, with pages of 16 slots."""
-    folder = _export("gemma3", tmp_path_factory.mktemp("paged"), num_key_value_heads=2, paged=True, page_size=16)
-    return ortolan.load(folder, device="cpu", num_threads=1)
+    return ortolan.load(_export("gemma3", paged=True, num_key_value_heads=2), device="cpu", num_threads=1)
 
 
 @pytest.fixture
