@@ -8,7 +8,7 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 does not know 
 endif()
 find_package(CUDAToolkit REQUIRED)
 
-file(GLOB ortolan_cuda_kernels CONFIGURE_DEPENDS
+file(GLOB_RECURSE ortolan_cuda_kernels CONFIGURE_DEPENDS
   csrc/kernels/cuda/*.cu csrc/kernels/cuda/*.cc csrc/decode_loop/*.cc)
 target_sources(ortolan_ops PRIVATE
   ${ortolan_cuda_kernels}

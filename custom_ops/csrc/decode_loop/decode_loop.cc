@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "../kernels/cuda/kernels.h"
-#include "../kernels/cuda/sampling.h"
+#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/sampling.h"
 
 #define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
 

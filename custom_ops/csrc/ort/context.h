@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "../kernels/cpu/parallel.h"
-#include "../kernels/fused_params.h"
-#include "../kernels/params.h"
 #include "abi.h"
+#include "kernels/cpu/parallel.h"
+#include "kernels/fused_params.h"
+#include "kernels/params.h"
 #include "schema.h"
 
 namespace ortolan {

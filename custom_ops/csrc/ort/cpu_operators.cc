@@ -1,4 +1,4 @@
-#include "../kernels/cpu/kernels.h"
+#include "kernels/cpu/kernels.h"
 #include "operators.h"
 #include "read_params.h"
 

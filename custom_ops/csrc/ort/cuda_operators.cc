@@ -1,12 +1,12 @@
 #include <string>
 
-#include "../kernels/cuda/kernels.h"
-#include "../kernels/cuda/last_rows.h"
-#include "../kernels/cuda/linear.h"
-#include "../kernels/cuda/qkv.h"
-#include "../kernels/cuda/rope.h"
 #include "cuda_workspace.h"
 #include "fused_operators.h"
+#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/copies/gather_rows.h"
+#include "kernels/cuda/copies/qkv.h"
+#include "kernels/cuda/copies/rope.h"
+#include "kernels/cuda/linear/linear.h"
 #include "operators.h"
 #include "read_params.h"
 

@@ -1,9 +1,9 @@
 // Reads one call's tensors into the parameters of the fused operators' kernels, checked. CUDA alone has them.
 #pragma once
 
-#include "../kernels/fused_params.h"
-#include "../kernels/qkv_params.h"
 #include "context.h"
+#include "kernels/fused_params.h"
+#include "kernels/qkv_params.h"
 
 namespace ortolan {
 

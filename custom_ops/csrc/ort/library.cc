@@ -5,10 +5,10 @@
 #include <new>
 #include <vector>
 
-#include "../kernels/cpu/kernels.h"
 #include "abi.h"
 #include "attributes.h"
 #include "context.h"
+#include "kernels/cpu/kernels.h"
 #include "operators.h"
 #include "schemas.generated.h"
 

@@ -1,7 +1,7 @@
 // The CPU kernels: one function per operator. Arguments are valid when they arrive here.
 #pragma once
 
-#include "../params.h"
+#include "kernels/params.h"
 #include "parallel.h"
 
 namespace ortolan::cpu {

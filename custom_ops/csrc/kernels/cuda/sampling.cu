@@ -15,7 +15,7 @@
 // (2012).
 #include <algorithm>
 
-#include "launch.cuh"
+#include "kernels/cuda/common/launch.cuh"
 #include "sampling_search.cuh"
 
 namespace ortolan::cuda {
