@@ -266,12 +266,13 @@ def rope_angles(positions: Array, inv_freq: Array, *, factor: float = 1.0) -> tu
     return factor * np.cos(wide), factor * np.sin(wide)
 
 
-def last_rows(x: Array, query_start: Array) -> Array:
-    """Return the last row of each sequence, [B, I]; zeros where it has none."""
-    rows = np.zeros((len(query_start) - 1, x.shape[1]), x.dtype)
-    filled = np.diff(query_start) > 0
-    rows[filled] = x[query_start[1:][filled] - 1]
-    return rows
+def gather_rows(rows: Array, row_indices: Array) -> Array:
+    """Return rows[row_indices], [R, H]; zeros for an index outside 0 .. T - 1."""
+    gathered = np.zeros((len(row_indices), rows.shape[1]), rows.dtype)
+    indices = row_indices.astype(np.int64)
+    exists = (indices >= 0) & (indices < len(rows))
+    gathered[exists] = rows[indices[exists]]
+    return gathered
 
 
 def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:

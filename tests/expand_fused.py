@@ -49,7 +49,7 @@ class _Expander:
 
     def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
-        by_name |= {"LastRows": self._last_rows}
+        by_name |= {"GatherRows": self._gather_rows}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         inputs = [*node.input, *[""] * 12]
@@ -114,13 +114,8 @@ class _Expander:
         yield self._norm(node.name, inputs[0], inputs[1], attributes["epsilon"])
         yield helper.make_node("Add", [inputs[2], f"{node.name}/normed"], list(node.output), name=f"{node.name}/add")
 
-    def _last_rows(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
-        path = node.name
-        bounds = [self._constant(f"{path}/{name}", [value]) for name, value in (("one", 1), ("end", 2**31))]
-        self._graph.initializer.append(numpy_helper.from_array(np.int32(1), f"{path}/one32"))
-        yield helper.make_node("Slice", [inputs[1], *bounds], [f"{path}/ends"], name=f"{path}/slice")
-        yield helper.make_node("Sub", [f"{path}/ends", f"{path}/one32"], [f"{path}/last"], name=f"{path}/sub")
-        yield helper.make_node("Gather", [inputs[0], f"{path}/last"], list(node.output), name=f"{path}/gather")
+    def _gather_rows(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        yield helper.make_node("Gather", inputs[:2], list(node.output), name=f"{node.name}/gather")
 
     def _qkv(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         path, caches = node.name, inputs[1:6]

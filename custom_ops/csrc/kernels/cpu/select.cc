@@ -3,7 +3,7 @@
 #include <functional>
 #include <vector>
 
-#include "kernels.h"
+#include "kernels/cpu/operators.generated.h"
 #include "kernels/selection.h"
 
 namespace ortolan::cpu {

@@ -1,25 +1,16 @@
 // Chooses attention's kernels: by element type, head size and device, and for each sequence by its own token
 // count.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <atomic>
 
 #include "instances.h"
-#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 namespace {
-
-// Calls f.operator()<Element>() for the 16-bit type in use.
-template <typename Function>
-auto with_element(ElementType element, Function&& f) {
-  return element == ElementType::kFloat16 ? f.template operator()<__half>()
-                                          : f.template operator()<__nv_bfloat16>();
-}
 
 // Calls f.operator()<kHeadSize, kRowTiles>() for the smallest decode instance that holds the head.
 template <typename Function>
@@ -28,7 +19,7 @@ auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
   const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
   const int64_t tokens =
       std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
-  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= 8;
+  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= kDecodeTileRows;
   const int64_t head_size = params.cache.head_size;
   if (head_size > 256) return f.template operator()<512, 1>();
   const auto with_tiles = [&]<int kHeadSize>() {
@@ -99,7 +90,7 @@ cudaError_t current_device(Device& device) {
 }
 
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
-  return with_element(params.element, [&]<typename Element>() {
+  return with_half_element(params.element, [&]<typename Element>() {
     return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
       return launch_decode<Element, kHeadSize, kRowTiles>(params, launch);
     });
@@ -107,7 +98,7 @@ cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& lau
 }
 
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device) {
-  return with_element(params.element, [&]<typename Element>() {
+  return with_half_element(params.element, [&]<typename Element>() {
     return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
       return decode_workspace_bytes<Element, kHeadSize, kRowTiles>(params, device);
     });
@@ -115,7 +106,7 @@ size_t attention_decode_workspace(const SwaAttentionParams& params, const Device
 }
 
 cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch) {
-  return with_element(params.element, [&]<typename Element>() {
+  return with_half_element(params.element, [&]<typename Element>() {
     return with_prefill_head_size(params.cache.head_size, [&]<int kHeadSize>() {
       return launch_mma_prefill<Element, kHeadSize>(params, launch);
     });
@@ -130,7 +121,7 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
 }
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch) {
-  return with_element(params.element, [&]<typename Element>() {
+  return with_half_element(params.element, [&]<typename Element>() {
     // Tiles much longer than a window are mostly masked.
     const bool small_window = params.window >= 0 && params.window <= 128;
     switch (params.cache.head_size) {

@@ -10,6 +10,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/softmax.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "key_rows.cuh"
 #include "key_tiles.cuh"
 
@@ -94,9 +95,7 @@ __global__ void __launch_bounds__(kThreads)
       z[k] = sees ? logit(params, z[k]) : -INFINITY;
       tile_maximum = fmaxf(tile_maximum, z[k]);
     }
-#pragma unroll
-    for (int step = kThreadsPerRow / 2; step > 0; step /= 2)
-      tile_maximum = fmaxf(tile_maximum, __shfl_xor_sync(~0u, tile_maximum, step));
+    tile_maximum = fold_lanes<kThreadsPerRow / 2, 1>(tile_maximum, Max());
     const float base = finite_max(tile_maximum);
     const float rescale = expf(maximum - base);
     float tile_total = 0;
@@ -106,9 +105,7 @@ __global__ void __launch_bounds__(kThreads)
       weights[row][k * kThreadsPerRow + part] = weight;
       tile_total += weight;
     }
-#pragma unroll
-    for (int step = kThreadsPerRow / 2; step > 0; step /= 2)
-      tile_total += __shfl_xor_sync(~0u, tile_total, step);
+    tile_total = fold_lanes<kThreadsPerRow / 2, 1>(tile_total, Add());
     total = fmaf(total, rescale, tile_total);
     maximum = tile_maximum;
     if (part == 0) rescales[row] = rescale;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "ptx.cuh"
+#include "warp.cuh"
 
 namespace ortolan::cuda {
 
@@ -27,21 +28,11 @@ __device__ __forceinline__ float add_products(const uint4& a, const uint4& b, fl
   return sum;
 }
 template <typename Element>
-__device__ __forceinline__ float2 to_float2(uint32_t pair);
-template <>
-__device__ __forceinline__ float2 to_float2<__half>(uint32_t pair) {
-  return __half22float2(reinterpret_cast<const __half2&>(pair));
-}
-template <>
-__device__ __forceinline__ float2 to_float2<__nv_bfloat16>(uint32_t pair) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
-template <typename Element>
 __device__ __forceinline__ float add_products(const uint4& a, const uint4& b, float sum, Element) {
   const uint32_t x[] = {a.x, a.y, a.z, a.w}, y[] = {b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 p = to_float2<Element>(x[i]), q = to_float2<Element>(y[i]);
+    const float2 p = Half<Element>::unpack(x[i]), q = Half<Element>::unpack(y[i]);
     sum = fmaf(p.y, q.y, fmaf(p.x, q.x, sum));
   }
   return sum;
@@ -60,17 +51,10 @@ __device__ __forceinline__ uint4 scale_piece(const uint4& x, float factor, const
   uint32_t y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 p = to_float2<Element>(a[i]), q = to_float2<Element>(b[i]);
+    const float2 p = Half<Element>::unpack(a[i]), q = Half<Element>::unpack(b[i]);
     y[i] = Half<Element>::pack(p.x * factor * q.x, p.y * factor * q.y);
   }
   return make_uint4(y[0], y[1], y[2], y[3]);
-}
-
-// The sum over a warp, in every lane.
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
 }
 
 // Adds each of some values over the block; for the whole block, once.

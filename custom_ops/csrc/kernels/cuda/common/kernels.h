@@ -1,4 +1,5 @@
-// The CUDA kernels' entry points. Each enqueues on a stream and returns the launch's error.
+// Where CUDA kernels run, and the kernel families behind attention. Each entry point enqueues on a stream and
+// returns the launch's error; those of the operators are in operators.generated.h.
 //
 // Lengths, row boundaries and block tables are read on the device: a captured graph stays right as they
 // change. No launch synchronises, allocates, or depends on a length; sizes and shapes are all the host knows.
@@ -35,25 +36,16 @@ struct Launch {
   unsigned* counters = nullptr;  // [kCounters], where there is a workspace: zero before and after each kernel
 };
 
-cudaError_t ring_kv_append(const RingKvAppendParams& params, const Launch& launch);
-cudaError_t snapkv_capture(const SnapKvCaptureParams& params, const Launch& launch);
-cudaError_t kv_select(const KvSelectParams& params, const Launch& launch);
-cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
-size_t kv_compact_workspace(const KvCompactParams& params, const Device& device);
-
-cudaError_t snapkv_score(const SnapKvScoreParams& params, const Launch& launch);
-size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device& device);
-
-// Attention over any step: every sequence goes to the decode kernel or to a prefill kernel by its own token
-// count, so that what a sequence gets does not depend on what else is in the batch.
-cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch);
-size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device);
-
 // A sequence with at most this many new tokens belongs to the decode kernel.
 constexpr int kDecodeTokens = 16;
 
-// The kernel families behind swa_attention. Each handles the sequences that are its own and leaves the output
-// rows of the others alone.
+// Query rows (token, head of a group) of a tile of the decode kernel's products; one pass takes a tile or
+// two.
+constexpr int kDecodeTileRows = 8;
+
+// The kernel families behind swa_attention: every sequence goes to the decode kernel or to a prefill kernel
+// by its own token count, so that what a sequence gets does not depend on what else is in the batch. Each
+// handles the sequences that are its own and leaves the output rows of the others alone.
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch);
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device);
 cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch);

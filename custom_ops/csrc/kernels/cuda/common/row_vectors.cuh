@@ -15,6 +15,11 @@ inline int vector_bytes(int64_t row_bytes, std::initializer_list<const void*> bu
   return static_cast<int>(bits & (~bits + 1));
 }
 
+// Whether rows of so many bytes at these addresses are whole pieces of 16 bytes; null is one too.
+inline bool has_whole_pieces(int64_t row_bytes, std::initializer_list<const void*> buffers) {
+  return vector_bytes(row_bytes, buffers) == 16;
+}
+
 // Calls launch with a value of the vector type of that many bytes; elements have 2 bytes at least.
 template <typename Launcher>
 cudaError_t with_vector(int bytes, Launcher launch) {

@@ -71,6 +71,33 @@ struct Logits {
 // A maximum that may be that of no keys, made fit to be subtracted.
 __device__ __forceinline__ float finite_max(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
+// The softmax of a row over some of its keys: the maximum, in units of log2, and the denominator.
+struct SoftmaxState {
+  float maximum;
+  float total;
+};
+
+constexpr SoftmaxState kNoKeys{-INFINITY, 0.0f};
+
+// Factors that bring two partial sums to their common maximum. The same function everywhere: it fixes the
+// bits.
+struct Merge {
+  float kept;
+  float added;
+  SoftmaxState state;
+
+  static __device__ __forceinline__ Merge of(SoftmaxState a, SoftmaxState b) {
+    Merge merge;
+    const float maximum = fmaxf(a.maximum, b.maximum);
+    const float base = finite_max(maximum);
+    merge.kept = fast_exp2(a.maximum - base);
+    merge.added = fast_exp2(b.maximum - base);
+    merge.state = {maximum, fmaf(a.total, merge.kept, b.total * merge.added)};
+    return merge;
+  }
+  __device__ __forceinline__ float apply(float a, float b) const { return fmaf(a, kept, b * added); }
+};
+
 // What a row's sums are multiplied by in the end, and its LSE. `total` counts exp2(z - base), base in units
 // of log2; the learned sink joins once, and may be larger than all logits.
 struct Denominator {

@@ -59,7 +59,7 @@ struct Sm90TileCopy {
       copy_rows(target, rows, static_cast<const Element*>(source), first, full);
       return;
     }
-    if (lane == 0) arrive_expecting(full, kTileBytes);
+    if (lane == 0) full.arrive_expecting(kTileBytes);
     __syncwarp();
     if (lane >= copies) return;
     const auto plane = static_cast<int32_t>(cache.page(sequence, slot) * cache.num_kv_heads + kv_head);

@@ -48,15 +48,6 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
 
-// Makes initialised barriers visible to asynchronous copies and to the cluster.
-__device__ __forceinline__ void fence_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
-}
-__device__ __forceinline__ void arrive_expecting(Barrier& barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(&barrier.state)),
-               "r"(bytes)
-               : "memory");
-}
 // Copies a box of a three-dimensional tensor; the barrier counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
                                          int32_t z, Barrier& barrier) {

@@ -15,8 +15,8 @@
 #include "compact_bulk.cuh"
 #include "compact_rows.cuh"
 #include "compact_sm90.cuh"
-#include "kernels/cuda/common/kernels.h"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 namespace {
@@ -76,8 +76,6 @@ cudaError_t launch_moves(const KvCompactParams& p, int vectors, const Launch& la
 }
 
 }  // namespace
-
-size_t kv_compact_workspace(const KvCompactParams&, const Device&) { return 0; }
 
 cudaError_t kv_compact(const KvCompactParams& p, const Launch& launch) {
   const int64_t row_bytes = p.cache.head_size * element_bytes(p.element);

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kBulkThreads) move_rows_bulk(const KvCompactPa
     const int64_t source = kept[round] == round * step + first ? -1 : rows.row(kept[round]);
     moves[round] = source >= 0;
     const int count = __popc(__ballot_sync(~0u, moves[round]));
-    if (threadIdx.x % 32 == 0) arrive_expecting(full[round], count * row_bytes);
+    if (threadIdx.x % 32 == 0) full[round].arrive_expecting(count * row_bytes);
     __syncwarp();
     if (moves[round]) bulk_load(place(round), cache + source * row_bytes, row_bytes, full[round]);
   }

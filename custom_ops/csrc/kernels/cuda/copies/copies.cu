@@ -7,11 +7,11 @@
 // device. Where no row can be dropped, loads start before that search ends. Determinism: of the rows of a
 // chunk that share a slot only the last is copied, so no two threads write one byte. Safety: rows outside the
 // packing, negative positions and pages outside the pool are not copied.
-#include "kernels/cuda/common/kernels.h"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 namespace {
@@ -119,7 +119,7 @@ cudaError_t ring_kv_append(const RingKvAppendParams& p, const Launch& launch) {
   });
 }
 
-cudaError_t snapkv_capture(const SnapKvCaptureParams& p, const Launch& launch) {
+cudaError_t snap_kv_capture(const SnapKvCaptureParams& p, const Launch& launch) {
   const int64_t row_bytes = p.row_size * element_bytes(p.element);
   const int64_t tokens = p.packing.num_tokens, sequences = p.packing.num_sequences;
   if (tokens == 0 || sequences == 0 || p.window_rows == 0 || row_bytes == 0) return cudaSuccess;

@@ -6,17 +6,20 @@
 // with their neighbours. Vectors have 8 elements, or 1 where R is no multiple of 8. Grid: x walks tokens, y
 // the heads of a token. All arithmetic is float32 and rounded once; what is neither normalised nor rotated
 // keeps its bits. Determinism: the sum of a norm has one fixed order (lanes, then a butterfly); a slot has
-// one writer, as in RingKvAppend. Overlap: only norm weights are read before the kernel in front has ended.
+// one writer, as in RingKvAppend. Heads have a multiple of 8 elements, up to 512; every buffer is aligned to
+// 16 bytes. Overlap: only norm weights are read before the kernel in front has ended.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <type_traits>
 
+#include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
-#include "qkv.h"
+#include "kernels/cuda/common/warp.cuh"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 namespace {
@@ -165,8 +168,7 @@ __device__ __forceinline__ float inverse_root_mean_square(const float (&values)[
   }
   const unsigned first_lane = threadIdx.x % kWarp / kLanes * kLanes;
   const unsigned lanes = (kLanes == kWarp ? ~0u : (1u << kLanes % kWarp) - 1) << first_lane;
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(lanes, sum, distance);
+  sum = fold_lanes<kLanes / 2, 1>(sum, Add(), lanes);
   return rsqrtf(sum / static_cast<float>(p.cache.head_size) + p.epsilon);
 }
 
@@ -267,15 +269,7 @@ cudaError_t qkv_rope_append(const QkvRopeAppendParams& p, const Launch& launch) 
   const int bytes = vector_bytes(16, {p.qkv, p.query_norm_weight, p.key_norm_weight, p.cosine, p.sine,
                                       p.query, p.key_cache, p.value_cache, p.capture});
   if (bytes < 16) return cudaErrorMisalignedAddress;
-  switch (p.element) {
-    case ElementType::kFloat32:
-      return launch_element<float>(p, launch);
-    case ElementType::kFloat16:
-      return launch_element<__half>(p, launch);
-    case ElementType::kBFloat16:
-      return launch_element<__nv_bfloat16>(p, launch);
-  }
-  return cudaErrorInvalidValue;
+  return with_element(p.element, [&]<typename Element>() { return launch_element<Element>(p, launch); });
 }
 
 }  // namespace ortolan::cuda

@@ -1,6 +1,7 @@
+// RopeAngles: the angles of RoPE, once for all layers that share a rope.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "rope.h"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 namespace {

@@ -7,7 +7,6 @@ namespace {
 
 // The part of cuBLAS's C interface that is used here; the values are those of its documentation.
 constexpr int kTransposed = 1, kPlain = 0;
-constexpr int kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14;
 constexpr int kComputeFloat32 = 68;
 constexpr int kDefaultAlgorithm = -1;
 constexpr int kNoReducedPrecisionSums = 16;
@@ -50,12 +49,6 @@ const Functions& functions() {
   return loaded;
 }
 
-int data_type(ElementType element) {
-  return element == ElementType::kFloat32   ? kFloat32
-         : element == ElementType::kFloat16 ? kFloat16
-                                            : kBFloat16;
-}
-
 }  // namespace
 
 std::unique_ptr<Cublas> Cublas::create() {
@@ -72,12 +65,13 @@ cudaError_t Cublas::multiply(const CublasProduct& p, cudaStream_t stream, void* 
   const Functions& f = functions();
   const float one = 1.0f, kept = p.accumulate ? 1.0f : 0.0f;
   // cuBLAS counts columns first: its result [columns, rows] is ours [rows, columns].
+  const int type = facts_of(p.element).cuda_data;
+  const int output_type = p.output_float32 ? facts_of(ElementType::kFloat32).cuda_data : type;
   int status = f.set_stream(handle_, stream);
   if (status == 0) status = f.set_workspace(handle_, workspace, kWorkspaceBytes);
   if (status == 0)
-    status = f.multiply(handle_, kTransposed, kPlain, p.columns, p.rows, p.inner, &one, p.weight,
-                        data_type(p.element), p.inner, p.input, data_type(p.element), p.inner, &kept,
-                        p.output, p.output_float32 ? kFloat32 : data_type(p.element), p.columns,
+    status = f.multiply(handle_, kTransposed, kPlain, p.columns, p.rows, p.inner, &one, p.weight, type,
+                        p.inner, p.input, type, p.inner, &kept, p.output, output_type, p.columns,
                         kComputeFloat32, kDefaultAlgorithm);
   return status == 0 ? cudaSuccess : cudaErrorUnknown;
 }

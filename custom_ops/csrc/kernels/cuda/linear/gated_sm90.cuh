@@ -97,7 +97,7 @@ struct GatedSm90Block {
         buffers.wait_empty(at);
         Barrier& full = buffers.full[at.place];
         const uint32_t weights = address(at) + Shape::kInputBytes;
-        arrive_expecting(full, Shape::kStageBytes);
+        full.arrive_expecting(Shape::kStageBytes);
         copy_box(address(at), p.input, step * Shape::kInner, row, 0, full);
         copy_box(weights + rank * Shape::kWeightBytes, p.weight, step * Shape::kInner, column, rank, full,
                  kBoth);
@@ -124,15 +124,9 @@ struct GatedSm90Group {
   GatedSm90Block::Stage at;
   float sums[kRowTiles][Shape::kColumns];  // of 64 rows: a thread's 32 gates, then their factors
 
-  __device__ __forceinline__ void sync() const {
-    asm volatile("bar.sync %0, 128;\n" ::"r"(1 + group) : "memory");
-  }
-  __device__ __forceinline__ void take_turn() const {
-    asm volatile("bar.sync %0, 256;\n" ::"r"(3 + group) : "memory");
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    asm volatile("bar.arrive %0, 256;\n" ::"r"(4 - group) : "memory");
-  }
+  __device__ __forceinline__ void sync() const { sync_warps<128>(1 + group); }
+  __device__ __forceinline__ void take_turn() const { sync_warps<256>(3 + group); }
+  __device__ __forceinline__ void pass_turn() const { arrive_warps<256>(4 - group); }
 
   // The stages of a tile of the other group.
   __device__ __forceinline__ void pass_stages() {
@@ -198,9 +192,9 @@ struct GatedSm90Group {
     const bool is_first = threadIdx.x % 128 == 0;
     if (is_first) bulk_wait_read();  // the tile before
     sync();
-    if (block.p.activation == GatedActivation::kSilu) finish<GatedActivation::kSilu>();
-    if (block.p.activation == GatedActivation::kGelu) finish<GatedActivation::kGelu>();
-    if (block.p.activation == GatedActivation::kGeluTanh) finish<GatedActivation::kGeluTanh>();
+    if (block.p.activation == GatedActivation::kSiluMul) finish<GatedActivation::kSiluMul>();
+    if (block.p.activation == GatedActivation::kGeluMul) finish<GatedActivation::kGeluMul>();
+    if (block.p.activation == GatedActivation::kGeluTanhMul) finish<GatedActivation::kGeluTanhMul>();
     fence_async_shared();
     sync();
     if (!is_first) return;

@@ -10,7 +10,7 @@
 #include "kernels/cuda/common/elements.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "linear.h"
+#include "kernels/fused_params.h"
 
 namespace ortolan::cuda {
 

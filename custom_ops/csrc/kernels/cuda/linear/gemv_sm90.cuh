@@ -118,7 +118,7 @@ struct GemvWeights {
     const int valid = min(kOutputs, static_cast<int>(p.num_outputs) - first);
     const int64_t row = first + lane % kOutputs + lane / kOutputs * p.num_outputs;
     Barrier& barrier = full[round * kGemvWarps];
-    if (lane == 0) arrive_expecting(barrier, valid * bytes * (kGated ? 2 : 1));
+    if (lane == 0) barrier.arrive_expecting(valid * bytes * (kGated ? 2 : 1));
     __syncwarp();
     if (lane < GemvStream::kLines && lane % kOutputs < valid)
       bulk_load(shared_address(buffer(round)) + lane * GemvStream::kLineBytes,

@@ -1,14 +1,15 @@
 // Linear layers: by GEMV for a few tokens; for many, gated ones by a kernel of our own where wgmma is, and
 // the others by cuBLAS with our norm and epilogue around it.
 #include <algorithm>
-#include <initializer_list>
 
 #include "cublas.h"
 #include "gates.cuh"
+#include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/elements.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "linear.h"
+#include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
 
@@ -26,32 +27,18 @@ constexpr int64_t kGatedRowTile = 256;              // rows that our gated produ
 constexpr int kThreads = 256;
 constexpr int64_t kManyRows = 4096;  // from here on a norm's blocks take several rows each
 
-template <typename Function>
-auto with_element(ElementType element, Function&& f) {
-  if (element == ElementType::kFloat32) return f.template operator()<float>();
-  return element == ElementType::kFloat16 ? f.template operator()<__half>()
-                                          : f.template operator()<__nv_bfloat16>();
-}
-
-// Whether rows of so many bytes at these addresses are whole pieces of 16 bytes; null is one too.
-bool lie_in_pieces(int64_t row_bytes, std::initializer_list<const void*> addresses) {
-  auto bits = static_cast<uint64_t>(row_bytes);
-  for (const void* address : addresses) bits |= reinterpret_cast<uint64_t>(address);
-  return bits % 16 == 0;
-}
-
 __device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
   return rsqrtf(squares / static_cast<float>(p.row_size) + p.epsilon);
 }
 
-// A row per block: output = residual + input * rsqrt(mean(input^2) + epsilon) * weight. Each thread reads an
-// element before it writes it, so the output may be the input or the residual.
+// A row per block: y = residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight. Each thread reads an
+// element before it writes it, so y may be x or the residual.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ RmsNormAddParams p) {
   launch_dependents();
   wait_for_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * p.row_size;
-  const auto* input = static_cast<const Element*>(p.input) + row;
+  const auto* input = static_cast<const Element*>(p.x) + row;
   float squares[1] = {};
   for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
     const float x = to_float(input[i]);
@@ -59,9 +46,9 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   }
   block_sums<kThreads>(squares);
   const float factor = norm_factor(p, squares[0]);
-  const auto* weight = static_cast<const Element*>(p.weight);
+  const auto* weight = static_cast<const Element*>(p.norm_weight);
   const auto* residual = static_cast<const Element*>(p.residual);
-  auto* output = static_cast<Element*>(p.output);
+  auto* output = static_cast<Element*>(p.y);
   for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
     float y = to_float(input[i]) * factor * to_float(weight[i]);
     if (residual) y += to_float(residual[row + i]);
@@ -78,11 +65,11 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSize = kPieceSize<Element>;
   const int pieces = static_cast<int>(p.row_size) / kSize;
   const int64_t first = int64_t{blockIdx.x} * kRows;
-  const auto* weight = static_cast<const uint4*>(p.weight);
-  const auto* input = static_cast<const uint4*>(p.input) + first * pieces;
+  const auto* weight = static_cast<const uint4*>(p.norm_weight);
+  const auto* input = static_cast<const uint4*>(p.x) + first * pieces;
   const auto* residual = static_cast<const uint4*>(p.residual);
   if (residual) residual += first * pieces;
-  auto* output = static_cast<uint4*>(p.output) + first * pieces;
+  auto* output = static_cast<uint4*>(p.y) + first * pieces;
   const int rows = static_cast<int>(min(int64_t{kRows}, p.num_tokens - first));
   uint4 w[kPieces], x[kRows][kPieces], added[kRows][kPieces];
   const auto each_piece = [&](auto visit) {
@@ -132,7 +119,7 @@ template <typename Element>
 cudaError_t launch_rms_norm(const RmsNormAddParams& p, const Launch& launch) {
   const int64_t pieces = p.row_size / kPieceSize<Element>;
   const auto row_bytes = static_cast<int64_t>(p.row_size * sizeof(Element));
-  if (!lie_in_pieces(row_bytes, {p.input, p.weight, p.residual, p.output}) || pieces > 4 * kThreads)
+  if (!has_whole_pieces(row_bytes, {p.x, p.norm_weight, p.residual, p.y}) || pieces > 4 * kThreads)
     return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(p.num_tokens)),
                              dim3(kThreads), 0, launch, p);
   const bool many = p.num_tokens >= kManyRows;
@@ -207,7 +194,7 @@ cudaError_t finish_slice(const FusedLinearParams& p, const Output* products, int
     auto* output = static_cast<Element*>(p.output) + first_row * p.num_outputs;
     const auto row_bytes = static_cast<int64_t>(p.num_outputs * sizeof(Element));
     if (p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
-        lie_in_pieces(row_bytes, {p.output})) {
+        has_whole_pieces(row_bytes, {p.output})) {
       const int64_t row_pieces = p.num_outputs / kPieceSize<Element>;
       return launch_overlapped(gate_kernel<Element>, dim3(blocks_of(rows * row_pieces)), dim3(kThreads), 0,
                                launch, p.activation, products, output, static_cast<unsigned>(row_pieces),
@@ -239,7 +226,8 @@ bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
   const int64_t rows = (p.num_tokens + kGatedRowTile - 1) / kGatedRowTile * kGatedRowTile;
   return device.compute_capability == 90 && p.element != ElementType::kFloat32 && !p.output_float32 &&
          p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
-         lie_in_pieces(row_bits, {p.input, p.weight, p.output}) && (rows - p.num_tokens) * 16 <= p.num_tokens;
+         has_whole_pieces(row_bits, {p.input, p.weight, p.output}) &&
+         (rows - p.num_tokens) * 16 <= p.num_tokens;
 }
 
 // How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
@@ -276,10 +264,10 @@ cudaError_t normalise(const FusedLinearParams& p, int64_t first_row, int64_t row
   norm.element = p.element;
   norm.num_tokens = rows;
   norm.row_size = p.num_inputs;
-  norm.input = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
-  norm.weight = p.norm_weight;
+  norm.x = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
+  norm.norm_weight = p.norm_weight;
   norm.epsilon = p.epsilon;
-  norm.output = target;
+  norm.y = target;
   return rms_norm_add(norm, launch);
 }
 

@@ -11,6 +11,7 @@
 
 #include "kernels/cuda/attention/key_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "plan.cuh"
 
 namespace ortolan::cuda {
@@ -172,21 +173,17 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
               const float low = key <= last && key < pair.length ? z[n][column] : -INFINITY;
               const float high = key + 8 <= last && key + 8 < pair.length ? z[n][2 + column] : -INFINITY;
               SoftmaxState state;
-              state.maximum = fmaxf(low, high);
-#pragma unroll
-              for (int step = 4; step < 32; step *= 2)
-                state.maximum = fmaxf(state.maximum, __shfl_xor_sync(~0u, state.maximum, step));
+              state.maximum = fold_lanes<4, 16>(fmaxf(low, high), Max());
               const float base = finite_max(state.maximum);
-              state.sum = fast_exp2(low - base) + fast_exp2(high - base);
-#pragma unroll
-              for (int step = 4; step < 32; step *= 2) state.sum += __shfl_xor_sync(~0u, state.sum, step);
+              state.total = fold_lanes<4, 16>(fast_exp2(low - base) + fast_exp2(high - base), Add());
               if (lane < 4) warp_states[block.warp()][n * 8 + lane * 2 + column] = state;
             }
           __syncthreads();
           if (threadIdx.x < Tile::kQueries) {
             SoftmaxState& state = states[query_block * Tile::kQueries + threadIdx.x];
 #pragma unroll
-            for (int w = 0; w < Tile::kWarps; ++w) state = merged(state, warp_states[w][threadIdx.x]);
+            for (int w = 0; w < Tile::kWarps; ++w)
+              state = Merge::of(state, warp_states[w][threadIdx.x]).state;
           }
         });
   }
@@ -218,16 +215,13 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
               const SoftmaxState state = states[query_block * Tile::kQueries + n * 8 + lane % 4 * 2 + column];
-              sums[0] = fmaf(fast_exp2(z[n][column] - state.maximum), state.sum, sums[0]);
-              sums[1] = fmaf(fast_exp2(z[n][2 + column] - state.maximum), state.sum, sums[1]);
+              sums[0] = fmaf(fast_exp2(z[n][column] - state.maximum), state.total, sums[0]);
+              sums[1] = fmaf(fast_exp2(z[n][2 + column] - state.maximum), state.total, sums[1]);
             }
           if ((query_block + 1) * Tile::kQueries % plan.query_rows) return;  // the head goes on
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float sum = sums[half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            results[half].add(sum);
+            results[half].add(quad_sum(sums[half]));
             sums[half] = 0;
           }
         });

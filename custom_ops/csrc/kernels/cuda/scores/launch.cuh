@@ -70,15 +70,13 @@ ScorePlan plan_score(const SnapKvScoreParams& p, void* workspace) {
     plan.spans = (tiles + tiles_per_span - 1) / tiles_per_span;
     plan.span_keys = tiles_per_span * Kernels::kTileKeys;
   }
-  plan.states = static_cast<SoftmaxState*>(workspace);
-  plan.partials = plan.states + p.num_sequences * p.cache.num_kv_heads * plan.rows;
+  plan.place(workspace, p.num_sequences * p.cache.num_kv_heads);
   return plan;
 }
 
 template <typename Element, int kHeadSize>
 size_t score_workspace_bytes(const SnapKvScoreParams& p) {
-  const ScorePlan plan = plan_score<Element, kHeadSize>(p, nullptr);
-  return p.num_sequences * p.cache.num_kv_heads * plan.rows * (plan.spans + size_t{1}) * sizeof(SoftmaxState);
+  return plan_score<Element, kHeadSize>(p, nullptr).workspace_bytes(p.num_sequences * p.cache.num_kv_heads);
 }
 
 template <typename Element, int kHeadSize>

@@ -15,6 +15,7 @@
 
 #include "kernels/cuda/attention/key_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "plan.cuh"
 
 namespace ortolan::cuda {
@@ -287,11 +288,8 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
         if ((tile * Tile::kRows + step + Tile::kStep) % plan.query_rows) continue;  // the head goes on
 #pragma unroll
         for (int i = 0; i < Tile::kRowTiles * 2; ++i) {
-          float& sum = sums[i / 2][i % 2];
-          sum += __shfl_xor_sync(~0u, sum, 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
-          results[i / 2][i % 2].add(sum);
-          sum = 0;
+          results[i / 2][i % 2].add(quad_sum(sums[i / 2][i % 2]));
+          sums[i / 2][i % 2] = 0;
         }
       }
     });

@@ -1,4 +1,4 @@
-// What SnapKvScore's kernels share: sizes, one (sequence, kv head), and the state of a query's softmax.
+// What SnapKvScore's kernels share: sizes, one (sequence, kv head), and a key's score.
 #pragma once
 
 #include "kernels/cuda/common/kernels.h"
@@ -6,22 +6,13 @@
 
 namespace ortolan::cuda {
 
-struct SoftmaxState {
-  float maximum;  // in units of log2
-  float sum;
-};
-
-__device__ __forceinline__ SoftmaxState merged(SoftmaxState a, SoftmaxState b) {
-  const float maximum = fmaxf(a.maximum, b.maximum);
-  const float base = finite_max(maximum);
-  return {maximum, fmaf(a.sum, fast_exp2(a.maximum - base), b.sum * fast_exp2(b.maximum - base))};
-}
-
 // The state over the four threads that share a row, in each of them; for whole warps.
 __device__ __forceinline__ SoftmaxState merged_quad(SoftmaxState state) {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2)
-    state = merged(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.sum, step)});
+    state =
+        Merge::of(state, {__shfl_xor_sync(~0u, state.maximum, step), __shfl_xor_sync(~0u, state.total, step)})
+            .state;
   return state;
 }
 
@@ -35,6 +26,14 @@ struct ScorePlan {
   int span_keys;           // adjacent keys of a span
   SoftmaxState* partials;  // [B * Hkv, spans, rows]
   SoftmaxState* states;    // [B * Hkv, rows]: maximum, and 1 / sum (0 where there is no query)
+
+  size_t workspace_bytes(int64_t pairs) const {
+    return pairs * rows * (spans + size_t{1}) * sizeof(SoftmaxState);
+  }
+  void place(void* workspace, int64_t pairs) {
+    states = static_cast<SoftmaxState*>(workspace);
+    partials = states + pairs * rows;
+  }
 };
 
 // One sequence and kv head.

@@ -1,8 +1,10 @@
 // SnapKvScore: the choice of kernels, and the merge between the two passes.
 #include "instances.h"
+#include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
 #include "plan.cuh"
 #include "sm90.cuh"
 
@@ -20,12 +22,12 @@ __global__ void __launch_bounds__(kFoldThreads)
   const ScorePair pair = ScorePair::of(p, blockIdx.y);
   const int spans = min((pair.length + plan.span_keys - 1) / plan.span_keys, plan.spans);
   const SoftmaxState* partial = plan.partials + int64_t{blockIdx.y} * plan.spans * plan.rows + row;
-  SoftmaxState state{-INFINITY, 0.0f};
+  SoftmaxState state = kNoKeys;
 #pragma unroll 8
-  for (int span = 0; span < spans; ++span) state = merged(state, partial[int64_t{span} * plan.rows]);
+  for (int span = 0; span < spans; ++span) state = Merge::of(state, partial[int64_t{span} * plan.rows]).state;
   const bool exists = row % plan.query_rows < pair.queries;
   plan.states[int64_t{blockIdx.y} * plan.rows + row] =
-      exists ? SoftmaxState{state.maximum, 1.0f / state.sum} : SoftmaxState{0.0f, 0.0f};
+      exists ? SoftmaxState{state.maximum, 1.0f / state.total} : SoftmaxState{0.0f, 0.0f};
 }
 
 // Calls f.operator()<Element, kHeadSize>() for the smallest instance that holds the head.
@@ -39,14 +41,8 @@ auto with_head_size(int64_t head_size, Function&& f) {
 
 template <typename Function>
 auto with_instance(const SnapKvScoreParams& p, Function&& f) {
-  switch (p.element) {
-    case ElementType::kFloat32:
-      return with_head_size<float>(p.cache.head_size, f);
-    case ElementType::kFloat16:
-      return with_head_size<__half>(p.cache.head_size, f);
-    default:
-      return with_head_size<__nv_bfloat16>(p.cache.head_size, f);
-  }
+  return with_element(p.element,
+                      [&]<typename Element>() { return with_head_size<Element>(p.cache.head_size, f); });
 }
 
 bool sm90_takes(const SnapKvScoreParams& p, const Device& device) {
@@ -60,10 +56,10 @@ bool sm90_takes(const SnapKvScoreParams& p, const Device& device) {
 // Calls f.operator()<Element, kHeadSize>() for an instance of the sm_90a kernels.
 template <typename Function>
 auto with_sm90_instance(const SnapKvScoreParams& p, Function&& f) {
-  const bool narrow = p.cache.head_size == 64;
-  if (p.element == ElementType::kFloat16)
-    return narrow ? f.template operator()<__half, 64>() : f.template operator()<__half, 128>();
-  return narrow ? f.template operator()<__nv_bfloat16, 64>() : f.template operator()<__nv_bfloat16, 128>();
+  return with_half_element(p.element, [&]<typename Element>() {
+    return p.cache.head_size == 64 ? f.template operator()<Element, 64>()
+                                   : f.template operator()<Element, 128>();
+  });
 }
 
 }  // namespace
@@ -74,7 +70,7 @@ cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan,
   return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan);
 }
 
-size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device& device) {
+size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& device) {
   if (sm90_takes(params, device))
     return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
       return score_sm90_workspace_bytes<Element, kHeadSize>(params);
@@ -84,7 +80,7 @@ size_t snapkv_score_workspace(const SnapKvScoreParams& params, const Device& dev
   });
 }
 
-cudaError_t snapkv_score(const SnapKvScoreParams& params, const Launch& launch) {
+cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch) {
   if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
   if (vector_bytes(16, {params.capture, params.key_cache}) < 16) return cudaErrorMisalignedAddress;
   if (sm90_takes(params, launch.device))

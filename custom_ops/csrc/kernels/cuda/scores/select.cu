@@ -8,6 +8,8 @@
 // per list.
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
+#include "kernels/cuda/operators.generated.h"
 #include "kernels/selection.h"
 
 namespace ortolan::cuda {
@@ -32,22 +34,12 @@ struct SelectBlock {
 // The sum over the threads before this one; `total` is that over all.
 __device__ __forceinline__ int scan(SelectBlock& block, int value, int& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += before;
-  }
+  const int sum = inclusive_sum(value, lane);
   if (lane == 31) block.warp_sums[warp] = sum;
   __syncthreads();
-  int warp_sum = block.warp_sums[lane];
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, warp_sum, step);
-    if (lane >= step) warp_sum += before;
-  }
-  total = __shfl_sync(~0u, warp_sum, 31);
-  const int before_warp = warp == 0 ? 0 : __shfl_sync(~0u, warp_sum, warp - 1);
+  const int warp_sums = inclusive_sum(block.warp_sums[lane], lane);
+  total = __shfl_sync(~0u, warp_sums, 31);
+  const int before_warp = warp == 0 ? 0 : __shfl_sync(~0u, warp_sums, warp - 1);
   __syncthreads();  // the sums may be written again
   return before_warp + sum - value;
 }

@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/tile_copy_sm90.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "plan.cuh"
 
 namespace ortolan::cuda {
@@ -268,9 +269,8 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          sums[half] += __shfl_xor_sync(~0u, sums[half], 1);
-          sums[half] += __shfl_xor_sync(~0u, sums[half], 2);
-          if (head + part < plan.group) results[half].add(sums[half]);
+          const float sum = quad_sum(sums[half]);
+          if (head + part < plan.group) results[half].add(sum);
         }
       }
     }

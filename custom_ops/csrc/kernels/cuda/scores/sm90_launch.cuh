@@ -23,15 +23,13 @@ ScorePlan plan_score_sm90(const SnapKvScoreParams& p, void* workspace) {
   plan.span_keys = Shape::kKeys;
   plan.spans =
       static_cast<int>(std::clamp<int64_t>(kBlocks / pairs, 1, divide_up(p.cache.capacity, Shape::kKeys)));
-  plan.states = static_cast<SoftmaxState*>(workspace);
-  plan.partials = plan.states + pairs * plan.rows;
+  plan.place(workspace, pairs);
   return plan;
 }
 
 template <typename Element, int kHeadSize>
 size_t score_sm90_workspace_bytes(const SnapKvScoreParams& p) {
-  const ScorePlan plan = plan_score_sm90<kHeadSize>(p, nullptr);
-  return p.num_sequences * p.cache.num_kv_heads * plan.rows * (plan.spans + size_t{1}) * sizeof(SoftmaxState);
+  return plan_score_sm90<kHeadSize>(p, nullptr).workspace_bytes(p.num_sequences * p.cache.num_kv_heads);
 }
 
 template <typename Element, int kHeadSize>

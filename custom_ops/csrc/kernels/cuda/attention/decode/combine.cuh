@@ -8,6 +8,7 @@
 
 #include "cursor.cuh"
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
 
 namespace ortolan::cuda {
 
@@ -22,7 +23,7 @@ __host__ __device__ __forceinline__ bool counts_again(const DecodeShape& shape) 
 
 // Partial sums of a row in four columns.
 struct PartialSum {
-  RowState state = kNoKeys;
+  SoftmaxState state = kNoKeys;
   float4 sums{};
 
   __device__ __forceinline__ void merge(const PartialSum& other) {
@@ -104,34 +105,31 @@ struct VisitedSpans {
 
 // The spans of one round, and the sums of its parts.
 struct SpanRound {
-  RowState* states;  // [spans]
-  float* sums;       // [spans, columns]
-  float* parts;      // [kSpanParts, columns]
+  SoftmaxState* states;  // [spans]
+  float* sums;           // [spans, columns]
+  float* parts;          // [kSpanParts, columns]
 
   static __host__ __device__ constexpr int bytes(int spans, int columns) {
     return (spans + kSpanParts) * columns * static_cast<int>(sizeof(float)) +
-           spans * static_cast<int>(sizeof(RowState));
+           spans * static_cast<int>(sizeof(SoftmaxState));
   }
   static __device__ __forceinline__ SpanRound of(unsigned char* memory, int spans, int columns) {
     auto* sums = reinterpret_cast<float*>(memory);
     float* parts = sums + spans * columns;
-    return {reinterpret_cast<RowState*>(parts + kSpanParts * columns), sums, parts};
+    return {reinterpret_cast<SoftmaxState*>(parts + kSpanParts * columns), sums, parts};
   }
 
   // Maximum and denominator of all, and each lane's two weights; the same in every warp.
-  __device__ __forceinline__ RowState weigh(float (&weights)[2], int count, int lane) const {
-    const RowState low = lane < count ? states[lane] : kNoKeys;
-    const RowState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
-    RowState all{fmaxf(low.maximum, high.maximum), 0};
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2)
-      all.maximum = fmaxf(all.maximum, __shfl_xor_sync(~0u, all.maximum, step));
+  __device__ __forceinline__ SoftmaxState weigh(float (&weights)[2], int count, int lane) const {
+    const SoftmaxState low = lane < count ? states[lane] : kNoKeys;
+    const SoftmaxState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
+    SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
+    all.maximum = fold_lanes<1, 16>(all.maximum, Max());
     const float base = finite_max(all.maximum);
     weights[0] = fast_exp2(low.maximum - base);
     weights[1] = fast_exp2(high.maximum - base);
     all.total = fmaf(low.total, weights[0], high.total * weights[1]);
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) all.total += __shfl_xor_sync(~0u, all.total, step);
+    all.total = fold_lanes<1, 16>(all.total, Add());
     return all;
   }
 
@@ -163,7 +161,7 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
   const VisitedSpans visited = VisitedSpans::of(entry.tiles);
   const int first_span = entry.tiles.at(0) / kSpanTiles;
   const bool is_only = partial.is_only(SpanTiles::of(entry.tiles, first_span));
-  RowState state = kNoKeys;
+  SoftmaxState state = kNoKeys;
   float total = 0;
   for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
        round = visited.next_round(round)) {
@@ -182,7 +180,7 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
       break;
     }
     float weights[2];
-    const RowState added = spans.weigh(weights, count, lane);
+    const SoftmaxState added = spans.weigh(weights, count, lane);
     for (int part = warp; part < kSpanParts; part += blockDim.x / 32)
       spans.add_part<kColumns>(weights, part, count, lane);
     __syncthreads();

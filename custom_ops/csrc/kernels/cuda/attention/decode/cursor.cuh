@@ -2,19 +2,10 @@
 #pragma once
 
 #include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "plan.cuh"
 
 namespace ortolan::cuda {
-
-// Inclusive prefix sum over a warp.
-__device__ __forceinline__ int sum_before(int value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 // Hands each index in 0 .. items to `store`, with its count and the sum of counts up to it; for a whole
 // block.
@@ -28,11 +19,11 @@ __device__ __forceinline__ void sum_up(int items, const Count& count, const Stor
     if (one_warp && warp > 0) break;
     const int index = first + static_cast<int>(threadIdx.x);
     const int own = index < items ? count(index) : 0;
-    int sum = before + sum_before(own, lane);
+    int sum = before + inclusive_sum(own, lane);
     if (!one_warp) {
       if (lane == 31) warp_totals[warp] = sum;
       __syncthreads();
-      const int total = sum_before(lane < warps ? warp_totals[lane] - before : 0, lane);
+      const int total = inclusive_sum(lane < warps ? warp_totals[lane] - before : 0, lane);
       if (warp > 0) sum += __shfl_sync(~0u, total, warp - 1);
       before += __shfl_sync(~0u, total, 31);
       __syncthreads();

@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
 template <typename Element, int kHeadSize, int kRowTiles, typename Line>
 __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRowTiles>& self,
                                             const DecodePiece<Line>& piece) {
-  __shared__ TileFactors<8 * kRowTiles> factors;
+  __shared__ TileFactors<kDecodeTileRows * kRowTiles> factors;
   DecodeCursor cursor{.tile = piece.begin};
   DecodeSpan span;
   self.clear();
@@ -74,9 +74,9 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
     span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
-    sync_threads<1, kMergeThreads>();  // all have read the last tile's factors
+    sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
     self.find_factors(factors, buffer, span.is_whole);
-    sync_threads<1, kMergeThreads>();
+    sync_warps<kMergeThreads>(1);
     self.merge_tile(factors, cursor, span);
     self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
                   const __grid_constant__ DecodeShape shape,
                   const __grid_constant__ DecodeWorkspace workspace) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, 8 * kRowTiles);
+  const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
     shared.loaded[threadIdx.x].init(kLoadWarps * 32);
     shared.multiplied[threadIdx.x].init(shape.warps);

@@ -12,7 +12,7 @@ namespace ortolan::cuda {
 
 template <int kHeadSize, int kRowTiles>
 int decode_shared_bytes(const DecodeShape& shape) {
-  return DecodeShared::bytes<kHeadSize>(shape, 8 * kRowTiles);
+  return DecodeShared::bytes<kHeadSize>(shape, kDecodeTileRows * kRowTiles);
 }
 
 // As many warps as leave three stages in shared memory beside the sums of four rows; with few, fewer stages
@@ -55,7 +55,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   DecodeShape shape{};
   shape.kv_heads = kv_heads;
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
-  shape.entry_rows = std::min(8 * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
+  shape.entry_rows = std::min(kDecodeTileRows * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.sequences = static_cast<int>(params.packing.num_sequences);
   if (shape.row_tiles > 1 && shape.sequences > 1)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cursor.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "shared.cuh"
 
 namespace ortolan::cuda {
@@ -27,7 +28,7 @@ struct alignas(16) TileFactors {
 template <typename Element, int kHeadSize, int kRowTiles>
 struct DecodeMerge {
   using Sums = DecodeSums<kHeadSize>;
-  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kRows = kDecodeTileRows * kRowTiles;
   static constexpr int kColumns = kHeadSize < kMergeThreads ? 1 : kHeadSize / kMergeThreads;  // of a thread
   static constexpr int kQuads = kRows / 4 * kHeadSize / kColumns / kMergeThreads;             // of a thread
   using Factors = TileFactors<kRows>;
@@ -37,7 +38,7 @@ struct DecodeMerge {
   const DecodeShared& shared;
   const DecodeWorkspace& workspace;
   int thread;
-  RowState span_state;  // of row thread / kParts
+  SoftmaxState span_state;  // of row thread / kParts
   float4 sums[kQuads][kColumns];
 
   __device__ __forceinline__ int quad(int q) const {
@@ -58,15 +59,12 @@ struct DecodeMerge {
     const int row = thread / kParts, part = thread % kParts;
     const bool is_there = row < kRows && part < shape.warps;
     const int state = (buffer * shape.warps + part) * kRows + row;
-    const RowState mine = is_there ? RowState{shared.maxima[state], shared.totals[state]} : kNoKeys;
-    RowState tile = mine;
-#pragma unroll
-    for (int step = 1; step < kParts; step *= 2)
-      tile.maximum = fmaxf(tile.maximum, __shfl_xor_sync(~0u, tile.maximum, step));
+    const SoftmaxState mine = is_there ? SoftmaxState{shared.maxima[state], shared.totals[state]} : kNoKeys;
+    SoftmaxState tile = mine;
+    tile.maximum = fold_lanes<1, kParts / 2>(tile.maximum, Max());
     const float weight = fast_exp2(mine.maximum - finite_max(tile.maximum));
     tile.total = mine.total * weight;
-#pragma unroll
-    for (int step = 1; step < kParts; step *= 2) tile.total += __shfl_xor_sync(~0u, tile.total, step);
+    tile.total = fold_lanes<1, kParts / 2>(tile.total, Add());
     const Merge merge = Merge::of(span_state, tile);
     if (is_whole) span_state = tile = merge.state;
     if (row >= kRows) return;

@@ -96,14 +96,6 @@ struct DecodeShape {
   }
 };
 
-// Maximum (in logits' own unit of log2) and denominator of a row's partial sum.
-struct RowState {
-  float maximum;
-  float total;
-};
-
-constexpr RowState kNoKeys{-INFINITY, 0.0f};
-
 // Of one entry: its sequence's rows and the tiles that they visit.
 struct DecodeEntry {
   int sequence;
@@ -161,7 +153,7 @@ struct DecodeEntry {
   // Finishes one column of a row; the first column's thread also writes the row's LSE.
   template <typename Element>
   __device__ __forceinline__ void store_row(const SwaAttentionParams& params, const DecodeShape& shape,
-                                            int row, int column, RowState state, float sum) const {
+                                            int row, int column, SoftmaxState state, float sum) const {
     const int64_t head = this->head(shape, row);
     const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
     if (params.lse && column == 0)
@@ -242,31 +234,12 @@ __device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, int 
   return number < max_spans ? number : max_spans - 1;
 }
 
-// Factors that bring two partial sums to their common maximum. The same function everywhere: it fixes the
-// bits.
-struct Merge {
-  float kept;
-  float added;
-  RowState state;
-
-  static __device__ __forceinline__ Merge of(RowState a, RowState b) {
-    Merge merge;
-    const float maximum = fmaxf(a.maximum, b.maximum);
-    const float base = finite_max(maximum);
-    merge.kept = fast_exp2(a.maximum - base);
-    merge.added = fast_exp2(b.maximum - base);
-    merge.state = {maximum, fmaf(a.total, merge.kept, b.total * merge.added)};
-    return merge;
-  }
-  __device__ __forceinline__ float apply(float a, float b) const { return fmaf(a, kept, b * added); }
-};
-
 // Where partial sums lie between the kernels: states [places, entry_rows], sums [places, entry_rows, head
 // size].
 struct DecodeWorkspace {
   int* starts;        // [entries + 1]: tiles before each entry; holders of strips behind it, -1: none
   int* first_strips;  // [sequences], where strips are counted
-  RowState* states;
+  SoftmaxState* states;
   float* sums;
   int rows;  // of an entry
   int max_spans;
@@ -276,7 +249,7 @@ struct DecodeWorkspace {
     return (shape.table_size() + shape.sequences) * sizeof(int) + 255 & ~size_t{255};
   }
   static size_t states_bytes(const DecodeShape& shape) {
-    return shape.partials() * shape.entry_rows * sizeof(RowState);
+    return shape.partials() * shape.entry_rows * sizeof(SoftmaxState);
   }
   static size_t bytes(const DecodeShape& shape, int head_size) {
     return starts_bytes(shape) + states_bytes(shape) +
@@ -286,7 +259,7 @@ struct DecodeWorkspace {
     auto* states = static_cast<unsigned char*>(memory) + starts_bytes(shape);
     return {static_cast<int*>(memory),
             static_cast<int*>(memory) + shape.table_size(),
-            reinterpret_cast<RowState*>(states),
+            reinterpret_cast<SoftmaxState*>(states),
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,
             shape.max_spans,

@@ -8,6 +8,7 @@
 
 #include "cursor.cuh"
 #include "kernels/cuda/attention/key_rows.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "shared.cuh"
 
 namespace ortolan::cuda {
@@ -16,7 +17,7 @@ template <typename Element, int kHeadSize, int kRowTiles>
 struct DecodeWarp {
   using Stage = DecodeStage<kHeadSize>;
   using Sums = DecodeSums<kHeadSize>;
-  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kRows = kDecodeTileRows * kRowTiles;
   static constexpr int kSteps = kHeadSize / 16;
   // Columns of the sums in registers at once.
   static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 ? 64 : 128;
@@ -91,7 +92,7 @@ struct DecodeWarp {
       finish_logits(z[m], entry, first + m * 16);
     }
     Weights weights;
-    RowState states[kRowTiles];
+    SoftmaxState states[kRowTiles];
     weigh(z, weights, states);
     multiply_values(weights, states, cursor);
   }
@@ -133,19 +134,18 @@ struct DecodeWarp {
   __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
     const bool is_second = lane & 4;
     float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
-    value = operation(value, __shfl_xor_sync(~0u, value, 8));
-    return operation(value, __shfl_xor_sync(~0u, value, 16));
+    return fold_lanes<8, 16>(value, operation);
   }
 
   // `states`: of rows t * 8 + lane % 4 * 2 + lane / 4, in the first 8 lanes.
   __device__ __forceinline__ void weigh(const LogitTile (&z)[kKeyTiles], Weights& weights,
-                                        RowState (&states)[kRowTiles]) const {
+                                        SoftmaxState (&states)[kRowTiles]) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
 #pragma unroll
       for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
-      const float maximum = reduce(highest[0], highest[1], [](float a, float b) { return fmaxf(a, b); });
+      const float maximum = reduce(highest[0], highest[1], Max());
       const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
       const float base[2] = {lane & 4 ? other : mine, lane & 4 ? mine : other};
 #pragma unroll
@@ -158,11 +158,11 @@ struct DecodeWarp {
           sums[0] += low;
           sums[1] += high;
         }
-      states[t] = {maximum, reduce(sums[0], sums[1], [](float a, float b) { return a + b; })};
+      states[t] = {maximum, reduce(sums[0], sums[1], Add())};
     }
   }
 
-  __device__ __forceinline__ void store_states(const RowState (&states)[kRowTiles], int buffer) const {
+  __device__ __forceinline__ void store_states(const SoftmaxState (&states)[kRowTiles], int buffer) const {
     if (lane >= 8) return;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
@@ -172,7 +172,8 @@ struct DecodeWarp {
     }
   }
 
-  __device__ __forceinline__ void multiply_values(const Weights& weights, const RowState (&states)[kRowTiles],
+  __device__ __forceinline__ void multiply_values(const Weights& weights,
+                                                  const SoftmaxState (&states)[kRowTiles],
                                                   const DecodeCursor& cursor) const {
     const uint32_t rows = values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
     const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;

@@ -16,6 +16,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/softmax.cuh"
+#include "kernels/cuda/common/warp.cuh"
 #include "query_tiles.cuh"
 
 namespace ortolan::cuda {
@@ -124,8 +125,7 @@ struct MmaPrefill {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n)
           maximum = fmaxf(maximum, fmaxf(z[r][n][2 * half], z[r][n][2 * half + 1]));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-        maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+        maximum = quad_max(maximum);
         const float base = __fmul_rn(finite_max(maximum), logits.factor);
         // Rounded before it is subtracted: where the maximum stays, the factor is exactly 1.
         rescale[r][half] = fast_exp2(__fmul_rn(maxima[r][half], logits.factor) - base);
@@ -182,9 +182,7 @@ struct MmaPrefill {
     for (int r = 0; r < Shape::kRowTiles; ++r)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float total = totals[r][half];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
+        const float total = quad_sum(totals[r][half]);
         const int row = warp_row + r * 16 + lane / 4 + half * 8;
         const Denominator denominator =
             Denominator::of(total, __fmul_rn(maxima[r][half], logits.factor), params.sink_logits, head);

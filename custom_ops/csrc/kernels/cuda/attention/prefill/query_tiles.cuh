@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/common/warp.cuh"
 
 namespace ortolan::cuda {
 
@@ -27,12 +28,7 @@ __device__ __forceinline__ QueryTile find_query_tile(const Packing& packing, int
     const int sequence = end - 1 - lane;  // lanes count backwards
     const int tokens = sequence >= 0 ? static_cast<int>(packing.count(sequence)) : 0;
     const int tiles = tokens > min_tokens ? (tokens + tile_rows - 1) / tile_rows : 0;
-    int before = tiles;  // tiles of this lane and of those before it
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
+    const int before = inclusive_sum(tiles, lane);
     const unsigned owners = __ballot_sync(~0u, index < before);
     if (owners) {
       const int owner = __ffs(owners) - 1;

@@ -20,7 +20,7 @@ struct Sm90Loader {
 
   __device__ __forceinline__ void load_queries(uint32_t target, const Sm90Work<Shape>& work,
                                                Barrier& full) const {
-    arrive_expecting(full, Shape::kQueryBytes);
+    full.arrive_expecting(Shape::kQueryBytes);
 #pragma unroll
     for (int box = 0; box < Shape::kBoxes; ++box)
 #pragma unroll

@@ -1,6 +1,7 @@
 // One warpgroup's 64 rows of an sm_90a prefill tile: products, softmax, weighted sums, all in registers.
 #pragma once
 
+#include "kernels/cuda/common/warp.cuh"
 #include "sm90_work.cuh"
 
 namespace ortolan::cuda {
@@ -78,11 +79,7 @@ struct Sm90Rows {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       maximum[half] = fmaxf(fmaxf(largest[half][0], largest[half][1]), maxima[half]);
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        maximum[half] = fmaxf(maximum[half], __shfl_xor_sync(~0u, maximum[half], step));
+    fold_lanes<1, 2>(maximum, Max());
     float base[2], total[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -122,9 +119,7 @@ struct Sm90Rows {
     const int lane = threadIdx.x % 32, part = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float total = totals[half];
-      total += __shfl_xor_sync(~0u, total, 1);
-      total += __shfl_xor_sync(~0u, total, 2);
+      const float total = quad_sum(totals[half]);
       const Denominator denominator =
           Denominator::of(total, __fmul_rn(maxima[half], factor), params.sink_logits, work.head);
       const float inverse = denominator.inverse;

@@ -114,11 +114,11 @@ struct Turns {
   }
   __device__ __forceinline__ void take() const {
     if constexpr (!Shape::kTakesTurns) return;
-    asm volatile("bar.sync %0, 256;\n" ::"r"(kFirstBarrier + group) : "memory");
+    sync_warps<256>(kFirstBarrier + group);
   }
   __device__ __forceinline__ void pass() const {
     if constexpr (!Shape::kTakesTurns) return;
-    asm volatile("bar.arrive %0, 256;\n" ::"r"(kFirstBarrier + (group + 1) % kGroups) : "memory");
+    arrive_warps<256>(kFirstBarrier + (group + 1) % kGroups);
   }
   // Leaves no barrier half full.
   __device__ __forceinline__ void end() const {
