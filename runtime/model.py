@@ -12,6 +12,7 @@ from typing import Any
 from ortolan import contract
 from ortolan.custom_ops import register
 from ortolan.custom_ops.library import onnxruntime_problem
+from ortolan.custom_ops.queries import DecodeScratchQuery, decode_scratch_bytes
 from ortolan.errors import (
     CapacityError,
     ConfigError,
@@ -51,7 +52,6 @@ from ortolan.runtime.memory import (
 from ortolan.runtime.options import SnapKv, check_snapkv
 from ortolan.runtime.plan import CachePlan, plan_caches
 from ortolan.runtime.restore import SavedSession
-from ortolan.runtime.scratch import decode_scratch_bytes
 from ortolan.runtime.session import Session
 from ortolan.runtime.tokenizer import Tokenizer
 
@@ -202,7 +202,7 @@ class Model:
         if self._device is None or max_cache_bytes is not None:
             return plan
         free, _ = self._device.free_memory()
-        scratch = decode_scratch_bytes(self.manifest, plan, self._device.buffers.shared_bytes_per_block)
+        scratch = _decode_scratch_bytes(self.manifest, plan, self._device.buffers.shared_bytes_per_block)
         most = int((free - scratch - estimate_chunk_bytes(self.manifest, plan)) * POOL_SHARE)
         if plan.bytes <= most:
             return plan
@@ -230,7 +230,7 @@ class Model:
         if self._device is None:
             return HostBatchStepper(self._session, self._evict_session, self.manifest, plan)
         device = self._device
-        scratch = decode_scratch_bytes(self.manifest, plan, device.buffers.shared_bytes_per_block)
+        scratch = _decode_scratch_bytes(self.manifest, plan, device.buffers.shared_bytes_per_block)
         check_pools(plan, scratch, device.free_memory(), device.name)
         return CudaBatchStepper(
             self._session, self._evict_session, self.manifest, plan, device.buffers, device.graph_ids
@@ -373,3 +373,25 @@ def load(
         preload_cuda_libraries()
         buffers = CudaBuffers(number)
     return Model(folder, manifest, provider, num_threads, evict_builder, buffers=buffers, fused=fused)
+
+
+def _decode_scratch_bytes(manifest: Manifest, plan: EnginePlan, shared_bytes: int) -> int:
+    """Return the bytes of attention's scratch memory in an engine's steps, at most, one layer after another."""
+    tokens = max(plan.chunk_tokens, plan.max_sequences)
+    most = 0
+    for kind, planned in zip(manifest.cache_kinds, plan.kinds, strict=True):
+        for layer in {manifest.layers[index] for index in kind.layers}:
+            query = DecodeScratchQuery(
+                dtype=manifest.dtype,
+                num_heads=manifest.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_size=layer.head_size,
+                capacity=planned.table_pages * planned.page_size,
+                window=layer.window,
+                sink=manifest.sink,
+                max_sequences=plan.max_sequences,
+                max_tokens=tokens,
+                shared_bytes_per_block=shared_bytes,
+            )
+            most = max(most, decode_scratch_bytes(query))
+    return most
