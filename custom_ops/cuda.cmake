@@ -8,12 +8,13 @@ endif()
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB_RECURSE ortolan_cuda_kernels CONFIGURE_DEPENDS
-  csrc/kernels/cuda/*.cu csrc/kernels/cuda/*.cc csrc/decode_loop/*.cc)
+  csrc/kernels/cuda/*.cu csrc/kernels/cuda/*.cc csrc/decode_loop/*.cc csrc/queries/*.cc)
 target_sources(ortolan_ops PRIVATE
   ${ortolan_cuda_kernels}
   csrc/ort/cuda_operators.cc
+  csrc/ort/cuda_operators.generated.cc
   csrc/ort/cuda_workspace.cc
-  csrc/ort/fused_operators.cc)
+  csrc/ort/read_fused_params.cc)
 target_compile_definitions(ortolan_ops PRIVATE ORTOLAN_CUDA)
 set_target_properties(ortolan_ops PROPERTIES
   CUDA_STANDARD 20

@@ -38,9 +38,9 @@ def ring_kv_append(
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
         outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
         name: name of the node.
-        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
-        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
-            is no window).
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 or more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
+            without a window).
     """
     inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table,)
     return operator_node("RingKvAppend", inputs, outputs, name, {"sink": sink, "capacity": capacity})
@@ -82,12 +82,12 @@ def swa_attention(
             has no value.
         outputs: names of output [T, Hq, D], lse [Hq, T].
         name: name of the node.
-        window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 and more.
-        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
-        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
-            is no window).
-        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
-        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 and more.
+        window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 or more.
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 or more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
+            without a window).
+        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 or more.
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 or more.
     """
     inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits,)
     return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap})
@@ -144,8 +144,8 @@ def snap_kv_score(
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
         outputs: names of score [B, Hkv, K].
         name: name of the node.
-        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 and more.
-        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 and more.
+        scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 or more.
+        softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 or more.
         group_reduce: How the scores of the query heads of a group become one. Allowed: "mean", "max" or
             "sum".
     """
@@ -173,7 +173,7 @@ def kv_select(
         score: [B, Hkv or 1, C] tensor(float). Scores; one list serves every kv head.
         kv_len: [B, Hkv] tensor(int32). Tokens in the cache; kv heads that share a list hold at least as
             many as the list chooses from, which is the least of them.
-        budget: [1] tensor(int64). Positions to keep, 0 and more.
+        budget: [1] tensor(int64). Positions to keep, 0 or more.
         window: [1] tensor(int64). Last positions, always kept.
         sink: [1] tensor(int64). First positions, always kept.
         outputs: names of keep [B, Hkv or 1, K], kept_len [B, Hkv].
@@ -237,7 +237,7 @@ def fused_linear(
         residual: [T, O] T1. Added to the result.
         outputs: names of y [T, O], y_float32 [T, O].
         name: name of the node.
-        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
         activation: Gated activation. Allowed: "none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul".
     """
     inputs = (x, weight, norm_weight, bias, residual,)
@@ -291,11 +291,11 @@ def qkv_rope_append(
         outputs: names of query [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D],
             capture_out [B, Wq, Hq, D].
         name: name of the node.
-        num_heads: Hq: query heads. Allowed: a multiple of Hkv.
-        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
-        sink: S: first positions of a sequence, never overwritten. Allowed: 0 and more.
-        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (S + 1 where there
-            is no window).
+        num_heads: Hq: query heads. Allowed: a positive multiple of Hkv.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
+        sink: S: first positions of a sequence, never overwritten. Allowed: 0 or more.
+        capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
+            without a window).
     """
     inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len,)
     return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "sink": sink, "capacity": capacity})
@@ -318,7 +318,7 @@ def rope_angles(
         inv_freq: [1, R] tensor(float). Radians per position of each rotated pair.
         outputs: names of cosine [1, T, R], sine [1, T, R].
         name: name of the node.
-        factor: Multiplies cosine and sine. Allowed: any number.
+        factor: Multiplies cosine and sine. Allowed: any finite number.
     """
     inputs = (positions, inv_freq,)
     return operator_node("RopeAngles", inputs, outputs, name, {"factor": factor})
@@ -333,12 +333,13 @@ def gather_rows(
 ) -> onnx.NodeProto:
     """Build a GatherRows node.
 
-    Rows by their indices: y[r] = rows[row_indices[r]]; of an index outside 0 .. T zeros.
+    Some rows, by their indices: output[r] = rows[row_indices[r]], and zeros where an index is not in 0 .. T
+    - 1.
 
     Args:
-        rows: [T, I] T1. Packed rows.
-        row_indices: [R] tensor(int64). Which rows, in any order.
-        outputs: names of y [R, I].
+        rows: [T, H] T1. Packed rows of H features.
+        row_indices: [R] tensor(int64). Index of each wanted row, in any order.
+        outputs: names of output [R, H].
         name: name of the node.
     """
     inputs = (rows, row_indices,)
@@ -364,7 +365,7 @@ def rms_norm_add(
         residual: [T, I] T1. Added to the norm.
         outputs: names of y [T, I].
         name: name of the node.
-        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 and more.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
     """
     inputs = (x, norm_weight, residual,)
     return operator_node("RmsNormAdd", inputs, outputs, name, {"epsilon": epsilon})

@@ -56,11 +56,15 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Attribute(
                 name="activation",
                 default="none",
+                choices=("none", "silu_mul", "gelu_mul", "gelu_tanh_mul"),
+                enumeration="GatedActivation",
                 allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
                 doc="Gated activation.",
             ),
         ),
         cuda_only=True,
+        workspace=True,
+        params_header="fused_params.h",
     ),
     Operator(
         name="QkvRopeAppend",
@@ -135,12 +139,20 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             ),
         ),
         attributes=(
-            Attribute(name="num_heads", default=0, allowed="a multiple of Hkv", doc="Hq: query heads."),
+            Attribute(
+                name="num_heads",
+                symbol="Hq",
+                default=0,
+                least=0,
+                allowed="a positive multiple of Hkv",
+                doc="Hq: query heads.",
+            ),
             EPSILON,
             SINK,
             CAPACITY,
         ),
         cuda_only=True,
+        params_header="qkv_params.h",
     ),
     Operator(
         name="RopeAngles",
@@ -153,18 +165,25 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Port(name="cosine", shape="[1, T, R]", type=FLOAT, doc="The cosines."),
             Port(name="sine", shape="[1, T, R]", type=FLOAT, doc="The sines."),
         ),
-        attributes=(Attribute(name="factor", default=1.0, allowed="any number", doc="Multiplies cosine and sine."),),
+        attributes=(
+            Attribute(name="factor", default=1.0, allowed="any finite number", doc="Multiplies cosine and sine."),
+        ),
         cuda_only=True,
+        params_header="fused_params.h",
+        sizes=(("T", "num_tokens"), ("R", "rotary_pairs")),
     ),
     Operator(
         name="GatherRows",
-        doc="Rows by their indices: y[r] = rows[row_indices[r]]; of an index outside 0 .. T zeros.",
+        doc="Some rows, by their indices: output[r] = rows[row_indices[r]], and zeros where an index is not in "
+        "0 .. T - 1.",
         inputs=(
-            Port(name="rows", shape="[T, I]", type=ELEMENT, doc="Packed rows."),
-            Port(name="row_indices", shape="[R]", type=INT64, doc="Which rows, in any order."),
+            Port(name="rows", shape="[T, H]", type=ELEMENT, doc="Packed rows of H features."),
+            Port(name="row_indices", shape="[R]", type=INT64, doc="Index of each wanted row, in any order."),
         ),
-        outputs=(Port(name="y", shape="[R, I]", type=ELEMENT, doc="The rows."),),
+        outputs=(Port(name="output", shape="[R, H]", type=ELEMENT, doc="The wanted rows."),),
         cuda_only=True,
+        params_header="fused_params.h",
+        sizes=(("T", "num_rows"), ("H", "row_size"), ("R", "num_indices")),
     ),
     Operator(
         name="RmsNormAdd",
@@ -177,5 +196,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The sum."),),
         attributes=(EPSILON,),
         cuda_only=True,
+        params_header="fused_params.h",
+        sizes=(("T", "num_tokens"), ("I", "row_size")),
     ),
 )

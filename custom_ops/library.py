@@ -7,11 +7,12 @@ import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ortolan.errors import OpLibraryError
 
 LIBRARY_FILE = "libortolan_ops.so"
+StructureType = TypeVar("StructureType", bound=ctypes.Structure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +47,57 @@ def library_path() -> Path:
     )
 
 
-def library_info() -> LibraryInfo:
-    """Ask the library which execution providers it has kernels for.
+def open_library() -> ctypes.CDLL:
+    """Load the library for calls of its plain C functions.
 
     Raises:
         OpLibraryError: the library is missing or cannot be loaded on this machine.
     """
     path = library_path()
     try:
-        function = ctypes.CDLL(str(path)).ortolan_library_info
+        library = ctypes.CDLL(str(path))
+        library.ortolan_library_info.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
         raise OpLibraryError(f"{path} cannot be loaded: {error}; reinstall ortolan on this machine") from error
-    function.restype = ctypes.c_char_p
+    return library
+
+
+def checked_structure(library: ctypes.CDLL, size_function: str, structure: type[StructureType]) -> type[StructureType]:
+    """Return a structure that is passed to the library, whose size the two agree on.
+
+    Args:
+        library: the operator library, as `open_library` gives it.
+        size_function: name of the library's function that returns the size of its own structure, int64.
+        structure: the Python side.
+
+    Raises:
+        OpLibraryError: the library lacks the function, or its structure has another size.
+    """
+    check_size(library, size_function, structure.__name__, ctypes.sizeof(structure))
+    return structure
+
+
+def check_size(library: ctypes.CDLL, size_function: str, name: str, given: int) -> None:
+    """Compare the bytes of a structure with those that the library expects; see `checked_structure`."""
+    function = getattr(library, size_function, None)
+    if function is None:
+        raise OpLibraryError(f"the operator library has no function {size_function}; reinstall ortolan")
+    function.restype, function.argtypes = ctypes.c_int64, []
+    expected = function()
+    if expected != given:
+        raise OpLibraryError(
+            f"{name} has {given} bytes in Python and {expected} in the operator library: "
+            "they are of different versions; reinstall ortolan"
+        )
+
+
+def library_info() -> LibraryInfo:
+    """Ask the library which execution providers it has kernels for.
+
+    Raises:
+        OpLibraryError: the library is missing or cannot be loaded on this machine.
+    """
+    function = open_library().ortolan_library_info
     version, *providers = function().decode().split(";")
     return LibraryInfo(version=version, providers=tuple(providers))
 
@@ -76,7 +116,7 @@ def register(session_options: Any) -> None:
     path = library_path()
     if not hasattr(session_options, "register_custom_ops_library"):
         raise OpLibraryError(
-            f"register() was given a {type(session_options).__name__}; it takes an onnxruntime.SessionOptions"
+            f"register() was given a {type(session_options).__name__}; it must be an onnxruntime.SessionOptions"
         )
     try:
         session_options.register_custom_ops_library(str(path))

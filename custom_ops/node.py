@@ -47,4 +47,4 @@ def _typed(op_type: str, attribute: Attribute, value: int | float | str) -> int 
         return float(value)
     if kind is int and isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
-    raise ConfigError(f"{op_type}: attribute {attribute.name} is {value!r}; it takes a value of type {kind.__name__}")
+    raise ConfigError(f"{op_type}: attribute {attribute.name} is {value!r}; it must be of type {kind.__name__}")

@@ -267,9 +267,12 @@ def rope_angles(positions: Array, inv_freq: Array, *, factor: float = 1.0) -> tu
 
 
 def gather_rows(rows: Array, row_indices: Array) -> Array:
-    """Return rows by their indices, [R, I]; zeros for an index outside 0 .. T."""
-    found = (row_indices >= 0) & (row_indices < len(rows))
-    return np.where(found[:, None], rows[np.where(found, row_indices, 0)], np.zeros((), rows.dtype))
+    """Return rows[row_indices], [R, H]; zeros for an index outside 0 .. T - 1."""
+    gathered = np.zeros((len(row_indices), rows.shape[1]), rows.dtype)
+    indices = row_indices.astype(np.int64)
+    exists = (indices >= 0) & (indices < len(rows))
+    gathered[exists] = rows[indices[exists]]
+    return gathered
 
 
 def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:

@@ -81,8 +81,11 @@ _CONTRACT: tuple[Operator, ...] = (
         attributes=(
             Attribute(
                 name="window",
+                symbol="W",
                 default=-1,
-                allowed="-1, or 1 and more",
+                least=-1,
+                nonzero=True,
+                allowed="-1, or 1 or more",
                 doc="W: keys a query sees, itself included; -1 for no window.",
             ),
             SINK,
@@ -90,6 +93,7 @@ _CONTRACT: tuple[Operator, ...] = (
             SCALE,
             SOFTCAP,
         ),
+        workspace=True,
     ),
     Operator(
         name="SnapKvCapture",
@@ -137,10 +141,13 @@ _CONTRACT: tuple[Operator, ...] = (
             Attribute(
                 name="group_reduce",
                 default="mean",
+                choices=("mean", "max", "sum"),
+                enumeration="GroupReduce",
                 allowed='"mean", "max" or "sum"',
                 doc="How the scores of the query heads of a group become one.",
             ),
         ),
+        workspace=True,
     ),
     Operator(
         name="KvSelect",
@@ -156,7 +163,7 @@ _CONTRACT: tuple[Operator, ...] = (
                 doc="Tokens in the cache; kv heads that share a list hold at least as many as the list chooses from, "
                 "which is the least of them.",
             ),
-            Port(name="budget", shape="[1]", type=INT64, doc="Positions to keep, 0 and more.", on_host=True),
+            Port(name="budget", shape="[1]", type=INT64, doc="Positions to keep, 0 or more.", on_host=True),
             Port(name="window", shape="[1]", type=INT64, doc="Last positions, always kept.", on_host=True),
             Port(name="sink", shape="[1]", type=INT64, doc="First positions, always kept.", on_host=True),
         ),

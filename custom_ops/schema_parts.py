@@ -38,22 +38,41 @@ class Port:
 class Attribute:
     """One attribute of an operator, with its default.
 
+    The library refuses other values than those allowed when a session is made.
+
     Attributes:
-        allowed: the values that the library accepts, in words; it refuses others when a session is made.
+        allowed: the allowed values, in words.
+        symbol: the contract's symbol of the value, for messages.
+        least: the smallest allowed number; None for any finite one.
+        nonzero: 0 is not allowed.
+        choices: the texts that are allowed; empty for numbers.
+        enumeration: the C++ enumeration of the choices, whose values are named after them: kSiluMul for "silu_mul".
     """
 
     name: str
     default: int | float | str
     allowed: str
     doc: str
+    symbol: str = ""
+    least: int | None = None
+    nonzero: bool = False
+    choices: tuple[str, ...] = ()
+    enumeration: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One operator of the domain.
 
+    Its kernels are functions of its name in snake case (`cpu::kv_select`, `cuda::kv_select`) that take a struct
+    `<Name>Params`, whose fields are named after attributes and ports.
+
     Attributes:
         cuda_only: no CPU kernel exists; only the fused graph uses such an operator.
+        workspace: the CUDA kernel asks for scratch memory, by a function `<name>_workspace`.
+        params_header: the header of csrc/kernels that holds the params struct.
+        sizes: the params struct's field of each dimension symbol. Where it is given, the shapes of the ports are all
+            that a call must obey, and reading a call is generated; else there is a `read_params` in csrc/ort.
     """
 
     name: str
@@ -62,6 +81,9 @@ class Operator:
     outputs: tuple[Port, ...]
     attributes: tuple[Attribute, ...] = ()
     cuda_only: bool = False
+    workspace: bool = False
+    params_header: str = "params.h"
+    sizes: tuple[tuple[str, str], ...] = ()
 
 
 def cache_outputs(alias_from: int) -> tuple[Port, Port]:
@@ -107,16 +129,31 @@ BLOCK_TABLE = Port(
     optional=True,
 )
 SINK = Attribute(
-    name="sink", default=0, allowed="0 and more", doc="S: first positions of a sequence, never overwritten."
+    name="sink",
+    symbol="S",
+    default=0,
+    least=0,
+    allowed="0 or more",
+    doc="S: first positions of a sequence, never overwritten.",
 )
 CAPACITY = Attribute(
     name="capacity",
+    symbol="C",
     default=0,
-    allowed="0, or at least S + W (S + 1 where there is no window)",
+    least=0,
+    allowed="0, or at least S + W (at least S + 1 without a window)",
     doc="C: slots a sequence has; 0 means M * P.",
 )
-SCALE = Attribute(name="scale", default=0.0, allowed="0 and more", doc="Factor of the logits; 0 means 1 / sqrt(D).")
-SOFTCAP = Attribute(
-    name="softcap", default=0.0, allowed="0 and more", doc="If positive, a logit z becomes softcap * tanh(z / softcap)."
+SCALE = Attribute(
+    name="scale", default=0.0, least=0, allowed="0 or more", doc="Factor of the logits; 0 means 1 / sqrt(D)."
 )
-EPSILON = Attribute(name="epsilon", default=1e-6, allowed="0 and more", doc="Added to the mean square of an RMSNorm.")
+SOFTCAP = Attribute(
+    name="softcap",
+    default=0.0,
+    least=0,
+    allowed="0 or more",
+    doc="If positive, a logit z becomes softcap * tanh(z / softcap).",
+)
+EPSILON = Attribute(
+    name="epsilon", default=1e-6, least=0, allowed="0 or more", doc="Added to the mean square of an RMSNorm."
+)

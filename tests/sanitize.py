@@ -71,12 +71,12 @@ def heads() -> None:
         run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
 
 
-def last_rows() -> None:
-    """Rows in pieces of 16 bytes and of 2."""
+def gathered_rows() -> None:
+    """Rows in pieces of 16 bytes and of 2, and indices outside them."""
     for size in (64, 7):
-        x = np.ones((9, size), devices.element())
-        feeds = {"x": x, "query_start": np.array([0, 3, 3, 9], np.int32)}
-        run_fused("LastRows", feeds, {"y": ((3, size), devices.element())})
+        rows = np.ones((9, size), devices.element())
+        feeds = {"rows": rows, "row_indices": np.array([8, 0, -1, 9, 2**40], np.int64)}
+        run_fused("GatherRows", feeds, {"output": ((5, size), devices.element())})
 
 
 def scores() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
                 copies()
                 products()
                 heads()
-                last_rows()
+                gathered_rows()
                 scores()
                 selections()
             print(name, flush=True)

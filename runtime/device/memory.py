@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ortolan.custom_ops.queries import DecodeScratchQuery, decode_scratch_bytes
 from ortolan.element_types import element_type
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
@@ -14,7 +15,6 @@ from ortolan.policies import Eviction
 from ortolan.policies.eviction import CacheShape
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.device.opening import Device
-from ortolan.runtime.scratch import decode_scratch_bytes
 
 if TYPE_CHECKING:
     from ortolan.runtime.session import Session
@@ -159,6 +159,24 @@ def check_pools(plan: CachePlan, scratch: int, memory: tuple[int, int], device: 
         )
 
 
+def _scratch_query(manifest: Manifest, index: int, plan: CachePlan, shared_bytes: int) -> DecodeScratchQuery:
+    """Describe one attention layer in the largest step of many sequences."""
+    layer = manifest.layers[index]
+    owner = index if layer.cache_of is None else layer.cache_of
+    return DecodeScratchQuery(
+        dtype=manifest.dtype,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        capacity=plan.layers[owner].capacity,
+        window=layer.window,
+        sink=manifest.sink,
+        max_sequences=plan.max_sequences,
+        max_tokens=max(plan.chunk_size, plan.max_sequences),
+        shared_bytes_per_block=shared_bytes,
+    )
+
+
 class DeviceMemory:
     """What a model and its sessions take of a device; nothing is known of the host's."""
 
@@ -193,7 +211,12 @@ class DeviceMemory:
     def scratch_bytes(self, plan: CachePlan) -> int:
         """Return the scratch memory of attention that a step of many sequences takes, at most."""
         cuda = self._device.cuda
-        return decode_scratch_bytes(self._manifest, plan, cuda.shared_bytes_per_block) if cuda else 0
+        if cuda is None:
+            return 0
+        return max(
+            decode_scratch_bytes(_scratch_query(self._manifest, index, plan, cuda.shared_bytes_per_block))
+            for index in range(len(self._manifest.layers))
+        )
 
     def check_room(self, plan: CachePlan, options: Eviction | None) -> None:
         """Refuse a session's plan that the device has no memory for. Raises CapacityError."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.custom_ops import library_path
+from ortolan.custom_ops import library as library_module
+from ortolan.custom_ops.library import check_size, checked_structure, library_path
 from ortolan.errors import OpLibraryError, OrtolanError
 
 
@@ -43,11 +44,6 @@ SAMPLING_RULE = np.dtype(  # as cuda::SamplingRule
         ("top_k", np.int32),
     ]
 )
-STRUCT_BYTES = {
-    "DecodeAdvance": ctypes.sizeof(DecodeAdvance),
-    "SamplingRule": SAMPLING_RULE.itemsize,
-    "TopLogprobs": ctypes.sizeof(TopLogprobs),
-}
 
 
 def open_library() -> Any:
@@ -56,7 +52,7 @@ def open_library() -> Any:
     Raises:
         OpLibraryError: it was built without CUDA, or for another version of these structs.
     """
-    library = ctypes.CDLL(str(library_path()))
+    library: Any = library_module.open_library()
     try:
         library.ortolan_cuda_decode_advance.argtypes = [ctypes.c_void_p]
         library.ortolan_cuda_decode_workspace.restype = ctypes.c_int64
@@ -65,24 +61,14 @@ def open_library() -> Any:
         library.ortolan_cuda_logprobs_workspace.restype = ctypes.c_int64
         library.ortolan_cuda_logprobs_workspace.argtypes = [ctypes.c_int64] * 3
         library.ortolan_cuda_error_text.restype = ctypes.c_char_p
-        library.ortolan_cuda_struct_bytes.restype = ctypes.c_int64
     except AttributeError as error:
         raise OpLibraryError(
             f"{library_path()} lacks CUDA functions ({error}); build it with a CUDA compiler, or use device='cpu'"
         ) from error
-    check_structs(library)
+    checked_structure(library, "ortolan_cuda_decode_advance_bytes", DecodeAdvance)
+    checked_structure(library, "ortolan_cuda_top_logprobs_bytes", TopLogprobs)
+    check_size(library, "ortolan_cuda_sampling_rule_bytes", "SamplingRule", SAMPLING_RULE.itemsize)
     return library
-
-
-def check_structs(library: Any) -> None:
-    """Compare the sizes of the structs with the library's. Raises OpLibraryError where one differs."""
-    for name, size in STRUCT_BYTES.items():
-        expected = library.ortolan_cuda_struct_bytes(name.encode())
-        if size != expected:
-            raise OpLibraryError(
-                f"{library_path()} expects {name} to have {expected} bytes, but this version of Ortolan fills {size}; "
-                "build the library again"
-            )
 
 
 def call(library: Any, function: Any, argument: ctypes.Structure) -> None:

@@ -54,7 +54,10 @@ class Bucket:
                 kv_len=self.block[self.layout.kv_begin : self.layout.tables_begin].view(np.int32),
             )
         self._sampler = DeviceSampler(device, logits, self.state)
-        self.drop_binding()
+        self.binding: Any = None  # of the graph; None: it is to be captured
+        self.options: Any = None
+        self.graph_id = NO_GRAPH
+        self._captured_for = (-1, 0)  # generation of the caches, and thread
 
     @property
     def bytes(self) -> int:
@@ -68,8 +71,7 @@ class Bucket:
 
     def drop_binding(self) -> None:
         """Forget the graph."""
-        self.binding: Any = None
-        self.options: Any = None
+        self.binding = self.options = None
         self.graph_id = NO_GRAPH
         self._captured_for = (-1, 0)
 

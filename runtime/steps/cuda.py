@@ -80,10 +80,9 @@ class CudaStepper:
         begin = self._device.event()
         self._device.record(begin)
         try:
-            if is_eager:
-                staging = self._run_eagerly(rows, bucket, chosen)
-            else:
-                staging = self._run_decode(rows, bucket, chosen, goes_on=goes_on)
+            staging = self._run_eagerly(rows, bucket, chosen) if is_eager else None
+            if not is_eager:
+                self._run_decode(rows, bucket, chosen, goes_on=goes_on)
             advance = int(not is_eager and len(rows[0].tokens) == 1)
             result = bucket.choose(rows, goes_on=goes_on, advance_tokens=advance, begin=begin, staging=staging)
         except Exception:

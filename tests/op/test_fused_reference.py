@@ -58,12 +58,18 @@ def test_norm_add():
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 
-def test_last_rows():
-    x = np.random.default_rng(0).standard_normal((9, 40), np.float32)
-    feeds = {"x": x, "query_start": np.array([0, 3, 4, 9], np.int32)}
-    y = run_expanded("LastRows", feeds, {"y": ((3, 40), np.dtype(np.float32))})["y"]
-    np.testing.assert_array_equal(y, reference.last_rows(**feeds))
-    np.testing.assert_array_equal(y, x[[2, 3, 8]])
+def test_gather_rows():
+    rows = np.random.default_rng(0).standard_normal((9, 40), np.float32)
+    feeds = {"rows": rows, "row_indices": np.array([8, 2, 2], np.int64)}
+    output = run_expanded("GatherRows", feeds, {"output": ((3, 40), np.dtype(np.float32))})["output"]
+    np.testing.assert_array_equal(output, reference.gather_rows(**feeds))
+    np.testing.assert_array_equal(output, rows[[8, 2, 2]])
+
+
+def test_an_index_outside_the_rows_gives_zeros():
+    rows = np.ones((3, 2), np.float32)
+    gathered = reference.gather_rows(rows, np.array([-1, 3, 2], np.int64))
+    np.testing.assert_array_equal(gathered, [[0, 0], [0, 0], [1, 1]])
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

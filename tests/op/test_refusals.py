@@ -36,7 +36,7 @@ ATTENTION_INPUTS = {
     "value_cache' has shape": (attention(value_cache=np.zeros((2, 2, 31, 16), np.float32)), {}),
     "names page 9": (attention(block_table=np.full((2, 1), 9, np.int32)), {}),
     "names page -1": (attention(block_table=np.full((2, 1), -1, np.int32)), {}),
-    "capacity C = 64 must lie": (attention(), {"capacity": 64}),
+    "capacity C = 64 must be between 1 and M * P = 32": (attention(), {"capacity": 64}),
     "N >= B": (
         attention(**dict.fromkeys(("key_cache", "value_cache"), np.zeros((1, 2, 32, 16), np.float32))),
         {},
@@ -85,7 +85,7 @@ def test_score_refuses_reductions_and_lengths():
         "key_cache": np.zeros((1, 2, 32, 16), np.float32),
         "kv_len": np.array([33], np.int32),
     }
-    with pytest.raises(Exception, match="allowed: mean, max, sum"):
+    with pytest.raises(Exception, match="allowed: 'mean', 'max' or 'sum'"):
         open_session("SnapKvScore", feeds, {"group_reduce": "median"})
     with pytest.raises(Exception, match="more than the cache's capacity"):
         run_op("SnapKvScore", feeds)
@@ -97,7 +97,7 @@ def test_attention_refuses_a_page_that_some_query_sees(entry, sink):
     table[1, entry] = 8
     caches = dict.fromkeys(("key_cache", "value_cache"), np.zeros((8, 2, 16, 16), np.float32))
     feeds = attention(past_len=np.array([0, 54], np.int32), block_table=table, **caches)
-    with pytest.raises(Exception, match=r"names page 8 for sequence 1; pages are 0 \.\. N - 1 = 7"):
+    with pytest.raises(Exception, match=r"names page 8 for sequence 1; a page must be between 0 and N - 1 = 7"):
         run_op("SwaAttention", feeds, window=6, sink=sink)
 
 
@@ -114,7 +114,7 @@ def test_append_refuses_a_page_that_it_writes(past, entry):
 def test_compaction_refuses_bad_lists(keep):
     cache = np.ones((1, 2, 32, 16), np.float32)
     feeds = {"key_cache": cache, "value_cache": cache, "keep": np.array([[keep]], np.int32)}
-    with pytest.raises(Exception, match="must rise strictly below C = 32"):
+    with pytest.raises(Exception, match="must be strictly ascending and less than C = 32"):
         run_op("KvCompact", feeds)
 
 
@@ -167,7 +167,7 @@ def test_tokens_of_no_sequence_are_refused_on_every_device(target, operator):
         feeds["capture"] = feeds["capture"][:0]
     with pytest.raises(Exception, match=f"{operator} node") as error:
         run_op(operator, feeds)
-    assert "'query_start' must rise from 0 to T = 6; it has 1 element, and so no sequences" in str(error.value)
+    assert "'query_start' must rise from 0 to T = 6; it has 1 element, which means 0 sequences" in str(error.value)
     assert f"test/{operator}" in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """The table of operators, what is generated from it, and the library agree."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from harness import attention_inputs, build_model, empty_caches, random_batch
 import ortolan
 from ortolan.custom_ops import codegen, library_info, library_path, register_schemas
 from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.schema_parts import ELEMENT, FLOAT, Attribute, Operator, Port
 from ortolan.errors import OpLibraryError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,98 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_generated_files_are_current():
     for path, text in codegen.generated_files(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path} is stale: run python -m ortolan.custom_ops.codegen"
+
+
+TOY = Operator(
+    name="ToyScale",
+    doc="Scales rows.",
+    inputs=(
+        Port(name="rows", shape="[T, H]", type=ELEMENT, doc="Rows."),
+        Port(name="row_scale", shape="[T]", type=FLOAT, doc="A factor per row.", optional=True),
+    ),
+    outputs=(Port(name="rows_out", shape="[T, H]", type=ELEMENT, doc="The rows, in place.", alias=0),),
+    attributes=(
+        Attribute(name="power", symbol="Pw", default=2, least=1, allowed="1 or more", doc="Of the factor."),
+        Attribute(name="bias", default=0.5, least=0, allowed="0 or more", doc="Added."),
+        Attribute(
+            name="mode",
+            default="plain_rows",
+            choices=("plain_rows", "squared"),
+            enumeration="ToyMode",
+            allowed='"plain_rows" or "squared"',
+            doc="How.",
+        ),
+    ),
+    workspace=True,
+    params_header="toy_params.h",
+    sizes=(("T", "num_rows"), ("H", "row_size")),
+)
+
+
+def test_a_new_operator_is_a_line_of_the_table():
+    """Of ports, attributes, kernels' declarations, reading a call and registration nothing is left to write."""
+    files = {str(path): text for path, text in codegen.generated_files(Path(), (*OPERATORS, TOY)).items()}
+    source = "custom_ops/csrc/"
+    expected = {
+        "ort/operators.generated.h": [
+            '#include "kernels/toy_params.h"',
+            '{.name = "row_scale", .shape = "[T]", .type = PortType::kFloat32, .optional = true}',
+            '{.name = "rows_out", .shape = "[T, H]", .type = PortType::kElement, .alias = 0}',
+            "struct In { enum : size_t { kRows, kRowScale }; };",
+            "struct Out { enum : size_t { kRowsOut }; };",
+            "int64_t power = 2;",
+            "float bias = 0.5f;",
+            "ToyMode mode = ToyMode::kPlainRows;",
+            'reader.integer({.name = "power", .symbol = "Pw", .allowed = "1 or more", .least = 1}, 2)',
+            '{{"plain_rows", ToyMode::kPlainRows}, {"squared", ToyMode::kSquared}}',
+            "ToyScaleParams read_params(const Call<ops::ToyScale>& call);",
+        ],
+        "ort/read_params.generated.cc": [
+            "ToyScaleParams read_params(const Call<ops::ToyScale>& call) {",
+            "const Tensor rows_tensor = call.input(Op::In::kRows, {-1, -1});",
+            "params.num_rows = rows_tensor.dim(0);",
+            "const Tensor row_scale_tensor = call.input(Op::In::kRowScale, {params.num_rows});",
+            "params.mode = call.attributes().mode;",
+            "params.rows_out = call.aliased_output(Op::Out::kRowsOut, rows_tensor).data;",
+        ],
+        "ort/cpu_operators.generated.cc": ["cpu_operator<ops::ToyScale, cpu::toy_scale>()"],
+        "ort/cuda_operators.generated.cc": [
+            "cuda_operator<ops::ToyScale, cuda::toy_scale, cuda::toy_scale_workspace>()"
+        ],
+        "kernels/cpu/operators.generated.h": ["void toy_scale(const ToyScaleParams& params, ParallelFor& parallel);"],
+        "kernels/cuda/operators.generated.h": [
+            "cudaError_t toy_scale(const ToyScaleParams& params, const Launch& launch);",
+            "size_t toy_scale_workspace(const ToyScaleParams& params, const Device& device);",
+        ],
+    }
+    for name, lines in expected.items():
+        for line in lines:
+            assert line in files[source + name], f"{name} lacks {line}"
+    assert "def toy_scale(" in files["custom_ops/emitters.py"]
+    assert "| out 0 | `rows_out` | [T, H] | T1 |" in files["docs/operators.md"]
+
+
+def test_an_operator_for_cuda_alone_has_no_cpu_kernel():
+    files = codegen.generated_files(Path(), (dataclasses.replace(TOY, cuda_only=True),))
+    assert {path.parts[-2:] for path, text in files.items() if "toy_scale" in text or "ToyScale" in text} == {
+        ("ort", "operators.generated.h"),
+        ("ort", "read_params.generated.cc"),
+        ("ort", "cuda_operators.generated.cc"),
+        ("cuda", "operators.generated.h"),
+        ("custom_ops", "emitters.py"),
+        ("docs", "operators.md"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "optional", "message"),
+    [("[T, G]", False, "shape symbol G has no field"), ("[H]", True, "optional input rows is the first of .* H")],
+)
+def test_a_shape_that_says_too_little_is_refused(shape, optional, message):
+    rows = dataclasses.replace(TOY.inputs[0], shape=shape, optional=optional)
+    outputs = (dataclasses.replace(TOY.outputs[0], shape=shape, alias=-1),)
+    with pytest.raises(ValueError, match=message):
+        codegen.generated_files(Path(), (dataclasses.replace(TOY, inputs=(rows,), outputs=outputs),))
 
 
 def test_library_names_itself():

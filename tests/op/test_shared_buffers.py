@@ -133,5 +133,5 @@ def test_caches_that_lie_in_one_buffer_are_refused(operator):
     both = ort.OrtValue.ortvalue_from_numpy(np.zeros(SHAPE, np.float32))
     for name in ("key_cache_out", "value_cache_out"):
         binding.bind_ortvalue_output(name, both)
-    with pytest.raises(Exception, match="'key_cache_out' and 'value_cache_out' lie in one buffer"):
+    with pytest.raises(Exception, match="'key_cache_out' and 'value_cache_out' share a buffer"):
         session.run_with_iobinding(binding)

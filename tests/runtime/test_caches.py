@@ -8,9 +8,9 @@ from evict_cases import KV_HEADS, SIZE, SLOTS, manifest
 from fake_cuda import FakeCuda
 
 from ortolan.errors import CapacityError
-from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.caches import CacheBuffers
 from ortolan.runtime.caches.plan import plan_caches
+from ortolan.runtime.device.buffers import HostBuffers
 
 FULL, RING = (0, 2), 1  # layers of the manifest
 

@@ -12,8 +12,8 @@ from ortolan.errors import CapacityError, NumericError
 from ortolan.runtime import cuda_batch
 from ortolan.runtime.cuda_batch import CudaBatchStepper, batch_sizes, draw_rules
 from ortolan.runtime.device_session import DeviceModel
-from ortolan.runtime.engine_plan import plan_engine
 from ortolan.runtime.engine.request import make_choice
+from ortolan.runtime.engine_plan import plan_engine
 from ortolan.runtime.sampler import distribution, penalize
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
@@ -296,6 +296,8 @@ def device(model, monkeypatch):
     device = FakeCuda()
     monkeypatch.setattr(device, "allocate", lambda *_: pytest.fail("memory is taken"))
     monkeypatch.setattr(model, "_device", DeviceModel(device, itertools.count(1), TOTAL_BYTES, 0))
+    # A library without CUDA kernels cannot answer; for float32 the answer is 0.
+    monkeypatch.setattr("ortolan.runtime.model.decode_scratch_bytes", lambda query: 0)
     return device
 
 

@@ -11,8 +11,8 @@ from tolerances import SAME_LOGITS
 from ortolan import Eviction, Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.policies import POLICIES
-from ortolan.runtime.device_loop import mark_seen, pack_rules
 from ortolan.runtime.caches.plan import STEPS_AHEAD
+from ortolan.runtime.device_loop import mark_seen, pack_rules
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 

@@ -14,8 +14,8 @@ from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.request import Request, make_choice
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
-from ortolan.runtime.generate.stops import StopFilter
 from ortolan.runtime.engine.stream import Outbox
+from ortolan.runtime.generate.stops import StopFilter
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.policies import Eviction, SnapKv
-from ortolan.runtime.device.memory import estimate_evict_bytes, fit_chunk
 from ortolan.runtime.caches.plan import LayerPlan, plan_caches, ring_keeps, rope_variant, split_chunks
+from ortolan.runtime.device.memory import estimate_evict_bytes, fit_chunk
 
 SIZES = st.integers(1, 40)
 

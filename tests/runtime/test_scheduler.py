@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError
-from ortolan.runtime.engine_plan import EnginePlan, KindPlan
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.engine_plan import EnginePlan, KindPlan
 
 PAGE = 4
 SNAPKV = SnapKv(budget=8, window=4, sink=1)

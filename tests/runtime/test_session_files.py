@@ -16,7 +16,6 @@ from saved_sessions import evicted_session
 import ortolan
 from ortolan.errors import ConfigError, ContractMismatchError, OrtolanError, SessionFileError, StorageError
 from ortolan.runtime import fingerprint
-from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.saved.file import CHECKSUM_BYTES, SessionFile, Tensor, write_session_file
 
 

@@ -3,11 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <string_view>
 
-#include "../kernels/cuda/kernels.h"
-#include "../kernels/cuda/sampling/logprobs.h"
-#include "../kernels/cuda/sampling/sampling.h"
+#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/sampling/logprobs.h"
+#include "kernels/cuda/sampling/sampling.h"
 
 #define ORTOLAN_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -98,14 +97,10 @@ ORTOLAN_EXPORT int ortolan_cuda_top_logprobs(const TopLogprobs* call) {
   return enqueue(*call, ortolan::cuda::top_logprobs);
 }
 
-// Bytes of a struct that callers fill; 0 where the name is unknown.
-ORTOLAN_EXPORT int64_t ortolan_cuda_struct_bytes(const char* name) {
-  const std::string_view wanted(name);
-  if (wanted == "DecodeAdvance") return sizeof(DecodeAdvance);
-  if (wanted == "SamplingRule") return sizeof(ortolan::cuda::SamplingRule);
-  if (wanted == "TopLogprobs") return sizeof(TopLogprobs);
-  return 0;
-}
+// Bytes of the structs that callers fill.
+ORTOLAN_EXPORT int64_t ortolan_cuda_decode_advance_bytes() { return sizeof(DecodeAdvance); }
+ORTOLAN_EXPORT int64_t ortolan_cuda_sampling_rule_bytes() { return sizeof(ortolan::cuda::SamplingRule); }
+ORTOLAN_EXPORT int64_t ortolan_cuda_top_logprobs_bytes() { return sizeof(TopLogprobs); }
 
 // The compute capability that kernels are chosen by on the current device, 10 * major + minor; 0 where there
 // is none. It is less than the device's own where the library holds only older code for it.

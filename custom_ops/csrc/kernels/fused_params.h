@@ -12,7 +12,7 @@ class Cublas;
 }
 
 // act(gate) * up; kNone: a plain product.
-enum class GatedActivation { kNone, kSilu, kGelu, kGeluTanh };
+enum class GatedActivation { kNone, kSiluMul, kGeluMul, kGeluTanhMul };
 
 // output = epilogue(normalised(input) * weight^T + bias) + residual.
 // The normalised rows, where norm_weight is given, are input * rsqrt(mean(input^2) + epsilon) * norm_weight:
@@ -46,26 +46,27 @@ struct RopeAnglesParams {
   float* sine = nullptr;    // [T, R]
 };
 
-// output[b] = input[query_start[b + 1] - 1]; zeros where sequence b has no rows.
-struct LastRowsParams {
-  int64_t row_bytes = 0;                 // of I elements
-  int64_t num_tokens = 0;                // T
-  int64_t num_sequences = 0;             // B
-  const void* input = nullptr;           // [T, I]
-  const int32_t* query_start = nullptr;  // [B+1]
-  void* output = nullptr;                // [B, I]
+// output[r] = rows[row_indices[r]]; zeros where the index is not a row's.
+struct GatherRowsParams {
+  ElementType element = ElementType::kFloat32;
+  int64_t num_rows = 0;                  // T
+  int64_t row_size = 0;                  // H
+  int64_t num_indices = 0;               // R
+  const void* rows = nullptr;            // [T, H]
+  const int64_t* row_indices = nullptr;  // [R]
+  void* output = nullptr;                // [R, H]
 };
 
-// output = residual + input * rsqrt(mean(input^2) + epsilon) * weight, in float32, rounded once.
+// y = residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight, in float32, rounded once.
 struct RmsNormAddParams {
   ElementType element = ElementType::kFloat32;
-  int64_t num_tokens = 0;          // T
-  int64_t row_size = 0;            // K
-  const void* input = nullptr;     // [T, K]
-  const void* weight = nullptr;    // [K]; no earlier kernel writes it
-  const void* residual = nullptr;  // [T, K] or null; may be the output itself
+  int64_t num_tokens = 0;             // T
+  int64_t row_size = 0;               // I
+  const void* x = nullptr;            // [T, I]
+  const void* norm_weight = nullptr;  // [I]; no earlier kernel writes it
+  const void* residual = nullptr;     // [T, I] or null; may be the output itself
   float epsilon = 0.0f;
-  void* output = nullptr;  // [T, K]; may be the input itself
+  void* y = nullptr;  // [T, I]; may be x itself
 };
 
 }  // namespace ortolan

@@ -4,12 +4,9 @@
 #include <cstdint>
 
 #include "cache_layout.h"
+#include "element_types.h"
 
 namespace ortolan {
-
-enum class ElementType { kFloat32, kFloat16, kBFloat16 };
-
-inline int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
 enum class GroupReduce { kMean, kMax, kSum };
 

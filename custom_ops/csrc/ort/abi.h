@@ -22,10 +22,9 @@ namespace ortolan::abi {
 
 constexpr uint32_t kApiVersion = 20;
 
-// OrtErrorCode and ONNXTensorElementDataType, the values in use.
+// OrtErrorCode, OrtMemType and OrtCustomOpInputOutputCharacteristic, the values in use.
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 enum MemoryType : int { kHostInput = -2, kDefaultMemory = 0 };
-enum ElementDataType : int { kFloat = 1, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16 };
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 
 struct ApiBase {

@@ -4,6 +4,7 @@
 #undef OrtCustomOp
 
 #include "abi.h"
+#include "kernels/element_types.h"
 
 namespace {
 
@@ -36,6 +37,14 @@ ORTOLAN_CHECK_SLOT(KernelContext_GetGPUComputeStream);
 ORTOLAN_CHECK_SLOT(HasSessionConfigEntry);
 ORTOLAN_CHECK_SLOT(KernelInfo_GetNodeName);
 ORTOLAN_CHECK_SLOT(KernelContext_ParallelFor);
+
+using ortolan::ElementType;
+using ortolan::facts_of;
+static_assert(facts_of(ElementType::kFloat32).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT);
+static_assert(facts_of(ElementType::kFloat16).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16);
+static_assert(facts_of(ElementType::kBFloat16).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16);
+static_assert(facts_of(ElementType::kInt32).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
+static_assert(facts_of(ElementType::kInt64).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
 
 static_assert(offsetof(OrtCustomOpOfficial, CreateKernelV2) == offsetof(abi::CustomOp, CreateKernelV2));
 static_assert(offsetof(OrtCustomOpOfficial, GetStartVersion) == offsetof(abi::CustomOp, GetStartVersion));

@@ -1,15 +1,13 @@
 #include "attributes.h"
 
 #include <cmath>
-#include <limits>
 #include <optional>
-#include <type_traits>
 
 namespace ortolan {
 namespace {
 
-using Integer = abi::KernelInfoGetAttribute_int64;
-using Real = abi::KernelInfoGetAttribute_float;
+// Positions are int32, so nothing larger can be meant, and sums of two attributes cannot overflow.
+constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
 
 // The value of an attribute, if the node has it and its type is Value.
 template <typename Reader, typename Value>
@@ -33,24 +31,64 @@ std::optional<std::string> find_text(const OrtApi* api, const OrtKernelInfo* inf
   return text.c_str();
 }
 
-// ONNX Runtime reports an absent attribute and one of another type alike; only an absent one has its default.
-template <typename Value>
-void read_attribute(const NodeInfo& node, const OrtKernelInfo* info, const char* name, Value& value) {
-  const std::optional<int64_t> integer = find_number<Integer, int64_t>(node.api, info, name);
-  const std::optional<float> real = find_number<Real, float>(node.api, info, name);
-  const std::optional<std::string> text = find_text(node.api, info, name);
-  const auto take = [&](const auto& given, const char* expected) {
-    if (given)
-      value = *given;
-    else if (integer || real || text)
-      node.fail(std::string("attribute ") + name + " has another type; expected " + expected);
-  };
-  if constexpr (std::is_same_v<Value, int64_t>)
-    take(integer, "an integer (INT)");
-  else if constexpr (std::is_same_v<Value, float>)
-    take(real, "a number (FLOAT)");
-  else
-    take(text, "a text (STRING)");
+// What the node says of one attribute, in whichever type it has.
+struct Given {
+  std::optional<int64_t> integer;
+  std::optional<float> real;
+  std::optional<std::string> text;
+
+  static Given of(const NodeInfo& node, const OrtKernelInfo* info, const char* name) {
+    return {find_number<abi::KernelInfoGetAttribute_int64, int64_t>(node.api, info, name),
+            find_number<abi::KernelInfoGetAttribute_float, float>(node.api, info, name),
+            find_text(node.api, info, name)};
+  }
+  // ONNX Runtime reports an absent attribute and one of another type alike; only an absent one has its
+  // default.
+  void refuse_other_type(const NodeInfo& node, const char* name, const char* expected) const {
+    if (integer || real || text)
+      node.fail(std::string("attribute ") + name + " has the wrong type; it must be " + expected);
+  }
+};
+
+bool is_allowed(const AttributeRule& rule, double value) {
+  return std::isfinite(value) && value >= rule.least && !(rule.nonzero && value == 0);
+}
+
+std::string title(const AttributeRule& rule) {
+  return std::string("attribute ") + rule.name + (*rule.symbol ? " " : "") + rule.symbol;
+}
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+int64_t AttributeReader::integer(const AttributeRule& rule, int64_t otherwise) const {
+  const Given given = Given::of(node_, info_, rule.name);
+  if (!given.integer) given.refuse_other_type(node_, rule.name, "an integer (INT)");
+  const int64_t value = given.integer.value_or(otherwise);
+  if (value > kLargest)
+    node_.fail(title(rule) + " = " + number(value) + " must be at most " + number(kLargest));
+  if (!is_allowed(rule, static_cast<double>(value))) refuse(rule, number(value));
+  return value;
+}
+
+float AttributeReader::real(const AttributeRule& rule, float otherwise) const {
+  const Given given = Given::of(node_, info_, rule.name);
+  if (!given.real) given.refuse_other_type(node_, rule.name, "a number (FLOAT)");
+  const float value = given.real.value_or(otherwise);
+  if (!is_allowed(rule, value)) refuse(rule, std::to_string(value));
+  return value;
+}
+
+bool AttributeReader::text(const AttributeRule& rule, std::string& value) const {
+  const Given given = Given::of(node_, info_, rule.name);
+  if (!given.text) given.refuse_other_type(node_, rule.name, "a text (STRING)");
+  value = given.text.value_or("");
+  return given.text.has_value();
+}
+
+void AttributeReader::refuse(const AttributeRule& rule, const std::string& given) const {
+  node_.fail(title(rule) + " = " + given + " is not allowed; allowed: " + rule.allowed);
 }
 
 std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
@@ -63,85 +101,13 @@ std::string read_node_name(const OrtApi* api, const OrtKernelInfo* info) {
   return text.c_str();
 }
 
-GroupReduce parse_group_reduce(const NodeInfo& node, const std::string& text) {
-  if (text == "mean") return GroupReduce::kMean;
-  if (text == "max") return GroupReduce::kMax;
-  if (text == "sum") return GroupReduce::kSum;
-  node.fail("attribute group_reduce is '" + text + "'; allowed: mean, max, sum");
-}
-
-GatedActivation parse_activation(const NodeInfo& node, const std::string& text) {
-  if (text == "none") return GatedActivation::kNone;
-  if (text == "silu_mul") return GatedActivation::kSilu;
-  if (text == "gelu_mul") return GatedActivation::kGelu;
-  if (text == "gelu_tanh_mul") return GatedActivation::kGeluTanh;
-  node.fail("attribute activation is '" + text + "'; allowed: none, silu_mul, gelu_mul, gelu_tanh_mul");
-}
-
-// Reads one attribute that the operator table lists; a name without a reader here is a build that drifted.
-void read_schema_attribute(NodeInfo& node, const OrtKernelInfo* info, std::string_view name) {
-  if (name == "window") return read_attribute(node, info, "window", node.window);
-  if (name == "sink") return read_attribute(node, info, "sink", node.sink);
-  if (name == "capacity") return read_attribute(node, info, "capacity", node.capacity);
-  if (name == "scale") return read_attribute(node, info, "scale", node.scale);
-  if (name == "softcap") return read_attribute(node, info, "softcap", node.softcap);
-  if (name == "epsilon") return read_attribute(node, info, "epsilon", node.epsilon);
-  if (name == "factor") return read_attribute(node, info, "factor", node.factor);
-  if (name == "num_heads") return read_attribute(node, info, "num_heads", node.num_heads);
-  std::string text = name == "activation" ? "none" : "mean";
-  if (name == "activation") {
-    read_attribute(node, info, "activation", text);
-    node.activation = parse_activation(node, text);
-  } else if (name == "group_reduce") {
-    read_attribute(node, info, "group_reduce", text);
-    node.group_reduce = parse_group_reduce(node, text);
-  } else {
-    node.fail("attribute " + std::string(name) + " has no reader in the library");
-  }
-}
-
-// Positions are int32, so nothing larger can be meant, and sums of two attributes cannot overflow.
-void check_largest(const NodeInfo& node, const char* attribute, int64_t value) {
-  constexpr int64_t largest = std::numeric_limits<int32_t>::max();
-  if (value > largest)
-    node.fail(std::string("attribute ") + attribute + " = " + std::to_string(value) + " must be at most " +
-              std::to_string(largest));
-}
-
-void check_attributes(const NodeInfo& node) {
-  check_largest(node, "window W", node.window);
-  check_largest(node, "sink S", node.sink);
-  check_largest(node, "capacity C", node.capacity);
-  check_largest(node, "num_heads Hq", node.num_heads);
-  if (node.window == 0 || node.window < -1)
-    node.fail("attribute window W = " + std::to_string(node.window) + "; allowed: -1 (none) or at least 1");
-  if (node.sink < 0) node.fail("attribute sink S = " + std::to_string(node.sink) + " must be at least 0");
-  if (node.capacity < 0)
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
-              " must be at least 1, or 0 for M * P");
-  if (node.capacity > 0 && node.capacity <= node.sink)
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
-              " must be more than sink S = " + std::to_string(node.sink));
-  if (node.capacity > 0 && node.capacity < node.sink + node.window)
-    node.fail("attribute capacity C = " + std::to_string(node.capacity) +
-              " must be at least sink S + window W = " + std::to_string(node.sink) + " + " +
-              std::to_string(node.window));
-  if (!std::isfinite(node.scale) || node.scale < 0)
-    node.fail("attribute scale is " + std::to_string(node.scale) +
-              "; allowed: 0 (for 1/sqrt(D)) or a positive number");
-  if (!std::isfinite(node.epsilon) || node.epsilon < 0)
-    node.fail("attribute epsilon is " + std::to_string(node.epsilon) + "; allowed: 0 or a positive number");
-  if (!std::isfinite(node.softcap) || node.softcap < 0)
-    node.fail("attribute softcap is " + std::to_string(node.softcap) +
-              "; allowed: 0 (none) or a positive number");
-}
-
-}  // namespace
-
-void read_attributes(NodeInfo& node, const OrtKernelInfo* info) {
-  node.name = read_node_name(node.api, info);
-  for (std::string_view name : node.schema->attributes) read_schema_attribute(node, info, name);
-  check_attributes(node);
+void check_ring(const NodeInfo& node, int64_t capacity, int64_t sink, int64_t window) {
+  if (capacity == 0) return;
+  if (capacity <= sink)
+    node.fail("attribute capacity C = " + number(capacity) + " must be more than sink S = " + number(sink));
+  if (window > 0 && capacity < sink + window)
+    node.fail("attribute capacity C = " + number(capacity) +
+              " must be at least sink S + window W = " + number(sink) + " + " + number(window));
 }
 
 }  // namespace ortolan

@@ -15,7 +15,7 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
   const Packing packing{tensor.as<int32_t>(), tensor.dim(0) - 1, num_tokens};
   if (packing.num_sequences == 0 && num_tokens > 0)
     context.node().fail("input 'query_start' must rise from 0 to T = " + number(num_tokens) +
-                        "; it has 1 element, and so no sequences");
+                        "; it has 1 element, which means 0 sequences");
   if (!context.values_readable()) return packing;
   bool rising = packing.query_start[0] == 0 && packing.query_start[packing.num_sequences] == num_tokens;
   for (int64_t b = 0; b < packing.num_sequences; ++b) rising = rising && packing.count(b) >= 0;
@@ -36,34 +36,34 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
   for (int64_t i = 0; context.values_readable() && i < tensor.size(); ++i)
     if (values[i] < 0)
       context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' holds " +
-                          number(values[i]) + "; a length is at least 0");
+                          number(values[i]) + "; a length must be at least 0");
   return per_head ? Lengths{values, heads, 1} : Lengths{values, 1, 0};
 }
 
-CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
-                       size_t block_table_index, int64_t num_sequences) {
+CacheLayout read_cache(const Context& context, const Tensor& pool, const CachePorts& ports,
+                       int64_t num_sequences) {
   const NodeInfo& node = context.node();
   CacheLayout cache;
   cache.num_pages = pool.dim(0);
   cache.num_kv_heads = pool.dim(1);
   cache.page_slots = pool.dim(2);
   cache.head_size = pool.dim(3);
-  const Tensor table = context.input(block_table_index, {num_sequences, -1});
+  const Tensor table = context.input(ports.block_table, {num_sequences, -1});
   if (table.present) {
     cache.block_table = table.as<int32_t>();
     cache.pages_per_sequence = table.dim(1);
   } else if (cache.num_pages < num_sequences) {
-    context.bad_shape(pool_index, pool,
+    context.bad_shape(ports.pool, pool,
                       "with N >= B = " + number(num_sequences) + " where there is no block_table");
   }
   const int64_t slots = cache.pages_per_sequence * cache.page_slots;
-  cache.capacity = node.capacity ? node.capacity : slots;
-  cache.sink = node.sink;
+  cache.capacity = ports.capacity ? ports.capacity : slots;
+  cache.sink = ports.sink;
   if (cache.capacity < 1 || cache.capacity > slots)
-    node.fail("capacity C = " + number(cache.capacity) + " must lie in 1 .. M * P = " + number(slots));
+    node.fail("capacity C = " + number(cache.capacity) + " must be between 1 and M * P = " + number(slots));
   if (cache.sink >= cache.capacity)
     node.fail("capacity C = " + number(cache.capacity) + " must be more than sink S = " + number(cache.sink));
-  if (cache.num_kv_heads < 1) context.bad_shape(pool_index, pool, "with Hkv >= 1");
+  if (cache.num_kv_heads < 1) context.bad_shape(ports.pool, pool, "with Hkv >= 1");
   return cache;
 }
 
@@ -73,11 +73,11 @@ CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tens
                              context.aliased_output(index + 1, value_cache).data};
   if (outputs.key == outputs.value && key_cache.size() > 0)
     context.node().fail(
-        "outputs 'key_cache_out' and 'value_cache_out' lie in one buffer; bind each to its own");
+        "outputs 'key_cache_out' and 'value_cache_out' share a buffer; bind each to a buffer of its own");
   return outputs;
 }
 
-void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
+void check_pages(const Context& context, const CacheLayout& cache, size_t block_table, int64_t sequence,
                  int64_t first, int64_t end) {
   if (!cache.block_table || !context.values_readable() || first >= end) return;
   // Once a ring has wrapped, its slots hold other positions than their own.
@@ -86,29 +86,29 @@ void check_pages(const Context& context, const CacheLayout& cache, size_t index,
   for (int64_t i = begin / cache.page_slots; i * cache.page_slots < slots; ++i) {
     const int64_t page = cache.block_table[sequence * cache.pages_per_sequence + i];
     if (page < 0 || page >= cache.num_pages)
-      context.node().fail(std::string("input '") + context.node().schema->inputs[index].name +
+      context.node().fail(std::string("input '") + context.node().schema->inputs[block_table].name +
                           "' names page " + number(page) + " for sequence " + number(sequence) +
-                          "; pages are 0 .. N - 1 = " + number(cache.num_pages - 1));
+                          "; a page must be between 0 and N - 1 = " + number(cache.num_pages - 1));
   }
 }
 
-void check_appended_pages(const Context& context, const RingKvAppendParams& p) {
+void check_appended_pages(const Context& context, const RingKvAppendParams& p, size_t block_table) {
   if (!p.cache.block_table || !context.values_readable()) return;
   for (int64_t b = 0; b < p.packing.num_sequences; ++b)
     for (int64_t h = 0; h < p.cache.num_kv_heads; ++h) {
       const int64_t past = p.past_len.at(b, h);
-      check_pages(context, p.cache, 6, b, past, past + p.packing.count(b));
+      check_pages(context, p.cache, block_table, b, past, past + p.packing.count(b));
     }
 }
 
-void check_attended_pages(const Context& context, const SwaAttentionParams& p) {
+void check_attended_pages(const Context& context, const SwaAttentionParams& p, size_t block_table) {
   if (!p.cache.block_table || !context.values_readable()) return;
   for (int64_t b = 0; b < p.packing.num_sequences; ++b)
     for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h) {
       const int64_t past = p.past_len.at(b, h), length = past + p.packing.count(b);
       const int64_t oldest = p.window < 0 ? 0 : std::max<int64_t>(0, past - p.window + 1);
-      check_pages(context, p.cache, 5, b, 0, std::min(p.cache.sink, oldest));
-      check_pages(context, p.cache, 5, b, oldest, length);
+      check_pages(context, p.cache, block_table, b, 0, std::min(p.cache.sink, oldest));
+      check_pages(context, p.cache, block_table, b, oldest, length);
     }
 }
 
@@ -136,29 +136,29 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
       if (tokens == 0 || length <= cache.capacity) continue;
       if (p.window < 0)
         node.fail("sequence " + number(b) + " has " + number(length) + " tokens, more than capacity C = " +
-                  number(cache.capacity) + ", and attention without a window needs them all");
+                  number(cache.capacity) + "; attention without a window needs all of them");
       if (cache.capacity < cache.sink + p.window - 1 + tokens)
         node.fail("sequence " + number(b) + " appended T_b = " + number(tokens) +
                   " tokens to a ring of C = " + number(cache.capacity) +
                   "; C must be at least S + W - 1 + T_b = " + number(cache.sink + p.window - 1 + tokens) +
-                  ", use smaller chunks");
+                  "; use smaller chunks");
     }
 }
 
-void check_scored_lengths(const Context& context, const SnapKvScoreParams& p) {
+void check_scored_lengths(const Context& context, const SnapKvScoreParams& p, size_t block_table) {
   if (!context.values_readable()) return;
   for (int64_t b = 0; b < p.num_sequences; ++b)
     for (int64_t h = 0; h < p.cache.num_kv_heads; ++h) {
       if (p.kv_len.at(b, h) > p.cache.capacity)
         context.node().fail("input 'kv_len' holds " + number(p.kv_len.at(b, h)) +
                             ", more than the cache's capacity C = " + number(p.cache.capacity));
-      check_pages(context, p.cache, 3, b, 0, p.kv_len.at(b, h));
+      check_pages(context, p.cache, block_table, b, 0, p.kv_len.at(b, h));
     }
 }
 
 void check_selected_lengths(const Context& context, const KvSelectParams& p) {
   if (p.num_kv_heads < 1)
-    context.node().fail("input 'kv_len' has no kv heads; its shape is [B, Hkv] with Hkv >= 1");
+    context.node().fail("input 'kv_len' has 0 kv heads; its shape is [B, Hkv], and Hkv must be at least 1");
   if (!context.values_readable()) return;
   for (int64_t i = 0; i < p.num_sequences * p.num_kv_heads; ++i)
     if (p.kv_len[i] > p.capacity)
@@ -166,7 +166,7 @@ void check_selected_lengths(const Context& context, const KvSelectParams& p) {
                           ", more than the C = " + number(p.capacity) + " positions that 'score' has");
 }
 
-void check_keep(const Context& context, const KvCompactParams& p) {
+void check_keep(const Context& context, const KvCompactParams& p, size_t block_table) {
   if (!context.values_readable()) return;
   for (int64_t list = 0; list < p.num_sequences * p.keep_heads; ++list) {
     const int32_t* keep = p.keep + list * p.keep_count;
@@ -178,15 +178,15 @@ void check_keep(const Context& context, const KvCompactParams& p) {
       if (!pad && (ended || keep[k] <= previous || keep[k] >= p.cache.capacity))
         context.node().fail("input 'keep' list " + number(list) + " holds " + number(keep[k]) + " at index " +
                             number(k) + " after " + number(previous) +
-                            "; positions must rise strictly below C = " + number(p.cache.capacity) +
-                            ", and -1 may stand at the tail only");
+                            "; positions must be strictly ascending and less than C = " +
+                            number(p.cache.capacity) + ", and -1 is allowed only at the end");
       ended = ended || pad;
       if (pad) continue;
       previous = keep[k];
       ++kept;
-      check_pages(context, p.cache, 3, sequence, previous, previous + 1);
+      check_pages(context, p.cache, block_table, sequence, previous, previous + 1);
     }
-    check_pages(context, p.cache, 3, sequence, 0, kept);
+    check_pages(context, p.cache, block_table, sequence, 0, kept);
   }
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "context.h"
+#include "kernels/params.h"
 
 namespace ortolan {
 
@@ -16,9 +17,16 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
 // Reads [B] or, where heads > 0, also [B, heads]; entries are not negative.
 Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences, int64_t heads);
 
+// Where a cache's pool and block table are among the inputs, and what the node's attributes say of it.
+struct CachePorts {
+  size_t pool;
+  size_t block_table;
+  int64_t capacity = 0;  // 0: M * P
+  int64_t sink = 0;
+};
 // Describes a cache pool and its optional block table; checks pages, sinks and capacity.
-CacheLayout read_cache(const Context& context, const Tensor& pool, size_t pool_index,
-                       size_t block_table_index, int64_t num_sequences);
+CacheLayout read_cache(const Context& context, const Tensor& pool, const CachePorts& ports,
+                       int64_t num_sequences);
 
 // The buffers that caches are written to: those of the inputs, or copies.
 struct CacheOutputs {
@@ -29,14 +37,14 @@ struct CacheOutputs {
 CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
                                 const Tensor& value_cache);
 
-// The pages of a sequence's positions first .. end must be in the pool. Entries of the block table that
-// nothing follows may hold anything.
-void check_pages(const Context& context, const CacheLayout& cache, size_t index, int64_t sequence,
+// `block_table` is that input's index here and below. The pages of a sequence's positions first .. end must
+// be in the pool. Entries of the block table that nothing follows may hold anything.
+void check_pages(const Context& context, const CacheLayout& cache, size_t block_table, int64_t sequence,
                  int64_t first, int64_t end);
 // The same for every position that an append writes.
-void check_appended_pages(const Context& context, const RingKvAppendParams& params);
+void check_appended_pages(const Context& context, const RingKvAppendParams& params, size_t block_table);
 // The same for every position that some query sees.
-void check_attended_pages(const Context& context, const SwaAttentionParams& params);
+void check_attended_pages(const Context& context, const SwaAttentionParams& params, size_t block_table);
 
 // Checks what attention asks of a head size and of the query heads' groups.
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
@@ -46,12 +54,12 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
 void check_window(const Context& context, const SwaAttentionParams& params);
 
 // A sequence cannot hold more than its cache has slots.
-void check_scored_lengths(const Context& context, const SnapKvScoreParams& params);
+void check_scored_lengths(const Context& context, const SnapKvScoreParams& params, size_t block_table);
 
 // The same for the lists of a selection, whose kv heads exist.
 void check_selected_lengths(const Context& context, const KvSelectParams& params);
 
 // Each list is strictly ascending, inside the cache, and padded by -1 at its tail only.
-void check_keep(const Context& context, const KvCompactParams& params);
+void check_keep(const Context& context, const KvCompactParams& params, size_t block_table);
 
 }  // namespace ortolan

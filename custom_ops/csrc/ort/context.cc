@@ -30,7 +30,7 @@ void check(const OrtApi* api, OrtStatus* status) {
   if (!status) return;
   const std::string message = abi::GetErrorMessage::of(api)(status);
   abi::ReleaseStatus::of(api)(status);
-  throw std::runtime_error("ONNX Runtime refused a call of the operator library: " + message);
+  throw std::runtime_error("ONNX Runtime rejected a call of the operator library: " + message);
 }
 
 Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node), context_(context) {
@@ -76,7 +76,7 @@ Tensor Context::input(size_t index, std::initializer_list<int64_t> dims) const {
     fits = dim < 0 || tensor.shape[axis] == dim;
     ++axis;
   }
-  if (!fits) bad_shape(index, tensor, "with " + to_string(dims) + " where -1 is free");
+  if (!fits) bad_shape(index, tensor, "with " + to_string(dims) + ", where -1 means any size");
   return tensor;
 }
 
@@ -111,18 +111,13 @@ void Context::check_apart(size_t output_index, const char* target, int64_t bytes
     const Port& port = node_.schema->inputs[i];
     const Tensor other = input(i);
     const char* start = other.as<const char>();
-    const int64_t size = other.present ? other.size() * port_bytes(port) : 0;
+    const int64_t size = other.present ? other.size() * element_bytes(port.element(node_.element)) : 0;
     if (size == 0 || target + bytes <= start || start + size <= target) continue;
     const Port& result = node_.schema->outputs[output_index];
-    node_.fail(std::string("output '") + result.name + "' lies in the buffer of input '" + port.name +
-               "'; bind it to that of '" + node_.schema->inputs[result.alias].name +
-               "', or to memory that no input has");
+    node_.fail(std::string("output '") + result.name + "' shares the buffer of input '" + port.name +
+               "'; bind it to the buffer of '" + node_.schema->inputs[result.alias].name +
+               "', or to memory that no input uses");
   }
-}
-
-int64_t Context::port_bytes(const Port& port) const {
-  if (port.type == PortType::kElement) return element_bytes(node_.element);
-  return port.type == PortType::kInt64 ? 8 : 4;
 }
 
 void Context::copy(void* target, const void* source, size_t bytes) const {

@@ -3,45 +3,13 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "../kernels/cpu/parallel.h"
-#include "../kernels/fused_params.h"
-#include "../kernels/params.h"
-#include "abi.h"
-#include "schema.h"
+#include "kernels/cpu/parallel.h"
+#include "node.h"
 
 namespace ortolan {
-
-// Becomes an OrtStatus with the code INVALID_ARGUMENT where the C ABI begins.
-struct InvalidArgument : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-enum class Provider { kCpu, kCuda };
-
-// What the constructor of a kernel learned: who it is and what its attributes say.
-struct NodeInfo {
-  const OrtApi* api = nullptr;
-  const Schema* schema = nullptr;
-  Provider provider = Provider::kCpu;
-  ElementType element = ElementType::kFloat32;
-  std::string name;
-  int64_t window = -1;
-  int64_t sink = 0;
-  int64_t capacity = 0;
-  float scale = 0;
-  float softcap = 0;
-  GroupReduce group_reduce = GroupReduce::kMean;
-  float epsilon = 1e-6f;
-  float factor = 1.0f;
-  int64_t num_heads = 0;
-  GatedActivation activation = GatedActivation::kNone;
-
-  [[noreturn]] void fail(const std::string& problem) const;
-};
 
 struct Tensor {
   void* data = nullptr;
@@ -57,9 +25,6 @@ struct Tensor {
 };
 
 std::string to_string(const std::vector<int64_t>& shape);
-
-// Throws what `status` says; takes ownership of it.
-void check(const OrtApi* api, OrtStatus* status);
 
 class Context {
  public:
@@ -89,7 +54,6 @@ class Context {
   void copy(void* target, const void* source, size_t bytes) const;
   // An output that is about to be copied to must leave every input as it is.
   void check_apart(size_t output_index, const char* target, int64_t bytes) const;
-  int64_t port_bytes(const Port& port) const;  // of one element
 
   const NodeInfo& node_;
   OrtKernelContext* context_;

@@ -12,8 +12,8 @@
 #include <cstddef>
 #include <memory>
 
-#include "../kernels/cuda/cublas.h"
-#include "../kernels/cuda/kernels.h"
+#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/linear/cublas.h"
 
 namespace ortolan {
 

@@ -1,8 +1,9 @@
-// How an operator's ports and attributes are described to ONNX Runtime.
+// How an operator's ports are described to ONNX Runtime.
 #pragma once
 
 #include <span>
-#include <string_view>
+
+#include "kernels/element_types.h"
 
 namespace ortolan {
 
@@ -12,18 +13,42 @@ struct Port {
   const char* name;
   const char* shape;  // in the operator contract's symbols, for messages
   PortType type;
-  bool optional;
-  int alias;             // outputs: index of the input whose buffer is continued or else copied, or -1
+  bool optional = false;
+  int alias = -1;        // outputs: index of the input whose buffer is continued or else copied
   bool on_host = false;  // inputs: in host memory on every device
-  int spends = -1;  // outputs: index of the input whose buffer it takes if nothing reads that later, or -1
+  int spends = -1;       // outputs: index of the input whose buffer it takes if nothing reads that later
+
+  // The type of its elements in a kernel for `node` elements.
+  constexpr ElementType element(ElementType node) const {
+    switch (type) {
+      case PortType::kElement:
+        return node;
+      case PortType::kFloat32:
+        return ElementType::kFloat32;
+      case PortType::kInt32:
+        return ElementType::kInt32;
+      case PortType::kInt64:
+        return ElementType::kInt64;
+    }
+    return node;
+  }
+  // The input whose buffer an output may take, or -1.
+  constexpr int reused_input() const { return alias >= 0 ? alias : spends; }
 };
 
 struct Schema {
   const char* name;
   std::span<const Port> inputs;
   std::span<const Port> outputs;
-  std::span<const std::string_view> attributes;
   bool cuda_only;  // there is no CPU kernel
+
+  // Without a port of the node's element type an operator is registered once.
+  constexpr bool has_element() const {
+    for (const std::span<const Port> ports : {inputs, outputs})
+      for (const Port& port : ports)
+        if (port.type == PortType::kElement) return true;
+    return false;
+  }
 };
 
 }  // namespace ortolan

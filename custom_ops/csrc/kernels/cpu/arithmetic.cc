@@ -52,8 +52,8 @@ void swa_attention(const SwaAttentionParams& params, ParallelFor& parallel) {
   arithmetic().swa_attention(params, parallel);
 }
 
-void snapkv_score(const SnapKvScoreParams& params, ParallelFor& parallel) {
-  arithmetic().snapkv_score(params, parallel);
+void snap_kv_score(const SnapKvScoreParams& params, ParallelFor& parallel) {
+  arithmetic().snap_kv_score(params, parallel);
 }
 
 }  // namespace ortolan::cpu

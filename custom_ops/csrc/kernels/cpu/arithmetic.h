@@ -1,13 +1,14 @@
 // The kernels that are built once for each instruction set.
 #pragma once
 
-#include "kernels.h"
+#include "isa.h"
+#include "kernels/cpu/operators.generated.h"
 
 namespace ortolan::cpu {
 
 struct Arithmetic {
   void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
-  void (*snapkv_score)(const SnapKvScoreParams&, ParallelFor&);
+  void (*snap_kv_score)(const SnapKvScoreParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;

@@ -5,6 +5,6 @@
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snapkv_score};
+const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snap_kv_score};
 
 }  // namespace ortolan::cpu

@@ -5,6 +5,6 @@
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snapkv_score};
+const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snap_kv_score};
 
 }  // namespace ortolan::cpu

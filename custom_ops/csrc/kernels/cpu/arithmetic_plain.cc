@@ -5,6 +5,6 @@
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snapkv_score};
+const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snap_kv_score};
 
 }  // namespace ortolan::cpu

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels.h"
+#include "kernels/cpu/operators.generated.h"
 #include "tile.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.h"
+#include "kernels/cpu/operators.generated.h"
 
 namespace ortolan::cpu {
 namespace {
@@ -51,7 +51,7 @@ void ring_kv_append(const RingKvAppendParams& params, ParallelFor& parallel) {
                 [&](int64_t task) { append_head(params, task / heads, task % heads); });
 }
 
-void snapkv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel) {
+void snap_kv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel) {
   if (params.window_rows == 0) return;
   const int64_t row_bytes = params.row_size * element_bytes(params.element);
   parallel.each(params.packing.num_sequences, [&](int64_t sequence) {

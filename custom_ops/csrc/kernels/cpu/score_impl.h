@@ -157,7 +157,7 @@ void score(const SnapKvScoreParams& p, ParallelFor& parallel) {
   }
 }
 
-inline void snapkv_score(const SnapKvScoreParams& p, ParallelFor& parallel) {
+inline void snap_kv_score(const SnapKvScoreParams& p, ParallelFor& parallel) {
   if (p.element == ElementType::kFloat32) return score<float>(p, parallel);
   score<Half>(p, parallel);
 }

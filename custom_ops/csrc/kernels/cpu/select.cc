@@ -3,8 +3,8 @@
 #include <functional>
 #include <vector>
 
-#include "../selection.h"
-#include "kernels.h"
+#include "kernels/cpu/operators.generated.h"
+#include "kernels/selection.h"
 
 namespace ortolan::cpu {
 namespace {

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "../params.h"
 #include "element.h"
+#include "kernels/params.h"
 #include "vec.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {

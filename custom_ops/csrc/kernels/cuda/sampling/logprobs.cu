@@ -8,9 +8,9 @@
 // order of their places, whoever arrives last.
 #include <algorithm>
 
-#include "../launch.cuh"
-#include "logprobs.h"
-#include "rows.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/sampling/logprobs.h"
+#include "kernels/cuda/sampling/rows.cuh"
 
 namespace ortolan::cuda {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <cfloat>
 
-#include "sampling.h"
+#include "kernels/cuda/sampling/sampling.h"
 
 namespace ortolan::cuda::sampling {
 

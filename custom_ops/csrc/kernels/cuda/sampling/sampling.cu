@@ -16,8 +16,8 @@
 // (2012).
 #include <algorithm>
 
-#include "../launch.cuh"
-#include "search.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/sampling/search.cuh"
 
 namespace ortolan::cuda {
 namespace {

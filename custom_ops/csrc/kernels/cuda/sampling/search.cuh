@@ -2,7 +2,7 @@
 // blocks of the sequence together.
 #pragma once
 
-#include "rows.cuh"
+#include "kernels/cuda/sampling/rows.cuh"
 
 namespace ortolan::cuda::sampling {
 

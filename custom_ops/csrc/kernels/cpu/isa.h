@@ -1,0 +1,13 @@
+// The instruction sets that the CPU kernels are built for.
+#pragma once
+
+namespace ortolan::cpu {
+
+// Instruction sets the arithmetic kernels are built for, in rising order.
+enum class Isa { kPlain, kAvx2, kAvx512 };
+
+Isa best_isa();
+// Limits what later calls may use; for tests. Returns false where the machine lacks it.
+bool limit_isa(Isa isa);
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,17 @@
+// clang-format off
+// The kernels of the operators, whose arguments are valid; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#pragma once
+
+#include "kernels/params.h"
+#include "parallel.h"
+
+namespace ortolan::cpu {
+
+void ring_kv_append(const RingKvAppendParams& params, ParallelFor& parallel);
+void swa_attention(const SwaAttentionParams& params, ParallelFor& parallel);
+void snap_kv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel);
+void snap_kv_score(const SnapKvScoreParams& params, ParallelFor& parallel);
+void kv_select(const KvSelectParams& params, ParallelFor& parallel);
+void kv_compact(const KvCompactParams& params, ParallelFor& parallel);
+
+}  // namespace ortolan::cpu

@@ -1,0 +1,163 @@
+// Chooses attention's kernels: by element type, head size and device, and for each sequence by its own token
+// count.
+#include <algorithm>
+#include <atomic>
+
+#include "instances.h"
+#include "kernels/cuda/common/element_dispatch.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
+
+namespace ortolan::cuda {
+namespace {
+
+// Calls f.operator()<kHeadSize, kRowTiles>() for the smallest decode instance that holds the head.
+template <typename Function>
+auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
+  // Rows that a sequence is expected to bring; one that brings more takes several entries.
+  const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
+  const int64_t tokens =
+      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
+  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= kDecodeTileRows;
+  const int64_t head_size = params.cache.head_size;
+  if (head_size > 256) return f.template operator()<512, 1>();
+  const auto with_tiles = [&]<int kHeadSize>() {
+    return one_tile ? f.template operator()<kHeadSize, 1>() : f.template operator()<kHeadSize, 2>();
+  };
+  if (head_size <= 64) return with_tiles.template operator()<64>();
+  if (head_size <= 128) return with_tiles.template operator()<128>();
+  return with_tiles.template operator()<256>();
+}
+
+template <typename Function>
+auto with_prefill_head_size(int64_t head_size, Function&& f) {
+  if (head_size <= 64) return f.template operator()<64>();
+  if (head_size <= 80) return f.template operator()<80>();
+  if (head_size <= 96) return f.template operator()<96>();
+  if (head_size <= 128) return f.template operator()<128>();
+  if (head_size <= 192) return f.template operator()<192>();
+  if (head_size <= 256) return f.template operator()<256>();
+  return f.template operator()<512>();
+}
+
+// The generation of GPUs that device code is compiled for. Plain sm_90 counts as the one before: without the
+// instructions of sm_90a the kernels for compute capability 9.0 cannot run.
+#if __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int kCodeGeneration = 9;
+#elif __CUDA_ARCH__ >= 1000
+constexpr int kCodeGeneration = __CUDA_ARCH__ / 100;
+#else
+constexpr int kCodeGeneration = 8;
+#endif
+
+// The bound on its threads tells the host which of the library's codes runs on a device: that is not the
+// device's own where PTX of an older generation was compiled for it.
+__global__ void __launch_bounds__(32 * kCodeGeneration) generation_kernel() {}
+
+cudaError_t read_code_generation(int device, int& generation) {
+  static std::atomic<int> known[kKnownDevices];
+  const bool has_place = device < kKnownDevices;
+  generation = has_place ? known[device].load() : 0;
+  if (generation) return cudaSuccess;
+  cudaFuncAttributes attributes{};
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, generation_kernel);
+  generation = attributes.maxThreadsPerBlock / 32;
+  if (has_place && error == cudaSuccess) known[device] = generation;
+  return error;
+}
+
+cudaError_t attribute(cudaDeviceAttr name, int device, int& value) {
+  return cudaDeviceGetAttribute(&value, name, device);
+}
+
+}  // namespace
+
+cudaError_t current_device(Device& device) {
+  int major = 0, minor = 0;
+  if (const cudaError_t error = cudaGetDevice(&device.ordinal); error != cudaSuccess) return error;
+  const int ordinal = device.ordinal;
+  for (const cudaError_t error :
+       {attribute(cudaDevAttrComputeCapabilityMajor, ordinal, major),
+        attribute(cudaDevAttrComputeCapabilityMinor, ordinal, minor),
+        attribute(cudaDevAttrMultiProcessorCount, ordinal, device.num_multiprocessors),
+        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal, device.shared_bytes_per_block)})
+    if (error != cudaSuccess) return error;
+  int generation = 0;
+  const cudaError_t error = read_code_generation(ordinal, generation);
+  device.compute_capability = std::min(10 * major + minor, 10 * generation + 9);
+  return error;
+}
+
+cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
+  return with_half_element(params.element, [&]<typename Element>() {
+    return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
+      return launch_decode<Element, kHeadSize, kRowTiles>(params, launch);
+    });
+  });
+}
+
+size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device) {
+  return with_half_element(params.element, [&]<typename Element>() {
+    return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
+      return decode_workspace_bytes<Element, kHeadSize, kRowTiles>(params, device);
+    });
+  });
+}
+
+cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch) {
+  return with_half_element(params.element, [&]<typename Element>() {
+    return with_prefill_head_size(params.cache.head_size, [&]<int kHeadSize>() {
+      return launch_mma_prefill<Element, kHeadSize>(params, launch);
+    });
+  });
+}
+
+bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device& device) {
+  const int64_t head_size = params.cache.head_size;
+  const bool pages_align = !params.cache.block_table || params.cache.page_slots % 8 == 0;
+  return device.compute_capability == 90 && params.element != ElementType::kFloat32 && pages_align &&
+         (head_size == 64 || head_size == 128 || head_size == 256);
+}
+
+cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch) {
+  return with_half_element(params.element, [&]<typename Element>() {
+    // Tiles much longer than a window are mostly masked.
+    const bool small_window = params.window >= 0 && params.window <= 128;
+    switch (params.cache.head_size) {
+      case 64:
+        return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch)
+                            : launch_sm90_prefill<Element, 64, 128>(params, launch);
+      case 128:
+        return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch)
+                            : launch_sm90_prefill<Element, 128, 128>(params, launch);
+      default:
+        return launch_sm90_prefill<Element, 256, 80>(params, launch);
+    }
+  });
+}
+
+size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
+  const int64_t tokens = params.packing.num_tokens;
+  const bool decodes = tokens > 0 && (params.packing.num_sequences > 1 || tokens <= kDecodeTokens);
+  if (params.element == ElementType::kFloat32) return 0;
+  // Prefill asks for its counters.
+  return decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0};
+}
+
+cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
+  const int64_t tokens = params.packing.num_tokens;
+  if (tokens == 0) return cudaSuccess;
+  const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
+  if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
+  if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
+  if (tokens > kDecodeTokens) {
+    const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)
+                                  ? attention_prefill_sm90(params, launch)
+                                  : attention_prefill_mma(params, launch);
+    if (error != cudaSuccess || params.packing.num_sequences == 1) return error;
+  }
+  return attention_decode(params, launch);
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,287 @@
+// Merges decode attention's partial sums, in the order that plan.cuh fixes.
+//
+// One block per row of an entry and kColumns columns. Threads own four columns; kColumns / 4 of them rebuild
+// a span at a time: what was handed on whole, or its tiles, in ascending order. Then the spans of a round
+// (fixed by key position) are brought to their common maximum and added up, every eighth by the same warp,
+// and the rounds are merged one by one.
+#pragma once
+
+#include "cursor.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
+
+namespace ortolan::cuda {
+
+constexpr int kRoundSpans = 64;
+constexpr int kSpanParts = 8;  // of a round: spans that are added up one after another
+
+// With few entries it is faster to count their tiles again than to read what the kernel before has counted.
+constexpr int kCountedEntries = 128;
+__host__ __device__ __forceinline__ bool counts_again(const DecodeShape& shape) {
+  return !shape.counted_strips && shape.entries <= kCountedEntries;
+}
+
+// Partial sums of a row in four columns.
+struct PartialSum {
+  SoftmaxState state = kNoKeys;
+  float4 sums{};
+
+  __device__ __forceinline__ void merge(const PartialSum& other) {
+    const Merge merge = Merge::of(state, other.state);
+    state = merge.state;
+    sums = {merge.apply(sums.x, other.sums.x), merge.apply(sums.y, other.sums.y),
+            merge.apply(sums.z, other.sums.z), merge.apply(sums.w, other.sums.w)};
+  }
+};
+
+// One row of an entry, as its partial sums were left.
+template <int kHeadSize, typename Line>
+struct PartialRow {
+  const DecodeWorkspace& workspace;
+  const Line& line;
+  const KeyTiles& tiles;
+  int entry;
+  int row;
+  int column;  // of the thread
+
+  __device__ __forceinline__ int start() const { return line.first(entry); }
+  __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
+    return start() + span.end <= line.begin(owner + 1);
+  }
+  // Whether the entry visits no other span than `first`.
+  __device__ __forceinline__ bool is_only(const SpanTiles& first) const {
+    return first.end - first.begin == tiles.count();
+  }
+  // Whether one block summed the whole entry and stored the output; `first`: the entry's first span.
+  __device__ __forceinline__ bool is_stored(const SpanTiles& first) const {
+    return is_only(first) && is_whole(first, line.owner(start()));
+  }
+  __device__ __forceinline__ void load(PartialSum& sum, int64_t place) const {
+    const int64_t source = place * workspace.rows + row;
+    sum.state = workspace.states[source];
+    sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
+  }
+  // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
+  __device__ __forceinline__ PartialSum sum_span(int index) const {
+    PartialSum sum;
+    const SpanTiles span = SpanTiles::of(tiles, index);
+    if (span.begin >= span.end) return sum;
+    const int owner = line.owner(start() + span.begin);
+    const bool whole = is_whole(span, owner);
+    const int64_t place = whole ? workspace.span_place(entry, span_number(tiles, index, workspace.max_spans))
+                                : workspace.tile_place(owner, index * kSpanTiles);
+    PartialSum parts[kSpanTiles];
+#pragma unroll
+    for (int t = 0; t < kSpanTiles; ++t) {
+      const int tile = index * kSpanTiles + t;
+      if (whole ? t == 0 : tiles.rank(tile + 1) > tiles.rank(tile)) load(parts[t], place + t);
+    }
+    if (whole) return parts[0];
+#pragma unroll
+    for (int t = 0; t < kSpanTiles; ++t) sum.merge(parts[t]);
+    return sum;
+  }
+};
+
+// The spans that an entry visits: sinks', then the window's.
+struct VisitedSpans {
+  int sink_end;
+  int begin;
+  int end;
+
+  static __device__ __forceinline__ VisitedSpans of(const KeyTiles& tiles) {
+    const int sink_end = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
+    return {sink_end, max(tiles.begin / kSpanTiles, sink_end), (tiles.end + kSpanTiles - 1) / kSpanTiles};
+  }
+  __device__ __forceinline__ bool hold(int span) const {
+    return span < end && (span < sink_end || span >= begin);
+  }
+  // The first round after `round` that has a span, or one past the last.
+  __device__ __forceinline__ int next_round(int round) const {
+    const int next = round + 1, sink_rounds = (sink_end + kRoundSpans - 1) / kRoundSpans;
+    return next < sink_rounds ? next : max(next, begin / kRoundSpans);
+  }
+};
+
+// The spans of one round, and the sums of its parts.
+struct SpanRound {
+  SoftmaxState* states;  // [spans]
+  float* sums;           // [spans, columns]
+  float* parts;          // [kSpanParts, columns]
+
+  static __host__ __device__ constexpr int bytes(int spans, int columns) {
+    return (spans + kSpanParts) * columns * static_cast<int>(sizeof(float)) +
+           spans * static_cast<int>(sizeof(SoftmaxState));
+  }
+  static __device__ __forceinline__ SpanRound of(unsigned char* memory, int spans, int columns) {
+    auto* sums = reinterpret_cast<float*>(memory);
+    float* parts = sums + spans * columns;
+    return {reinterpret_cast<SoftmaxState*>(parts + kSpanParts * columns), sums, parts};
+  }
+
+  // Maximum and denominator of all, and each lane's two weights; the same in every warp.
+  __device__ __forceinline__ SoftmaxState weigh(float (&weights)[2], int count, int lane) const {
+    const SoftmaxState low = lane < count ? states[lane] : kNoKeys;
+    const SoftmaxState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
+    SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
+    all.maximum = fold_lanes<1, 16>(all.maximum, Max());
+    const float base = finite_max(all.maximum);
+    weights[0] = fast_exp2(low.maximum - base);
+    weights[1] = fast_exp2(high.maximum - base);
+    all.total = fmaf(low.total, weights[0], high.total * weights[1]);
+    all.total = fold_lanes<1, 16>(all.total, Add());
+    return all;
+  }
+
+  // Adds every kSpanParts-th span, for the columns of a warp.
+  template <int kColumns>
+  __device__ __forceinline__ void add_part(const float (&weights)[2], int part, int count, int lane) const {
+    float added[(kColumns + 31) / 32] = {};
+#pragma unroll
+    for (int i = 0; i < kRoundSpans / kSpanParts; ++i) {
+      const int span = part + i * kSpanParts;
+      if (span >= count) break;
+      const float weight = __shfl_sync(~0u, weights[i / (32 / kSpanParts)], span % 32);
+#pragma unroll
+      for (int c = 0; c < kColumns / 32; ++c)
+        added[c] = fmaf(sums[span * kColumns + c * 32 + lane], weight, added[c]);
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns / 32; ++c) parts[part * kColumns + c * 32 + lane] = added[c];
+  }
+};
+
+// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block.
+template <typename Element, int kColumns, typename Partial>
+__device__ __forceinline__ void combine_row(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            const DecodeEntry& entry, const Partial& partial,
+                                            const SpanRound& spans, int spans_at_once, int first_column) {
+  constexpr int kSpanThreads = kColumns / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const VisitedSpans visited = VisitedSpans::of(entry.tiles);
+  const int first_span = entry.tiles.at(0) / kSpanTiles;
+  const bool is_only = partial.is_only(SpanTiles::of(entry.tiles, first_span));
+  SoftmaxState state = kNoKeys;
+  float total = 0;
+  for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
+       round = visited.next_round(round)) {
+    const int count = min(spans_at_once, visited.end - round * kRoundSpans);
+    for (int n = threadIdx.x / kSpanThreads; n < count; n += blockDim.x / kSpanThreads) {
+      const int span = round * kRoundSpans + n;
+      const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
+      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + threadIdx.x % kSpanThreads] = sum.sums;
+      if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
+    }
+    __syncthreads();
+    if (is_only) {  // all that a round would do to it is to drop the sign of a zero
+      const int n = first_span - round * kRoundSpans;
+      state = spans.states[n];
+      total = spans.sums[n * kColumns + threadIdx.x % kColumns] + 0.0f;
+      break;
+    }
+    float weights[2];
+    const SoftmaxState added = spans.weigh(weights, count, lane);
+    for (int part = warp; part < kSpanParts; part += blockDim.x / 32)
+      spans.add_part<kColumns>(weights, part, count, lane);
+    __syncthreads();
+    float added_sum = 0;
+#pragma unroll
+    for (int part = 0; part < kSpanParts; ++part)
+      added_sum += spans.parts[part * kColumns + threadIdx.x % kColumns];
+    const Merge merge = Merge::of(state, added);
+    state = merge.state;
+    total = merge.apply(total, added_sum);
+  }
+  if (threadIdx.x < kColumns)
+    entry.store_row<Element>(params, shape, partial.row, first_column + static_cast<int>(threadIdx.x), state,
+                             total);
+}
+
+// The sequence of a token; for whole warps. Where each has one, it is found by the first guess.
+__device__ __forceinline__ int find_sequence(const Packing& packing, int64_t token) {
+  const auto holds = [&](int64_t sequence) {
+    return sequence < packing.num_sequences && packing.first(sequence) <= token &&
+           token < packing.first(sequence) + packing.count(sequence);
+  };
+  if (holds(token)) return static_cast<int>(token);
+  const int lane = threadIdx.x % 32;
+  for (int first = 0; first < packing.num_sequences; first += 32)
+    if (const unsigned found = __ballot_sync(~0u, holds(first + lane))) return first + __ffs(found) - 1;
+  return -1;
+}
+
+// What a block of the combine kernel merges.
+struct CombinedRow {
+  DecodeEntry entry;
+  int index;  // of the entry, where its strip is not counted
+  int row;    // of the entry, which may have fewer
+
+  static __device__ __forceinline__ CombinedRow of_token(const SwaAttentionParams& params,
+                                                         const DecodeShape& shape, int token, int head) {
+    const int sequence = find_sequence(params.packing, token);
+    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return {};
+    const int kv_head = shape.by_group.divide(head);
+    const int sequence_row = (token - static_cast<int>(params.packing.first(sequence))) * shape.group + head -
+                             kv_head * shape.group;
+    const int row_tile = sequence_row / shape.entry_rows;
+    return {DecodeEntry::of(params, shape, sequence, row_tile, kv_head),
+            (row_tile * shape.sequences + sequence) * shape.kv_heads + kv_head,
+            sequence_row - row_tile * shape.entry_rows};
+  }
+  // Where strips are counted, for once the kernel before has done so.
+  static __device__ __forceinline__ CombinedRow of_entry(const SwaAttentionParams& params,
+                                                         const DecodeShape& shape, const int* holders,
+                                                         int index, int row) {
+    if (shape.counted_strips && holders[shape.by_kv_heads.divide(index)] < 0) return {};
+    return {DecodeEntry::of(params, shape, index, holders), index, row};
+  }
+  // The entry's number with the strip that the kernel before has counted for its first row; false: it has
+  // none.
+  __device__ __forceinline__ bool find_strip(const DecodeShape& shape, const int* first_strips) {
+    const int strip = first_strips[entry.sequence] + entry.first_row / shape.entry_rows;
+    index = strip * shape.kv_heads + entry.kv_head;
+    return 0 <= strip && strip < shape.counted_strips;
+  }
+};
+
+// Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
+// of a round, at most.
+template <typename Element, int kHeadSize, int kColumns, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
+                          const __grid_constant__ DecodeShape shape,
+                          const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
+                          bool by_token) {
+  constexpr int kSpanThreads = kColumns / 4;
+  launch_dependents();  // who comes next waits for this kernel, and so for the one before
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ int counted[kCountedEntries + 1];
+  const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
+  const int first_column = blockIdx.z * kColumns;
+
+  // Until the wait only what the kernel before had waited for is read.
+  if (shape.counted_strips && !by_token) wait_for_previous_kernel();
+  CombinedRow own = by_token ? CombinedRow::of_token(params, shape, blockIdx.x, blockIdx.y)
+                             : CombinedRow::of_entry(params, shape, workspace.starts + shape.entries + 1,
+                                                     blockIdx.x, blockIdx.y);
+  if (own.row >= own.entry.rows) {
+    // One block waits even if none has work: who comes next relies on the kernel before this one.
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
+    return;
+  }
+  const DecodeEntry& entry = own.entry;
+  const bool counts = counts_again(shape);
+  if (counts) count_tiles(params, shape, counted);
+  const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
+  wait_for_previous_kernel();
+  if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
+
+  const DecodeLine line(counts ? counted : workspace.starts, shape);
+  const PartialRow<kHeadSize, DecodeLine> partial{
+      workspace, line,    entry.tiles,
+      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
+  if (partial.is_stored(first_span)) return;
+  combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
+}
+
+}  // namespace ortolan::cuda

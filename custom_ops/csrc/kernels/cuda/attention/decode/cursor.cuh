@@ -1,0 +1,140 @@
+// How a block walks along its piece of decode attention's line of tiles.
+#pragma once
+
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
+#include "plan.cuh"
+
+namespace ortolan::cuda {
+
+// Hands each index in 0 .. items to `store`, with its count and the sum of counts up to it; for a whole
+// block.
+template <typename Count, typename Store>
+__device__ __forceinline__ void sum_up(int items, const Count& count, const Store& store) {
+  __shared__ int warp_totals[32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  int before = 0;
+  for (int first = 0; first < items; first += blockDim.x) {
+    const bool one_warp = items - first <= 32;
+    if (one_warp && warp > 0) break;
+    const int index = first + static_cast<int>(threadIdx.x);
+    const int own = index < items ? count(index) : 0;
+    int sum = before + inclusive_sum(own, lane);
+    if (!one_warp) {
+      if (lane == 31) warp_totals[warp] = sum;
+      __syncthreads();
+      const int total = inclusive_sum(lane < warps ? warp_totals[lane] - before : 0, lane);
+      if (warp > 0) sum += __shfl_sync(~0u, total, warp - 1);
+      before += __shfl_sync(~0u, total, 31);
+      __syncthreads();
+    }
+    if (index < items) store(index, own, sum);
+  }
+}
+
+// Numbers the row tiles that hold rows; returns how many. For a whole block. Row boundaries that do not rise
+// may ask for more than there is room for: those are not numbered.
+__device__ __forceinline__ int count_strips(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            int* holders) {
+  __shared__ int counted;
+  const auto row_tiles = [&](int sequence) {
+    const auto tokens = static_cast<int>(params.packing.count(sequence));
+    if (tokens <= 0 || tokens > kDecodeTokens) return 0;
+    return (tokens * shape.group + shape.entry_rows - 1) / shape.entry_rows;
+  };
+  sum_up(shape.sequences, row_tiles, [&](int sequence, int tiles, int sum) {
+    const int end = min(sum, shape.counted_strips);
+    int holder = sequence;
+    for (int strip = sum - tiles; strip < end; ++strip, holder += shape.sequences) holders[strip] = holder;
+    if (sequence == shape.sequences - 1) counted = end;
+  });
+  __syncthreads();
+  return counted;
+}
+
+// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block. Returns
+// the number of strips that have rows, where strips are counted.
+__device__ __forceinline__ int count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
+                                           int* starts) {
+  int* holders = starts + shape.entries + 1;
+  const int strips = shape.counted_strips ? count_strips(params, shape, holders) : 0;
+  const int entries = shape.counted_strips ? strips * shape.kv_heads : shape.entries;
+  sum_up(
+      entries, [&](int index) { return DecodeEntry::of(params, shape, index, holders).tiles.count(); },
+      [&](int index, int, int sum) { starts[index + 1] = sum; });
+  if (threadIdx.x == 0) starts[0] = 0;
+  __syncthreads();
+  const int total = starts[entries];
+  for (int index = entries + threadIdx.x; index < shape.entries; index += blockDim.x)
+    starts[index + 1] = total;
+  __syncthreads();
+  return strips;
+}
+
+// Leaves what a block has counted to the combine kernel; for a whole block.
+__device__ __forceinline__ void store_counts(const DecodeShape& shape, const DecodeWorkspace& workspace,
+                                             const int* starts, int strips) {
+  for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = starts[i];
+  for (int strip = threadIdx.x; strip < shape.counted_strips; strip += blockDim.x) {
+    const int place = shape.entries + 1 + strip, holder = strip < strips ? starts[place] : -1;
+    workspace.starts[place] = holder;
+    if (strip < strips && holder < shape.sequences)
+      workspace.first_strips[holder] = strip;  // its first row tile
+  }
+}
+
+// A place on the line of tiles, the stage that holds the tile and the buffer of its sums; all move forward.
+struct DecodeCursor {
+  int tile;            // on the line
+  bool is_new = true;  // whether the tile is the first of its entry, or of the block
+  int entry = 0;
+  int number = 0;  // of the tile among those of its entry
+  int end = 0;     // of the entry on the line
+  RingPlace stage;
+  RingPlace buffer;
+  DecodeEntry of{};
+
+  // Looks the entry up where it is new; returns whether it was. Line: DecodeLine or ClusterLine.
+  template <typename Line>
+  __device__ __forceinline__ bool settle(const SwaAttentionParams& params, const DecodeShape& shape,
+                                         const Line& line) {
+    if (!is_new) return false;
+    entry = line.entry_of(tile);
+    number = tile - line.first(entry);
+    end = line.end(entry);
+    of = line.entry(params, shape, entry);
+    is_new = false;
+    return true;
+  }
+  __device__ __forceinline__ void advance(const DecodeShape& shape) {
+    ++number;
+    is_new = ++tile == end;
+    stage.advance(shape.stages);
+    buffer.advance(shape.buffers);
+  }
+  __device__ __forceinline__ int key_tile() const { return of.tiles.at(number); }
+};
+
+// The span that a tile belongs to, as one block sees it.
+struct DecodeSpan {
+  int index = 0;
+  SpanTiles tiles{};
+  bool is_whole = false;  // the block holds all of it
+  int owner = 0;          // the block that holds its first tile
+  int number = 0;         // among those of the entry
+
+  // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
+  template <typename Line>
+  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const Line& line, int begin,
+                                         int end, int max_spans) {
+    if (!is_new && cursor.number < tiles.end) return;
+    index = cursor.key_tile() / kSpanTiles;
+    tiles = SpanTiles::of(cursor.of.tiles, index);
+    const int start = cursor.tile - cursor.number;
+    is_whole = start + tiles.begin >= begin && start + tiles.end <= end;
+    owner = start + tiles.begin >= begin ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
+    number = span_number(cursor.of.tiles, index, max_spans);
+  }
+};
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,145 @@
+// Decode attention: a few query rows per sequence against all of its keys, at the speed of memory.
+//
+// Grid: one block per multiprocessor; plan.cuh says which key tiles each takes. One sequence has its
+// blocks in clusters, one per kv head, and no second kernel: see cluster.cuh. The warps of a block
+// have three trades, and wait for each other only through barriers in shared memory: load.cuh copies
+// tiles to a ring of stages, warp.cuh multiplies, merge.cuh merges. The query heads of a group
+// and a sequence's tokens are the columns of one matrix product, so keys and values are read once for up to
+// 16 of them. Order of sums: fixed by key position, within a tile and above it. Source of the split over
+// keys: Dao et al., Flash-Decoding (2023); of the packed heads: the GQA packing of FlashAttention.
+#pragma once
+
+#include "cluster.cuh"
+#include "load.cuh"
+#include "merge.cuh"
+#include "prefetch.cuh"
+#include "warp.cuh"
+
+namespace ortolan::cuda {
+
+// Warps that multiply, at most: bounded by registers.
+template <int kHeadSize>
+constexpr int kMaxDecodeWarps = kHeadSize <= 128   ? 8
+                                : kHeadSize <= 256 ? 4
+                                                   : 2;
+
+// The tiles of a block, begin .. end on the line.
+template <typename Line>
+struct DecodePiece {
+  const Line& line;
+  int begin;
+  int end;
+};
+
+template <typename Element, int kHeadSize, typename Line>
+__device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>& self,
+                                           const DecodeShared& shared, const DecodePiece<Line>& piece,
+                                           bool is_values) {
+  using Stage = DecodeStage<kHeadSize>;
+  const DecodeShape& shape = self.shape;
+  DecodeCursor cursor{.tile = piece.begin};
+  for (; cursor.tile < piece.end; cursor.advance(shape)) {
+    cursor.settle(self.params, shape, piece.line);
+    shared.multiplied[cursor.stage.place].wait(cursor.stage.parity ^ 1);
+    self.load(cursor, shared_address(shared.stages) + cursor.stage.place * Stage::bytes(shape.tile_keys) +
+                          is_values * shape.tile_keys * Stage::kRowBytes);
+    shared.loaded[cursor.stage.place].arrive_after_copies();
+  }
+  copy_async_wait<0>();
+  launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
+}
+
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
+__device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kRowTiles>& self,
+                                               const DecodePiece<Line>& piece) {
+  DecodeCursor cursor{.tile = piece.begin};
+  for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
+    if (cursor.settle(self.params, self.shape, piece.line)) self.take_queries(cursor.of);
+    self.shared.loaded[cursor.stage.place].wait(cursor.stage.parity);
+    __syncwarp();
+    self.sum(cursor);
+    self.shared.summed[cursor.buffer.place].arrive_once(self.lane);
+  }
+}
+
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
+__device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRowTiles>& self,
+                                            const DecodePiece<Line>& piece) {
+  __shared__ TileFactors<kDecodeTileRows * kRowTiles> factors;
+  DecodeCursor cursor{.tile = piece.begin};
+  DecodeSpan span;
+  self.clear();
+  for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
+    const bool is_new = cursor.settle(self.params, self.shape, piece.line);
+    span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
+    const int buffer = cursor.buffer.place;
+    self.shared.summed[buffer].wait(cursor.buffer.parity);
+    sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
+    self.find_factors(factors, buffer, span.is_whole);
+    sync_warps<kMergeThreads>(1);
+    self.merge_tile(factors, cursor, span);
+    self.shared.merged[buffer].arrive_once(self.thread % 32);
+  }
+}
+
+// A block's piece of a line, by the trade of each warp.
+template <typename Element, int kHeadSize, int kRowTiles, typename Line>
+__device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
+                                          const DecodeWorkspace& workspace, const DecodeShared& shared,
+                                          const Line& line) {
+  const auto block = static_cast<int>(blockIdx.x);
+  const DecodePiece<Line> piece{line, line.begin(block), line.begin(block + 1)};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Visibility visibility = Visibility::of(params);
+  if (warp < shape.warps) {
+    DecodeWarp<Element, kHeadSize, kRowTiles> self{
+        params, shape, shared, visibility, Logits::of(params.scale, params.softcap), warp, lane};
+    multiply_tiles(self, piece);
+  } else if (warp < shape.warps + kLoadWarps) {
+    const bool is_values = warp > shape.warps;
+    const void* cache = is_values ? params.value_cache : params.key_cache;
+    const DecodeLoad<Element, kHeadSize> self{
+        params, shape, visibility, static_cast<const Element*>(cache), evict_first_policy(), lane};
+    load_tiles(self, shared, piece, is_values);
+  } else {
+    DecodeMerge<Element, kHeadSize, kRowTiles> self{
+        params, shape, shared, workspace, static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps) * 32};
+    merge_tiles(self, piece);
+  }
+}
+
+// `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
+template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
+__global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
+    decode_kernel(const __grid_constant__ SwaAttentionParams params,
+                  const __grid_constant__ DecodeShape shape,
+                  const __grid_constant__ DecodeWorkspace workspace) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, kDecodeTileRows * kRowTiles);
+  if (threadIdx.x < shape.stages) {
+    shared.loaded[threadIdx.x].init(kLoadWarps * 32);
+    shared.multiplied[threadIdx.x].init(shape.warps);
+  }
+  if (threadIdx.x < shape.buffers) {
+    shared.summed[threadIdx.x].init(shape.warps);
+    shared.merged[threadIdx.x].init(kMergeWarps);
+  }
+  if constexpr (kClusters) __syncthreads();  // else while tiles are counted
+  if (shape.guesses) prefetch_first_tile(params, shape);
+  wait_for_previous_kernel();
+
+  if constexpr (kClusters) {
+    const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
+    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
+                                             ClusterLine(params, shape, entry));
+    combine_cluster<Element, kHeadSize>(params, shape, workspace, ClusterLine(params, shape, entry),
+                                        shared.stages);
+  } else {
+    const int strips = count_tiles(params, shape, shared.starts);
+    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
+    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
+                                             DecodeLine(shared.starts, shape));
+  }
+}
+
+}  // namespace ortolan::cuda

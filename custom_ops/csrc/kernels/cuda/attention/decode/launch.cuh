@@ -1,0 +1,218 @@
+// Host side of decode attention: sizes from shapes, then one launch in clusters, or one to sum and one to
+// combine.
+#pragma once
+
+#include <algorithm>
+
+#include "decode.cuh"
+#include "kernels/cuda/attention/instances.h"
+#include "kernels/cuda/common/launch.cuh"
+
+namespace ortolan::cuda {
+
+template <int kHeadSize, int kRowTiles>
+int decode_shared_bytes(const DecodeShape& shape) {
+  return DecodeShared::bytes<kHeadSize>(shape, kDecodeTileRows * kRowTiles);
+}
+
+// As many warps as leave three stages in shared memory beside the sums of four rows; with few, fewer stages
+// will do. Sums depend on the size of a tile, so it is the same for any number of rows and sequences.
+template <int kHeadSize>
+int decode_warps(const Device& device) {
+  constexpr int kGoodStages = 3, kOtherBytes = 4096;
+  int warps = kMaxDecodeWarps<kHeadSize>;
+  for (; warps > 1; warps /= 2) {
+    const int sums = warps * DecodeSums<kHeadSize>::floats(4) * static_cast<int>(sizeof(float));
+    const int stage = DecodeStage<kHeadSize>::bytes(warps * kWarpKeys<kHeadSize>);
+    if (std::min(kGoodStages, 1 + warps) * stage + sums + kOtherBytes <= device.shared_bytes_per_block) break;
+  }
+  return warps;
+}
+
+// Sets stages and buffers to what there is room for, stages first; they are 0 where not even one fits.
+template <int kHeadSize, int kRowTiles>
+void fill_shared(DecodeShape& shape, const Device& device) {
+  constexpr int kMaxStages = 6, kStaticBytes = 2048;
+  const auto fits = [&] {
+    return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
+  };
+  shape.buffers = 1;
+  for (shape.stages = kMaxStages; shape.stages > 0 && !fits();) --shape.stages;
+  shape.buffers = 2;
+  if (!fits()) shape.buffers = 1;
+}
+
+// Whether a block can tell its first tile from a length and its own number.
+inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
+  return device.compute_capability >= 90 && params.packing.num_sequences == 1 && shape.row_tiles == 1 &&
+         params.past_len.head_stride == 0 && !params.cache.block_table;
+}
+
+template <int kHeadSize, int kRowTiles>
+DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
+  const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
+  const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, kDecodeTokens));
+  DecodeShape shape{};
+  shape.kv_heads = kv_heads;
+  shape.group = static_cast<int>(params.num_heads) / kv_heads;
+  shape.entry_rows = std::min(kDecodeTileRows * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
+  shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
+  shape.sequences = static_cast<int>(params.packing.num_sequences);
+  if (shape.row_tiles > 1 && shape.sequences > 1)
+    shape.counted_strips = static_cast<int>(
+        most_row_tiles(shape.sequences, params.packing.num_tokens, shape.group, shape.entry_rows));
+  shape.entries =
+      kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
+  shape.warps = decode_warps<kHeadSize>(device);
+  shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
+  fill_shared<kHeadSize, kRowTiles>(shape, device);
+  const int64_t tiles = params.cache.capacity / shape.tile_keys + 4;  // of an entry, at most
+  shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
+  shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
+  while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
+  shape.guesses = can_guess(params, shape, device);
+  shape.by_group = Divisor::of(shape.group);
+  shape.by_kv_heads = Divisor::of(kv_heads);
+  shape.by_sequences = Divisor::of(shape.sequences);
+  shape.by_line = Divisor::of(shape.blocks);
+  return shape;
+}
+
+// A cluster's few blocks are slow to combine many or long rows.
+template <int kHeadSize, int kRowTiles>
+constexpr bool kHasClusters = kRowTiles == 1 && kHeadSize <= 256;
+
+// Tiles that an entry visits, at most.
+inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
+  const int64_t all = divide_up(static_cast<int32_t>(params.cache.capacity), shape.tile_keys);
+  if (params.window < 0) return static_cast<int>(all);
+  const int64_t window = (params.window + kDecodeTokens) / shape.tile_keys + 2;
+  return static_cast<int>(
+      std::min(all + 1, window + divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys)));
+}
+
+// The largest cluster that is of use to each entry, or 0 where the entries do without.
+template <int kHeadSize>
+int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
+  if (device.compute_capability < 90 || params.packing.num_sequences != 1 || shape.row_tiles != 1) return 0;
+  const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(kHeadSize, 128));
+  if (shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) < combine_bytes) return 0;
+  return std::min({kMaxCluster, device.num_multiprocessors / shape.entries, most_tiles(params, shape)});
+}
+
+// Whether a cluster of so many blocks for each entry is faster than all blocks for all entries and a second
+// kernel, which takes about as long as two more tiles in each block do. Lengths may be anything up to the
+// capacity.
+inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& shape, int cluster,
+                         const Device& device) {
+  if (cluster < 2) return false;
+  const int tiles = most_tiles(params, shape), alone = divide_up(tiles, cluster);
+  const int shared = divide_up(shape.entries * tiles, device.num_multiprocessors);
+  return alone <= std::min(2 * shared, shared + 2);
+}
+
+inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
+  shape.cluster = cluster;
+  shape.blocks = cluster * shape.entries;
+  shape.by_line = Divisor::of(cluster);
+  return shape;
+}
+
+template <typename Element, int kHeadSize>
+cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
+                           const DecodeWorkspace& workspace, const Launch& launch) {
+  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
+  // A window's spans may lie anywhere in their rounds.
+  const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
+  const int64_t rows = params.packing.num_tokens * params.num_heads;
+  const int64_t places = int64_t{shape.entries} * shape.entry_rows;
+  // A token finds its sequence before the kernel in front has ended, a counted strip after.
+  const bool by_token = shape.counted_strips ? rows <= places : rows < places;
+  const auto enqueue = [&](auto kernel, int columns, int threads) {
+    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : shape.entries),
+                    static_cast<unsigned>(by_token ? params.num_heads : shape.entry_rows),
+                    kHeadSize / columns);
+    return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
+                             shape, workspace, spans, by_token);
+  };
+  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
+    return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+  if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
+  return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
+}
+
+// How a kernel of this shape is launched.
+template <int kHeadSize, int kRowTiles>
+struct DecodeLaunch {
+  dim3 block;
+  int shared_bytes;
+
+  explicit DecodeLaunch(const DecodeShape& shape)
+      : block((shape.warps + kLoadWarps + kMergeWarps) * 32),
+        shared_bytes(decode_shared_bytes<kHeadSize, kRowTiles>(shape)) {}
+
+  template <typename Kernel>
+  cudaError_t enqueue(Kernel kernel, const SwaAttentionParams& params, const DecodeShape& shape,
+                      const Launch& launch) const {
+    const auto cluster = static_cast<unsigned>(std::max(shape.cluster, 1));
+    return launch_clusters(kernel, dim3(shape.blocks), block, cluster, shared_bytes, launch, params, shape,
+                           DecodeWorkspace::of(launch.workspace, shape));
+  }
+};
+
+// Puts the shape in clusters where that is faster and the device holds them all at once.
+template <typename Element, int kHeadSize, int kRowTiles>
+cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
+  int cluster = largest_cluster<kHeadSize>(params, shape, device);
+  if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
+  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
+  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
+  cudaError_t error = allow_shared_memory<kernel>(device);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  // One block has a multiprocessor to itself, whatever its size: the clusters are as many for all shapes.
+  const auto resident = [&] {
+    return resident_clusters<kernel>(how.block, cluster, how.shared_bytes, device);
+  };
+  while (cluster > 1 && resident() < shape.entries) --cluster;
+  if (clusters_pay(params, shape, cluster, device)) shape = in_clusters(shape, cluster);
+  return cudaSuccess;
+}
+
+template <typename Element, int kHeadSize, int kRowTiles>
+cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
+  DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
+  if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
+  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
+  if constexpr (kHasClusters<kHeadSize, kRowTiles>) {
+    const cudaError_t error = choose_clusters<Element, kHeadSize, kRowTiles>(params, shape, launch.device);
+    if (error != cudaSuccess) return error;
+    if (shape.cluster)
+      return how.enqueue(decode_kernel<Element, kHeadSize, kRowTiles, true>, params, shape, launch);
+  }
+  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, false>;
+  cudaError_t error = allow_shared_memory<kernel>(launch.device);
+  if (error == cudaSuccess) error = how.enqueue(kernel, params, shape, launch);
+  if (error != cudaSuccess) return error;
+  return combine_decode<Element, kHeadSize>(params, shape, DecodeWorkspace::of(launch.workspace, shape),
+                                            launch);
+}
+
+template <typename Element, int kHeadSize, int kRowTiles>
+size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device) {
+  const DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, device);
+  const int cluster =
+      kHasClusters<kHeadSize, kRowTiles> ? largest_cluster<kHeadSize>(params, shape, device) : 0;
+  const DecodeShape largest = cluster ? in_clusters(shape, cluster) : shape;
+  return std::max(DecodeWorkspace::bytes(shape, kHeadSize), DecodeWorkspace::bytes(largest, kHeadSize));
+}
+
+// One source file per element type keeps a build parallel.
+#define ORTOLAN_INSTANTIATE_DECODE(Element, kHeadSize, kRowTiles)                                  \
+  template cudaError_t launch_decode<Element, kHeadSize, kRowTiles>(const SwaAttentionParams&,     \
+                                                                    const Launch&);                \
+  template size_t decode_workspace_bytes<Element, kHeadSize, kRowTiles>(const SwaAttentionParams&, \
+                                                                        const Device&);
+
+}  // namespace ortolan::cuda

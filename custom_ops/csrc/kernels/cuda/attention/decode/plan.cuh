@@ -1,0 +1,277 @@
+// How decode attention is cut up: which block sums which key tiles, and where its partial sums go.
+//
+// The tiles of all entries (sequence, kv head, tile of query rows) form one line, and each block takes an
+// equal, contiguous piece of it. A block cannot go on with the sums of another, and the order of additions
+// must not depend on the cuts. So sums are built in a tree that is fixed by key position: a tile's sum starts
+// afresh, tiles are merged into spans in ascending order, and spans into the row. A span that a block holds
+// whole it hands on as one partial sum, else tile by tile; the combine kernel merges the rest in the same
+// order. At most one span straddles the end of a block's piece, so the place of a tile's partial sum follows
+// from that block's number. A span's follows from its entry: memory is set aside for all spans of the cache's
+// capacity in every entry that may hold rows, and does not grow with the lengths. Those are read on the
+// device: the cuts move as the context grows, the bits of the result do not.
+//
+// An entry is a strip and a kv head; a strip is a row tile of a sequence. The host knows how many tokens
+// there are, but not whose. Where each sequence has at most one row tile, or there is one sequence, strips
+// are numbered row tile * sequences + sequence. Else only row tiles that hold rows are numbered, in order of
+// sequences: the device counts them, and a table says that other number, the holder, of each.
+#pragma once
+
+#include <numeric>
+
+#include "kernels/cuda/attention/key_tiles.cuh"
+#include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/common/softmax.cuh"
+
+namespace ortolan::cuda {
+
+constexpr int kSpanTiles = 8;
+// Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
+// keys.
+template <int kHeadSize>
+constexpr int kWarpKeys = kHeadSize <= 64 ? 32 : 16;
+
+// Division by a number that the host knows, of numbers below 2^31.
+// Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
+struct Divisor {
+  uint32_t magic;
+  uint32_t shift;
+
+  static Divisor of(uint32_t divisor) {
+    uint32_t shift = 0;
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    const uint64_t excess = (uint64_t{1} << shift) - divisor;
+    return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
+  }
+  __device__ __forceinline__ int divide(int number) const {
+    const auto n = static_cast<uint32_t>(number);
+    return static_cast<int>((__umulhi(n, magic) + n) >> shift);
+  }
+};
+
+// Row tiles of all sequences together, at most: a sequence of n tokens has divide_up(n * group, rows), and
+// one of more than kDecodeTokens has none.
+constexpr int64_t most_row_tiles(int64_t sequences, int64_t tokens, int64_t group, int64_t rows) {
+  const auto tiles_of = [&](int64_t n) { return (n * group + rows - 1) / rows; };
+  const int64_t held = tokens < sequences * kDecodeTokens ? tokens : sequences * kDecodeTokens;
+  const int64_t holders = held < sequences ? held : sequences;
+  // The rows that the last tile of a sequence lacks are less than all by a multiple of what divides both.
+  const int64_t packed = (held * group + holders * (rows - std::gcd(group, rows))) / rows;
+  const int64_t of_tokens = held * tiles_of(1);
+  const int64_t of_sequences = sequences * tiles_of(tokens < kDecodeTokens ? tokens : kDecodeTokens);
+  const int64_t smaller = of_tokens < of_sequences ? of_tokens : of_sequences;
+  return packed < smaller ? packed : smaller;
+}
+static_assert(most_row_tiles(128, 128, 4, 8) == 128);  // a token each
+static_assert(most_row_tiles(300, 300, 8, 8) == 300);
+static_assert(most_row_tiles(32, 32, 3, 8) == 32);
+static_assert(most_row_tiles(2, 17, 4, 8) == 9);         // 16 and 1
+static_assert(most_row_tiles(128, 4096, 4, 16) == 512);  // 16 each
+
+// Sizes that the host knows.
+struct DecodeShape {
+  int group;  // query heads per kv head
+  int kv_heads;
+  int warps;      // that multiply
+  int stages;     // tiles in flight
+  int buffers;    // tiles whose sums wait to be merged, at most
+  int tile_keys;  // a power of two
+  int tile_shift;
+  int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
+  int row_tiles;   // of a sequence, at most
+  int sequences;
+  int counted_strips;  // that the device may number; 0: all are numbered already
+  int entries;         // strips * kv heads, strips outermost
+  int blocks;
+  int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
+  int max_spans;  // per entry
+  bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
+  Divisor by_group, by_kv_heads, by_sequences;
+  Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
+
+  // Numbers of a table of tiles before each entry, [entries + 1], and holders of strips behind it,
+  // [counted_strips].
+  __host__ __device__ int table_size() const { return entries + 1 + counted_strips; }
+  __host__ __device__ int64_t partials() const {
+    return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
+  }
+};
+
+// Of one entry: its sequence's rows and the tiles that they visit.
+struct DecodeEntry {
+  int sequence;
+  int kv_head;
+  int first_row;  // first query row; rows count tokens outermost, heads of the group innermost
+  int rows;
+  int32_t first_position;  // of the sequence's first new token
+  int32_t last_position;
+  KeyTiles tiles;
+
+  static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                   int sequence, int row_tile, int kv_head) {
+    DecodeEntry entry;
+    entry.sequence = sequence;
+    entry.kv_head = kv_head;
+    entry.first_row = row_tile * shape.entry_rows;
+    const int tokens = static_cast<int>(params.packing.count(entry.sequence));
+    entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
+    const int rows = tokens <= kDecodeTokens ? tokens * shape.group - entry.first_row : 0;
+    entry.rows = rows < 0 ? 0 : rows < shape.entry_rows ? rows : shape.entry_rows;
+    const Visibility visibility = Visibility::of(params);
+    entry.last_position = entry.first_position + tokens - 1;
+    entry.tiles = entry.rows ? KeyTiles::of(entry.first_position, entry.last_position,
+                                            visibility.window == kNoWindow ? -1 : visibility.window,
+                                            visibility.sink, PowerOfTwo{shape.tile_shift})
+                             : KeyTiles{};
+    return entry;
+  }
+  static __device__ __forceinline__ DecodeEntry of_holder(const SwaAttentionParams& params,
+                                                          const DecodeShape& shape, int holder, int kv_head) {
+    const int row_tile = shape.by_sequences.divide(holder);
+    return of(params, shape, holder - row_tile * shape.sequences, row_tile, kv_head);
+  }
+  // `holders`: of strips, where they are counted.
+  static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                   int index, const int* holders = nullptr) {
+    const int strip = shape.by_kv_heads.divide(index);
+    return of_holder(params, shape, shape.counted_strips ? holders[strip] : strip,
+                     index - strip * shape.kv_heads);
+  }
+
+  // Of a row: its token in the sequence, and its query head.
+  __device__ __forceinline__ int token(const DecodeShape& shape, int row) const {
+    return shape.by_group.divide(first_row + row);
+  }
+  __device__ __forceinline__ int head(const DecodeShape& shape, int row) const {
+    return kv_head * shape.group + first_row + row - token(shape, row) * shape.group;
+  }
+  // Number of a row among those of the queries and the output.
+  __device__ __forceinline__ int64_t row_number(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                int row) const {
+    return (params.packing.first(sequence) + token(shape, row)) * params.num_heads + head(shape, row);
+  }
+
+  // Finishes one column of a row; the first column's thread also writes the row's LSE.
+  template <typename Element>
+  __device__ __forceinline__ void store_row(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            int row, int column, SoftmaxState state, float sum) const {
+    const int64_t head = this->head(shape, row);
+    const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
+    if (params.lse && column == 0)
+      params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
+          denominator.lse;
+    if (column < params.cache.head_size)
+      static_cast<Element*>(params.output)[row_number(params, shape, row) * params.cache.head_size + column] =
+          Element(sum * denominator.inverse);
+  }
+};
+
+// A line of tiles, cut into pieces of two lengths, the longer ones first.
+struct EvenCut {
+  unsigned quotient;   // tiles of a shorter piece
+  unsigned remainder;  // number of longer pieces
+
+  static __device__ __forceinline__ EvenCut of(const DecodeShape& shape, int tiles, int pieces) {
+    const int quotient = shape.by_line.divide(tiles);
+    return {static_cast<unsigned>(quotient), static_cast<unsigned>(tiles - quotient * pieces)};
+  }
+  __device__ __forceinline__ int begin(unsigned piece) const {
+    return static_cast<int>(piece * quotient + min(piece, remainder));
+  }
+  // The piece that holds a tile.
+  __device__ __forceinline__ int owner(unsigned tile) const {
+    const unsigned in_longer = remainder * (quotient + 1);
+    return static_cast<int>(tile < in_longer ? tile / (quotient + 1)
+                                             : remainder + (tile - in_longer) / quotient);
+  }
+};
+
+// The line of all tiles, cut for all blocks.
+struct DecodeLine {
+  const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
+  int entries;
+  EvenCut cut;
+
+  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
+      : starts(starts),
+        entries(shape.entries),
+        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)) {}
+  __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
+  __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
+  __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
+  __device__ __forceinline__ int end(int entry) const { return starts[entry + 1]; }
+  __device__ __forceinline__ DecodeEntry entry(const SwaAttentionParams& params, const DecodeShape& shape,
+                                               int index) const {
+    return DecodeEntry::of(params, shape, index, starts + entries + 1);
+  }
+  __device__ __forceinline__ int entry_of(int tile) const {
+    int low = 0, high = entries;  // starts[low] <= tile < starts[high]; the last entries may be empty
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (starts[middle] <= tile)
+        low = middle;
+      else
+        high = middle;
+    }
+    return low;
+  }
+};
+
+// The tiles of a span that an entry visits: order numbers begin .. end within the entry.
+struct SpanTiles {
+  int begin;
+  int end;
+
+  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span) {
+    return {tiles.rank(span * kSpanTiles), tiles.rank((span + 1) * kSpanTiles)};
+  }
+};
+
+// Number of a span among those that an entry visits: sinks' spans come before the window's.
+__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, int max_spans) {
+  const int sink_spans = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
+  const int gap = tiles.begin / kSpanTiles - sink_spans;
+  const int number = span < sink_spans || gap < 0 ? span : span - gap;
+  return number < max_spans ? number : max_spans - 1;
+}
+
+// Where partial sums lie between the kernels: states [places, entry_rows], sums [places, entry_rows, head
+// size].
+struct DecodeWorkspace {
+  int* starts;        // [entries + 1]: tiles before each entry; holders of strips behind it, -1: none
+  int* first_strips;  // [sequences], where strips are counted
+  SoftmaxState* states;
+  float* sums;
+  int rows;  // of an entry
+  int max_spans;
+  int64_t first_tile;  // place of the first tile's sums; spans' come before
+
+  static size_t starts_bytes(const DecodeShape& shape) {
+    return (shape.table_size() + shape.sequences) * sizeof(int) + 255 & ~size_t{255};
+  }
+  static size_t states_bytes(const DecodeShape& shape) {
+    return shape.partials() * shape.entry_rows * sizeof(SoftmaxState);
+  }
+  static size_t bytes(const DecodeShape& shape, int head_size) {
+    return starts_bytes(shape) + states_bytes(shape) +
+           static_cast<size_t>(shape.partials()) * shape.entry_rows * head_size * sizeof(float);
+  }
+  static DecodeWorkspace of(void* memory, const DecodeShape& shape) {
+    auto* states = static_cast<unsigned char*>(memory) + starts_bytes(shape);
+    return {static_cast<int*>(memory),
+            static_cast<int*>(memory) + shape.table_size(),
+            reinterpret_cast<SoftmaxState*>(states),
+            reinterpret_cast<float*>(states + states_bytes(shape)),
+            shape.entry_rows,
+            shape.max_spans,
+            static_cast<int64_t>(shape.entries) * shape.max_spans};
+  }
+  __device__ __forceinline__ int64_t span_place(int entry, int number) const {
+    return static_cast<int64_t>(entry) * max_spans + number;
+  }
+  // `owner` is the block that holds the first tile of the tile's span.
+  __device__ __forceinline__ int64_t tile_place(int owner, int tile) const {
+    return first_tile + static_cast<int64_t>(owner) * kSpanTiles + tile % kSpanTiles;
+  }
+};
+
+}  // namespace ortolan::cuda

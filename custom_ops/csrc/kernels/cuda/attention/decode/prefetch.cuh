@@ -1,0 +1,39 @@
+// Brings the first tiles of decode attention to L2 while the kernel in front still runs.
+//
+// That kernel may still write the length and any row, so both are a guess: nothing that is found here is used
+// but for the prefetch, and rows that are written later are written through L2.
+#pragma once
+
+#include "load.cuh"
+
+namespace ortolan::cuda {
+
+// A block's first tile: its keys by one thread, its values by another. For shapes with one length for all
+// entries and caches without pages.
+__device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& params,
+                                                    const DecodeShape& shape) {
+  const auto warp = static_cast<int>(threadIdx.x / 32) - shape.warps;
+  if (threadIdx.x % 32 != 0 || warp < 0 || warp >= kLoadWarps) return;
+  const int32_t past = load_relaxed(params.past_len.values);
+  if (past < 0) return;
+  const auto last = past + static_cast<int32_t>(params.packing.num_tokens) - 1;
+  const Visibility visibility = Visibility::of(params);
+  const KeyTiles tiles = KeyTiles::of(past, last, visibility.window == kNoWindow ? -1 : visibility.window,
+                                      visibility.sink, PowerOfTwo{shape.tile_shift});
+  const int count = tiles.count(), pieces = shape.cluster ? shape.cluster : shape.blocks;
+  const EvenCut cut = EvenCut::of(shape, shape.cluster ? count : count * shape.entries, pieces);
+  const auto block = static_cast<int>(blockIdx.x);
+  const int piece = block % pieces, tile = cut.begin(piece);
+  if (tile >= cut.begin(piece + 1)) return;
+  const int entry = block / pieces + tile / count;
+  if (entry >= shape.entries) return;  // a length that no cache has
+  const KeyRows rows(params.cache, 0, entry);
+  const int32_t first = tiles.at(tile % count) * shape.tile_keys, slot = rows.first_slot(first);
+  const int32_t num_rows = min(min(shape.tile_keys, last + 1 - first), rows.capacity - slot);
+  const auto* cache = static_cast<const char*>(warp == 0 ? params.key_cache : params.value_cache);
+  constexpr int kElementBytes = 2;
+  prefetch_bulk(cache + rows.offset(slot) * kElementBytes,
+                static_cast<uint32_t>(num_rows * params.cache.head_size * kElementBytes));
+}
+
+}  // namespace ortolan::cuda

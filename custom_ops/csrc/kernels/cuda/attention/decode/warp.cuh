@@ -1,0 +1,226 @@
+// A warp of decode attention that multiplies: all query rows of an entry with its own keys of a tile.
+//
+// Keys are the rows of the first product, [keys, queries], and the columns of values those of the second,
+// [columns, queries], so that 8 queries cost no more than they must. Logits, weights and sums stay in the
+// warp's registers; the sums end in a buffer, so that keys and values leave their stage as soon as they are
+// multiplied. It meets no other warp: those of merge.cuh take the sums from there.
+#pragma once
+
+#include "cursor.cuh"
+#include "kernels/cuda/attention/key_rows.cuh"
+#include "kernels/cuda/common/warp.cuh"
+#include "shared.cuh"
+
+namespace ortolan::cuda {
+
+template <typename Element, int kHeadSize, int kRowTiles>
+struct DecodeWarp {
+  using Stage = DecodeStage<kHeadSize>;
+  using Sums = DecodeSums<kHeadSize>;
+  static constexpr int kRows = kDecodeTileRows * kRowTiles;
+  static constexpr int kSteps = kHeadSize / 16;
+  // Columns of the sums in registers at once.
+  static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 ? 64 : 128;
+  static constexpr int kKeys = kWarpKeys<kHeadSize>;
+  static constexpr int kKeyTiles = kKeys / 16;
+  using LogitTile = float[kRowTiles][4];              // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
+  using Weights = uint32_t[kRowTiles][kKeyTiles][2];  // right operands of products
+
+  const SwaAttentionParams& params;
+  const DecodeShape& shape;
+  const DecodeShared& shared;
+  Visibility visibility;
+  Logits logits;
+  int warp;
+  int lane;
+  uint32_t query[kRowTiles][kSteps][2];  // right operand of a product
+  int32_t positions[kRowTiles][2];       // of queries lane % 4 * 2 and + 1
+
+  // Addresses of the warp's own rows in a stage.
+  __device__ __forceinline__ uint32_t keys(int stage) const {
+    return shared_address(shared.stages) + stage * Stage::bytes(shape.tile_keys) +
+           warp * kKeys * Stage::kRowBytes;
+  }
+  __device__ __forceinline__ uint32_t values(int stage) const {
+    return keys(stage) + shape.tile_keys * Stage::kRowBytes;
+  }
+  __device__ __forceinline__ int state(int buffer) const { return (buffer * shape.warps + warp) * kRows; }
+
+  __device__ __forceinline__ void wait_merged(const DecodeCursor& cursor) const {
+    shared.merged[cursor.buffer.place].wait(cursor.buffer.parity ^ 1);
+  }
+
+  __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
+    const auto* source = static_cast<const Element*>(params.query);
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const int row = t * 8 + lane / 4;
+      const bool has_row = row < entry.rows;
+      const Element* line =
+          source + (has_row ? entry.row_number(params, shape, row) * params.cache.head_size : 0);
+#pragma unroll
+      for (int k = 0; k < 2 * kSteps; ++k) {
+        const int column = k * 8 + lane % 4 * 2;
+        const bool is_there = has_row && column < params.cache.head_size;
+        query[t][k / 2][k % 2] = is_there ? *reinterpret_cast<const uint32_t*>(line + column) : 0;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        positions[t][e] = entry.first_position + entry.token(shape, t * 8 + lane % 4 * 2 + e);
+    }
+  }
+
+  // Sums of one tile's keys, and each row's maximum and denominator over them.
+  __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
+    const DecodeEntry& entry = cursor.of;
+    const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
+    if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
+             .hold_any(first, first + kKeys)) {
+      shared.multiplied[cursor.stage.place].arrive_once(lane);
+      wait_merged(cursor);
+      if (lane < kRows) {
+        shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
+        shared.totals[state(cursor.buffer.place) + lane] = 0;
+      }
+      clear_sums(entry.rows, cursor.buffer.place);
+      return;
+    }
+    LogitTile z[kKeyTiles] = {};
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+      multiply_keys(z[m], keys(cursor.stage.place) + m * 16 * Stage::kRowBytes);
+      finish_logits(z[m], entry, first + m * 16);
+    }
+    Weights weights;
+    SoftmaxState states[kRowTiles];
+    weigh(z, weights, states);
+    multiply_values(weights, states, cursor);
+  }
+
+  __device__ __forceinline__ void multiply_keys(LogitTile& z, uint32_t rows) const {
+    rows += lane % 16 * Stage::kRowBytes;
+    const uint32_t piece = (lane / 16 ^ lane % 8) * 16;
+    LogitTile odd = {};  // two chains of sums are done in half the time of one
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t key[4];
+      load_matrix_x4(key, rows + k / 4 * 128 + (piece ^ k % 4 * 32));
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+        Half<Element>::multiply_add(k % 2 ? odd[t] : z[t], key, query[t][k][0], query[t][k][1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] += odd[n / 4][n % 4];
+  }
+
+  // Logits in units of log2, -inf where the query does not see the key.
+  __device__ __forceinline__ void finish_logits(LogitTile& z, const DecodeEntry& entry, int32_t first) const {
+    if (logits.mapped) {
+#pragma unroll
+      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] = logits.map(z[n / 4][n % 4]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
+    }
+    if (!visibility.cuts(entry.first_position, entry.last_position, first, first + 16)) return;
+#pragma unroll
+    for (int n = 0; n < 4 * kRowTiles; ++n)
+      if (!visibility.sees(positions[n / 4][n % 2], first + n % 4 / 2 * 8 + lane / 4))
+        z[n / 4][n % 4] = -INFINITY;
+  }
+
+  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
+  template <typename Operation>
+  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
+    const bool is_second = lane & 4;
+    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
+    return fold_lanes<8, 16>(value, operation);
+  }
+
+  // `states`: of rows t * 8 + lane % 4 * 2 + lane / 4, in the first 8 lanes.
+  __device__ __forceinline__ void weigh(const LogitTile (&z)[kKeyTiles], Weights& weights,
+                                        SoftmaxState (&states)[kRowTiles]) const {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
+#pragma unroll
+      for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
+      const float maximum = reduce(highest[0], highest[1], Max());
+      const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
+      const float base[2] = {lane & 4 ? other : mine, lane & 4 ? mine : other};
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float low = fast_exp2(z[m][t][2 * half] - base[0]);
+          const float high = fast_exp2(z[m][t][2 * half + 1] - base[1]);
+          weights[t][m][half] = transpose_matrix(Half<Element>::pack(low, high));
+          sums[0] += low;
+          sums[1] += high;
+        }
+      states[t] = {maximum, reduce(sums[0], sums[1], Add())};
+    }
+  }
+
+  __device__ __forceinline__ void store_states(const SoftmaxState (&states)[kRowTiles], int buffer) const {
+    if (lane >= 8) return;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const int row = state(buffer) + t * 8 + lane % 4 * 2 + lane / 4;
+      shared.maxima[row] = states[t].maximum;
+      shared.totals[row] = states[t].total;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const Weights& weights,
+                                                  const SoftmaxState (&states)[kRowTiles],
+                                                  const DecodeCursor& cursor) const {
+    const uint32_t rows = values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
+    const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;
+#pragma unroll
+    for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
+      float o[kRowTiles][kPassColumns / 16][4] = {};
+#pragma unroll
+      for (int n = 0; n < kPassColumns / 16; ++n) {
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+          uint32_t value[4];
+          const int column = pass + n * 16;
+          load_matrix_x4_transposed(
+              value, rows + m * 16 * Stage::kRowBytes + column / 64 * 128 + (piece ^ column % 64 * 2));
+#pragma unroll
+          for (int t = 0; t < kRowTiles; ++t)
+            Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
+        }
+      }
+      if (pass + kPassColumns >= kHeadSize) shared.multiplied[cursor.stage.place].arrive_once(lane);
+      if (pass == 0) {
+        wait_merged(cursor);
+        store_states(states, cursor.buffer.place);
+      }
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) store_sums(o[t], pass, t, cursor.of.rows, cursor.buffer.place);
+    }
+  }
+
+  __device__ __forceinline__ void store_sums(const float (&o)[kPassColumns / 16][4], int pass, int tile,
+                                             int rows, int buffer) const {
+    const int row = tile * 8 + lane % 4 * 2;
+    if (row / 4 * 4 >= rows) return;
+    float* sums = shared.sums + (buffer * shape.warps + warp) * Sums::floats(shape.entry_rows) +
+                  Sums::at(row / 4, pass + lane / 4) + row % 4;
+#pragma unroll
+    for (int n = 0; n < kPassColumns / 8; ++n)
+      *reinterpret_cast<float2*>(sums + n * 32) = make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
+  }
+
+  __device__ __forceinline__ void clear_sums(int rows, int buffer) const {
+    const float none[kPassColumns / 16][4] = {};
+#pragma unroll 1
+    for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
+#pragma unroll 1
+      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, buffer);
+  }
+};
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,13 @@
+#include "mma.cuh"
+
+namespace ortolan::cuda {
+
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 64)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 80)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 96)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 128)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 192)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 256)
+ORTOLAN_INSTANTIATE_MMA_PREFILL(__nv_bfloat16, 512)
+
+}  // namespace ortolan::cuda

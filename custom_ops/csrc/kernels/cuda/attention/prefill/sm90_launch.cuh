@@ -1,0 +1,45 @@
+// Host side of the sm_90a prefill kernel: tensor maps from shapes and pointers, one launch.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/tensor_maps.h"
+#include "sm90.cuh"
+
+namespace ortolan::cuda {
+
+template <typename Element, int kHeadSize, int kKeyRows>
+cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch) {
+  using Shape = Sm90Shape<kHeadSize, kKeyRows>;
+  const CacheLayout& cache = params.cache;
+  const auto element = params.element;
+  Sm90Maps maps;
+  maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
+  const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
+  cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
+  if (error == cudaSuccess)
+    error = make_cache_map(maps.keys, element, params.key_cache, cache, maps.box_rows);
+  if (error == cudaSuccess)
+    error = make_cache_map(maps.values, element, params.value_cache, cache, maps.box_rows);
+  if (error != cudaSuccess) return error;
+
+  constexpr auto kKernel = sm90_prefill_kernel<Element, kHeadSize, kKeyRows>;
+  error = allow_shared_memory<kKernel>(launch.device);
+  if (error != cudaSuccess) return error;
+  WorkQueue queue;
+  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows, kDecodeTokens));
+  queue.section_heads = static_cast<int>(heads_per_section(params));
+  queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
+  queue.taken = launch.counters;
+  const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
+  return launch_overlapped(kKernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
+                           maps, queue);
+}
+
+// One source file per element type keeps a build parallel.
+#define ORTOLAN_INSTANTIATE_SM90_PREFILL(Element, kHeadSize, kKeyRows)                              \
+  template cudaError_t launch_sm90_prefill<Element, kHeadSize, kKeyRows>(const SwaAttentionParams&, \
+                                                                         const Launch&);
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,129 @@
+// What the warps of an sm_90a prefill block share: shapes, barriers, and which rows and keys come next.
+#pragma once
+
+#include "kernels/cuda/attention/instances.h"
+#include "kernels/cuda/attention/key_tiles.cuh"
+#include "kernels/cuda/common/softmax.cuh"
+#include "kernels/cuda/common/tile_copy_sm90.cuh"
+#include "kernels/cuda/common/wgmma.cuh"
+#include "query_tiles.cuh"
+
+namespace ortolan::cuda {
+
+template <int kHeadSize, int kKeyRows>
+struct Sm90Shape {
+  static constexpr int kKeys = kKeyRows;                   // of a tile
+  static constexpr int kGroups = kHeadSize == 64 ? 3 : 2;  // warpgroups that compute
+  static constexpr int kRows = kGroups * 64;
+  static constexpr int kThreads = (kGroups + 1) * 128;
+  static constexpr int kBoxes = kHeadSize / 64;  // of 64 columns, 128 bytes
+  static constexpr int kTileBytes = kKeys * kHeadSize * 2;
+  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
+  static constexpr int kStages = kTileBytes <= 16384 ? 4 : 2;
+  static constexpr bool kTakesTurns = kGroups == 2;  // with three, another is always at its softmax
+  static constexpr int kQueryStages = kHeadSize == 256 ? 1 : 2;
+  static constexpr int kSharedBytes = kQueryStages * kQueryBytes + 2 * kStages * kTileBytes + 1024;
+  // Of a thread; together what the block is launched with.
+  static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
+};
+
+// What the host prepares: tensor maps, and how many rows of a tile one copy takes (pages may be smaller than
+// tiles).
+struct Sm90Maps {
+  CUtensorMap query;   // [T, Hq, D], boxes of 64 rows
+  CUtensorMap keys;    // [N * Hkv, P, D], boxes of box_rows slots
+  CUtensorMap values;  // the same
+  int box_rows;
+};
+
+// All works of a launch: a block begins with the one of its own number, and then takes whatever is next, as
+// works differ in length.
+struct WorkQueue {
+  int tiles;  // of a head
+  int section_heads;
+  unsigned works;
+  unsigned* taken;  // two counters, zero between launches: works taken, blocks that have left
+
+  __device__ __forceinline__ unsigned take() const { return gridDim.x + atomicAdd(taken, 1); }
+  __device__ __forceinline__ void leave() const {
+    __threadfence();
+    if (atomicInc(taken + 1, gridDim.x - 1) == gridDim.x - 1) *taken = 0;
+  }
+};
+
+// One tile of query rows and the keys it meets; the same for all warps.
+template <typename Shape>
+struct Sm90Work {
+  QueryTile tile;
+  int head;
+  int kv_head;
+  int32_t first;  // position of the tile's first row
+  int32_t end;    // positions of the sequence
+  KeyTiles visits;
+
+  // Returns false where there is nothing to do.
+  __device__ __forceinline__ bool find(const SwaAttentionParams& params, unsigned number, int tiles,
+                                       int section_heads, const Visibility& visibility) {
+    const TileAndHead place = TileAndHead::of(number, tiles, section_heads);
+    tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
+    if (tile.sequence < 0) return false;
+    head = place.head;
+    kv_head = head / static_cast<int>(params.num_heads / params.cache.num_kv_heads);
+    const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
+    first = past + tile.offset;
+    end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
+    visits = of_rows(0, tile.count, visibility);
+    return true;
+  }
+  // Key tiles of some of the rows.
+  __device__ __forceinline__ KeyTiles of_rows(int begin, int count, const Visibility& visibility) const {
+    return KeyTiles::of(first + begin, first + begin + count - 1,
+                        visibility.window == kNoWindow ? -1 : visibility.window, visibility.sink,
+                        Shape::kKeys);
+  }
+};
+
+template <typename Shape>
+struct Sm90Shared {
+  static constexpr int kWorks = 2;  // ahead of one another
+  Handover<kWorks> handed_works;
+  Handover<Shape::kQueryStages> queries;
+  Handover<Shape::kStages> keys, values;
+  Sm90Work<Shape> works[kWorks];  // a sequence of -1: no more
+
+  __device__ __forceinline__ void init() {
+    handed_works.init(Shape::kGroups * 4 + 1);
+    queries.init(Shape::kGroups * 4);
+    keys.init(Shape::kGroups * 4);
+    values.init(Shape::kGroups * 4);
+    fence_async_proxy();
+  }
+};
+
+// Warpgroups take turns at issuing products, so that one is at its softmax while another feeds the tensor
+// cores. Source: Shah et al., FlashAttention-3 (arXiv 2407.08608), ping-pong scheduling.
+template <typename Shape>
+struct Turns {
+  static constexpr int kGroups = Shape::kGroups;
+  static constexpr int kFirstBarrier = 1;  // 0 is __syncthreads'
+  int group;
+
+  __device__ __forceinline__ void begin() const {
+    if (group == kGroups - 1) pass();
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (!Shape::kTakesTurns) return;
+    sync_warps<256>(kFirstBarrier + group);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (!Shape::kTakesTurns) return;
+    arrive_warps<256>(kFirstBarrier + (group + 1) % kGroups);
+  }
+  // Leaves no barrier half full.
+  __device__ __forceinline__ void end() const {
+    if (group == 0) take();
+  }
+};
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,33 @@
+// Descriptors of tensors in device memory for the copies that sm_90's tensor unit makes.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/params.h"
+
+namespace ortolan::cuda {
+
+// Sizes of three axes, the contiguous one first.
+struct TensorShape {
+  int64_t x;
+  int64_t y;
+  int64_t z;
+};
+
+// A map of a dense tensor of 16-bit elements whose boxes arrive in rows of 128 swizzled bytes; what a box has
+// beyond the tensor becomes zeros. The driver's encoder is looked up at run time: the library does not link
+// the driver.
+cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
+                            const TensorShape& box);
+
+// The same of a cache, [N * Hkv, P, D], in boxes of `box_rows` slots and 64 columns.
+inline cudaError_t make_cache_map(CUtensorMap& map, ElementType element, const void* data,
+                                  const CacheLayout& cache, int64_t box_rows) {
+  const TensorShape slots{cache.head_size, cache.page_slots, cache.num_pages * cache.num_kv_heads};
+  return make_tensor_map(map, element, data, slots, {64, box_rows, 1});
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,105 @@
+// Copies tiles of cached rows to shared memory as wgmma reads them, on sm_90a, and hands them over.
+#pragma once
+
+#include "kernels/cuda/attention/key_rows.cuh"
+#include "wgmma.cuh"
+
+namespace ortolan::cuda {
+
+// A place in a ring of so many buffers.
+template <int kStages>
+struct Ring : RingPlace {
+  __device__ __forceinline__ void advance() { RingPlace::advance(kStages); }
+};
+
+// Buffers that one warp fills and others read.
+template <int kStages>
+struct Handover {
+  Barrier full[kStages], empty[kStages];
+
+  // `readers`: warps.
+  __device__ __forceinline__ void init(int readers) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      full[stage].init(1);
+      empty[stage].init(readers);
+    }
+  }
+  // For the one who fills: the buffer may be overwritten.
+  __device__ __forceinline__ void wait_empty(const Ring<kStages>& at) { empty[at.place].wait(at.parity ^ 1); }
+  __device__ __forceinline__ void wait_full(const Ring<kStages>& at) { full[at.place].wait(at.parity); }
+  // For whole warps that read.
+  __device__ __forceinline__ void release(Ring<kStages>& at) {
+    empty[at.place].arrive_once(threadIdx.x % 32);
+    at.advance();
+  }
+};
+
+// Tiles of kKeys positions of one sequence and kv head. Tiles whose rows are adjacent (whole pages or parts
+// of them) are copied by the tensor unit, `box_rows` rows at a time; the others - at the wrap of a ring, at
+// the end of what is written, where rows may hold anything and become zeros - row by row.
+template <typename Element, int kHeadSize, int kKeys>
+struct Sm90TileCopy {
+  static constexpr int kBoxes = kHeadSize / 64;  // of 64 columns, 128 bytes
+  static constexpr int kTileBytes = kKeys * kHeadSize * 2;
+
+  const CacheLayout& cache;
+  int sequence;
+  int kv_head;
+  int32_t end;  // positions of the sequence
+  int box_rows;
+
+  // For a whole warp; `full` expects one arrival. `map` describes the cache at `source`.
+  __device__ __forceinline__ void start(uint32_t target, const CUtensorMap& map, const void* source,
+                                        int32_t first, Barrier& full) const {
+    const int lane = threadIdx.x % 32;
+    const KeyRows rows(cache, sequence, kv_head);
+    const int copies = kKeys / box_rows;
+    const int32_t slot = rows.first_slot(first + lane % copies * box_rows);
+    if (!__all_sync(~0u, first + kKeys <= end && rows.are_adjacent(slot, box_rows))) {
+      copy_rows(target, rows, static_cast<const Element*>(source), first, full);
+      return;
+    }
+    if (lane == 0) full.arrive_expecting(kTileBytes);
+    __syncwarp();
+    if (lane >= copies) return;
+    const auto plane = static_cast<int32_t>(cache.page(sequence, slot) * cache.num_kv_heads + kv_head);
+    const int32_t row = rows.pages ? slot % static_cast<int32_t>(cache.page_slots) : slot;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      copy_box(target + box * kKeys * 128 + lane * box_rows * 128, map, box * 64, row, plane, full);
+  }
+
+  __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const Element* source,
+                                            int32_t first, Barrier& full) const {
+    const int lane = threadIdx.x % 32;
+    const int32_t first_slot = rows.first_slot(first);
+#pragma unroll 1
+    for (int i = lane; i < kKeys * kHeadSize / 8; i += 32) {
+      const int row = i / (kHeadSize / 8), chunk = i % (kHeadSize / 8);
+      // Negative too where a row that nobody sees has no page.
+      const int64_t offset = first + row < end ? rows.offset(first_slot + row) : -1;
+      copy_async_16(swizzled_place(target, kKeys, row, chunk), source + (offset < 0 ? 0 : offset + chunk * 8),
+                    offset >= 0);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) full.arrive();
+  }
+};
+
+// Rows that one tensor copy takes: whole tiles, or what divides pages and, if that is not too small, rings,
+// so that no copy leaves a page or runs over a wrap. In pages of other sizes no tile is copied whole.
+inline int copied_rows(const CacheLayout& cache, bool may_wrap, int tile_keys) {
+  const bool is_paged = cache.block_table != nullptr;
+  if (!is_paged && !may_wrap) return tile_keys;
+  const int64_t slots = is_paged ? cache.page_slots : cache.capacity;
+  const auto divides = [&](int rows) { return slots % rows == 0 && (is_paged || cache.sink % rows == 0); };
+  if (divides(tile_keys)) return tile_keys;
+  int rows = tile_keys & -tile_keys;  // the largest power of two in it
+  while (rows > 8 && !divides(rows)) rows /= 2;
+  return is_paged || rows > 8 ? rows : tile_keys;
+}
+
+}  // namespace ortolan::cuda

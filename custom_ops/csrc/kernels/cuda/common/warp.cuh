@@ -1,0 +1,56 @@
+// Reductions and scans over the lanes of a warp. The order of steps fixes the bits of a float's result.
+#pragma once
+
+#include <cstdint>
+
+namespace ortolan::cuda {
+
+// Folds each of some values over the lanes that differ in the bits kFirst .. kLast of their number, in this
+// order of bits, into each of them. The values' exchanges are under way together. `lanes`: those that take
+// part.
+template <int kFirst, int kLast, typename Value, int kCount, typename Operation>
+__device__ __forceinline__ void fold_lanes(Value (&values)[kCount], Operation operation,
+                                           unsigned lanes = ~0u) {
+  constexpr bool kRises = kFirst <= kLast;
+#pragma unroll
+  for (int step = kFirst; kRises ? step <= kLast : step >= kLast; step = kRises ? step * 2 : step / 2)
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      values[i] = operation(values[i], __shfl_xor_sync(lanes, values[i], step));
+}
+template <int kFirst, int kLast, typename Value, typename Operation>
+__device__ __forceinline__ Value fold_lanes(Value value, Operation operation, unsigned lanes = ~0u) {
+  Value values[1] = {value};
+  fold_lanes<kFirst, kLast>(values, operation, lanes);
+  return values[0];
+}
+
+struct Add {
+  template <typename Value>
+  __device__ __forceinline__ Value operator()(Value a, Value b) const {
+    return a + b;
+  }
+};
+struct Max {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// The sum over a warp, in every lane.
+__device__ __forceinline__ float warp_sum(float value) { return fold_lanes<16, 1>(value, Add()); }
+
+// Sum and maximum over the four lanes that share a row of a matrix product, in each of them.
+__device__ __forceinline__ float quad_sum(float value) { return fold_lanes<1, 2>(value, Add()); }
+__device__ __forceinline__ float quad_max(float value) { return fold_lanes<1, 2>(value, Max()); }
+
+// The sum over this lane and those before it.
+template <typename Value>
+__device__ __forceinline__ Value inclusive_sum(Value value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Value other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,353 @@
+// Linear layers of one or two tokens of 16-bit elements on sm_90: weights stream through shared memory.
+//
+// Blocks take groups of rows in turn, so that all read one moving region. A block's rows are cut into units,
+// slices of a few rows, which its warps take in turn; bulk copies fill a ring of buffers per warp. They start
+// before the kernel in front has ended (no kernel writes weights). Once a block has no more to start and that
+// kernel has ended, the next kernel may start: two blocks fit on a multiprocessor, so that memory is read
+// across the border of two layers. Tensor cores multiply eight parts of a slice of inputs by the same eight
+// of weights; of their 8 x 8 products the diagonal counts. A row's sum is that of its parts in their order,
+// which depends on the row's length alone.
+#pragma once
+
+#include <algorithm>
+
+#include "gemv.cuh"
+#include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/common/wgmma.cuh"
+
+namespace ortolan::cuda {
+
+// How a launch streams its weights. A line is a row's part of a unit: one slice.
+struct GemvStream {
+  static constexpr int kLines = 2;
+  static constexpr int kLineBytes = 4096 / kLines;
+  static constexpr int kBufferBytes = kLines * kLineBytes;
+  static constexpr int kParts = 8;        // of a slice, summed apart
+  static constexpr int kStepBytes = 512;  // a piece of 16 bytes for every lane
+  static constexpr int kMaxBuffers = 32 * kGemvWarps;
+
+  int blocks;            // one per multiprocessor
+  int groups_per_block;  // or one more, in the first `larger_blocks`; blocks take groups in turn
+  int larger_blocks;
+  int slices;
+  int slice_bytes;
+  int groups_per_turn;  // of kLines rows each: parts wait in shared memory for the end of their turn
+  int buffers;          // at least one per warp
+  int norm_bytes;
+
+  __device__ __forceinline__ int block_groups() const {
+    return groups_per_block + (static_cast<int>(blockIdx.x) < larger_blocks ? 1 : 0);
+  }
+  __host__ __device__ int rows_per_turn() const { return groups_per_turn * kLines; }
+  __host__ __device__ int parts_stride() const { return rows_per_turn() + 1; }  // avoids conflicts of banks
+  __host__ __device__ int parts_per_turn(int tokens) const {
+    return tokens * slices * kParts * parts_stride();
+  }
+  __host__ __device__ int norm_offset() const { return buffers * kBufferBytes; }
+  __host__ __device__ int inputs_offset() const { return norm_offset() + norm_bytes; }
+  __host__ __device__ int barriers_offset(int64_t input_bytes) const {
+    return inputs_offset() + static_cast<int>(input_bytes);
+  }
+  __host__ __device__ int parts_offset(int64_t input_bytes) const {
+    return barriers_offset(input_bytes) + buffers * static_cast<int>(sizeof(Barrier));
+  }
+  __host__ __device__ int shared_bytes(int64_t input_bytes, int tokens) const {  // parts of two turns
+    return parts_offset(input_bytes) + 2 * static_cast<int>(sizeof(float)) * parts_per_turn(tokens);
+  }
+};
+
+// Walks over the units that a warp takes: slice after slice of a group of rows, group after group.
+struct GemvUnit {
+  int group, slice;
+
+  __device__ __forceinline__ void advance(int units, int slices) {
+    slice += units;
+    while (slice >= slices) {
+      slice -= slices;
+      ++group;
+    }
+  }
+};
+
+// The weights of a block on their way through a warp's ring of buffers. Lines of a gated layer are outputs'
+// gates, then their factors.
+template <typename Element, int kTokens, bool kGated>
+struct GemvWeights {
+  static constexpr int kOutputs = kGated ? GemvStream::kLines / 2 : GemvStream::kLines;  // of a group
+
+  const FusedLinearParams& p;
+  const GemvStream& stream;
+  int row_bytes;
+  int groups;  // of the block
+  char* buffers;
+  Barrier* full;
+  int rounds;           // buffers in the ring
+  GemvUnit next, unit;  // to be fetched, and to be multiplied
+  RingPlace at;
+
+  __device__ __forceinline__ GemvWeights(const FusedLinearParams& p, const GemvStream& stream, char* shared)
+      : p(p), stream(stream), row_bytes(static_cast<int>(p.num_inputs * sizeof(Element))) {
+    const int warp = threadIdx.x / 32;
+    groups = stream.block_groups();
+    buffers = shared + warp * GemvStream::kBufferBytes;
+    full = reinterpret_cast<Barrier*>(shared + stream.barriers_offset(kTokens * row_bytes)) + warp;
+    rounds = (stream.buffers - warp + kGemvWarps - 1) / kGemvWarps;
+    next = {0, 0};
+    next.advance(warp, stream.slices);
+    unit = next;
+  }
+  static __device__ __forceinline__ int first_output(int group) {
+    return (group * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * kOutputs;
+  }
+  __device__ __forceinline__ bool all_fetched() const { return next.group >= groups; }
+  __device__ __forceinline__ int line_bytes(int slice) const {
+    return min(stream.slice_bytes, row_bytes - slice * stream.slice_bytes);
+  }
+
+  // For the whole warp, like what follows: starts to fill the ring.
+  __device__ __forceinline__ void start() {
+    if (threadIdx.x % 32 < rounds) full[threadIdx.x % 32 * kGemvWarps].init(1);
+    fence_barriers();
+    __syncwarp();
+    for (int n = 0; n < rounds && !all_fetched(); ++n) fetch(n);
+  }
+  __device__ __forceinline__ void fetch(int round) {
+    const int lane = threadIdx.x % 32;
+    const int bytes = line_bytes(next.slice);
+    const int first = first_output(next.group);
+    const int valid = min(kOutputs, static_cast<int>(p.num_outputs) - first);
+    const int64_t row = first + lane % kOutputs + lane / kOutputs * p.num_outputs;
+    Barrier& barrier = full[round * kGemvWarps];
+    if (lane == 0) barrier.arrive_expecting(valid * bytes * (kGated ? 2 : 1));
+    __syncwarp();
+    if (lane < GemvStream::kLines && lane % kOutputs < valid)
+      bulk_load(shared_address(buffer(round)) + lane * GemvStream::kLineBytes,
+                static_cast<const char*>(p.weight) + row * row_bytes + next.slice * stream.slice_bytes, bytes,
+                barrier, evict_first_policy());
+    next.advance(kGemvWarps, stream.slices);
+  }
+  __device__ __forceinline__ char* buffer(int round) const {
+    return buffers + round * kGemvWarps * GemvStream::kBufferBytes;
+  }
+  __device__ __forceinline__ const char* wait() const {
+    full[at.place * kGemvWarps].wait(at.parity);
+    return buffer(at.place);
+  }
+  // Hands the unit's buffer to a later one; moves on.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (!all_fetched()) {
+      fetch(at.place);
+      if (all_fetched()) launch_dependents();
+    }
+    unit.advance(kGemvWarps, stream.slices);
+    at.advance(rounds);
+  }
+};
+
+// Products of a unit's lines and the tokens' inputs. Part g of a slice is what lanes 4 g .. 4 g + 3 read of
+// it; its sum for token n is on the diagonal: in lane 4 g + g / 2, sums[..][g % 2 + 2 n].
+template <typename Element, int kTokens>
+struct GemvProducts {
+  float sums[GemvStream::kLines][2][4];
+
+  // `line` and `input`: the lane's first pieces.
+  __device__ __forceinline__ void multiply(const char* line, const char* input, int input_bytes, int bytes) {
+    constexpr int kSteps = GemvStream::kLineBytes / GemvStream::kStepBytes;
+    const int lane_bytes = bytes - threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int n = 0; n < GemvStream::kLines * 8; ++n) sums[n / 8][n / 4 % 2][n % 4] = 0;
+    if (bytes == GemvStream::kLineBytes) {
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) step(n, line, input, input_bytes, true);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n)
+        if (n * GemvStream::kStepBytes < bytes)
+          step(n, line, input, input_bytes, n * GemvStream::kStepBytes < lane_bytes);
+    }
+  }
+  __device__ __forceinline__ void step(int n, const char* line, const char* input, int input_bytes,
+                                       bool exists) {
+    const auto piece = [&](const char* first) {
+      return exists ? *reinterpret_cast<const uint4*>(first + n * GemvStream::kStepBytes) : uint4{};
+    };
+    const uint4 x = piece(input), y = kTokens == 2 ? piece(input + input_bytes) : uint4{};
+    const uint32_t left[] = {x.x, y.x, x.y, y.y}, right[] = {x.z, y.z, x.w, y.w};
+#pragma unroll
+    for (int l = 0; l < GemvStream::kLines; ++l) {
+      const uint4 w = piece(line + l * GemvStream::kLineBytes);
+      Half<Element>::multiply_add(sums[l][0], left, w.x, w.y);
+      Half<Element>::multiply_add(sums[l][1], right, w.z, w.w);
+    }
+  }
+  // Writes the lane's parts, if it has any, to `parts` [tokens, slices, kParts, stride].
+  __device__ __forceinline__ void store(float* parts, int stride, int token_stride) const {
+    const int part = threadIdx.x % 32 / 4;
+    if (static_cast<int>(threadIdx.x) % 4 != part / 2) return;
+#pragma unroll
+    for (int n = 0; n < GemvStream::kLines * kTokens; ++n) {
+      const int line = n / kTokens, token = n % kTokens;
+      const float even = sums[line][0][2 * token] + sums[line][1][2 * token];
+      const float odd = sums[line][0][2 * token + 1] + sums[line][1][2 * token + 1];
+      parts[token * token_stride + part * stride + line] = part % 2 == 0 ? even : odd;
+    }
+  }
+};
+
+// The sum of a row's parts.
+__device__ __forceinline__ float sum_of_parts(const float* parts, int count, int stride) {
+  float sums[4] = {};
+#pragma unroll 2
+  for (int n = 0; n < count; n += 4)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] += parts[(n + i) * stride];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+// The outputs that a thread writes, one at the end of each turn.
+template <typename Element, int kTokens, bool kGated>
+struct GemvOutputs {
+  static constexpr int kTokenThreads = kGemvThreads / kTokens;
+  using Weights = GemvWeights<Element, kTokens, kGated>;
+
+  const FusedLinearParams& p;
+  const GemvStream& stream;
+  const int64_t token;
+  const int place = threadIdx.x % kTokenThreads;  // in a turn
+  int group = place / Weights::kOutputs;
+  Element residual;
+
+  __device__ __forceinline__ GemvOutputs(const FusedLinearParams& p, const GemvPass& pass,
+                                         const GemvStream& stream)
+      : p(p), stream(stream), token(pass.first_token + threadIdx.x / kTokenThreads) {
+    if (group >= stream.groups_per_turn) group = stream.block_groups();
+  }
+  __device__ __forceinline__ int64_t output() const {
+    return Weights::first_output(group) + place % Weights::kOutputs;
+  }
+  __device__ __forceinline__ bool exists() const {
+    return group < stream.block_groups() && output() < p.num_outputs;
+  }
+  __device__ __forceinline__ void fetch_residual() {
+    if (p.residual && exists()) residual = load_residual<Element>(p, token, output());
+  }
+  // `parts`: what the turn's units have left.
+  __device__ __forceinline__ void finish_turn(const float* parts) {
+    if (!exists()) return;
+    const int line = place / Weights::kOutputs * GemvStream::kLines + place % Weights::kOutputs;
+    const int stride = stream.parts_stride(), count = stream.slices * GemvStream::kParts;
+    const float* row = parts + threadIdx.x / kTokenThreads * count * stride + line;
+    const float gate = sum_of_parts(row, count, stride);
+    const float factor = kGated ? sum_of_parts(row + Weights::kOutputs, count, stride) : 0.0f;
+    store_output<Element>(p, token, output(), gate, factor, residual);
+    group += stream.groups_per_turn;
+    fetch_residual();
+  }
+};
+
+template <typename Element, int kTokens, bool kGated>
+__global__ void __launch_bounds__(kGemvThreads, 3)
+    gemv_stream_kernel(const __grid_constant__ FusedLinearParams p, const __grid_constant__ GemvPass pass,
+                       const __grid_constant__ GemvStream stream) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ __align__(128) char shared[];
+  const int lane_bytes = threadIdx.x % 32 * 16;
+  char* inputs = shared + stream.inputs_offset();
+  auto* norm = reinterpret_cast<uint4*>(shared + stream.norm_offset());
+  GemvWeights<Element, kTokens, kGated> weights(p, stream, shared);
+  GemvOutputs<Element, kTokens, kGated> outputs(p, pass, stream);
+  weights.start();
+  fetch_norm<Element>(p, norm);
+  wait_for_previous_kernel();
+  // Not before: what the kernel in front still reads would have to wait for two layers' weights.
+  if (weights.all_fetched()) launch_dependents();
+  outputs.fetch_residual();
+  load_inputs<Element, kTokens>(p, pass, reinterpret_cast<uint4*>(inputs), norm);
+
+  auto* parts = reinterpret_cast<float*>(shared + stream.parts_offset(kTokens * weights.row_bytes));
+  const int slice_stride = GemvStream::kParts * stream.parts_stride();
+  int turn_parts = stream.parts_per_turn(kTokens);  // from this turn's to the next one's
+  for (int group = 0; group < weights.groups; group += stream.groups_per_turn) {
+    const int end = min(group + stream.groups_per_turn, weights.groups);
+    while (weights.unit.group < end) {
+      const GemvUnit unit = weights.unit;
+      const char* lines = weights.wait();
+      GemvProducts<Element, kTokens> products;
+      products.multiply(lines + lane_bytes, inputs + unit.slice * stream.slice_bytes + lane_bytes,
+                        weights.row_bytes, weights.line_bytes(unit.slice));
+      products.store(parts + unit.slice * slice_stride + (unit.group - group) * GemvStream::kLines,
+                     stream.parts_stride(), stream.slices * slice_stride);
+      weights.release();
+    }
+    __syncthreads();
+    outputs.finish_turn(parts);
+    parts += turn_parts;
+    turn_parts = -turn_parts;
+  }
+#else
+  refuse_architecture();
+#endif
+}
+
+// Shared memory that a block takes beside its own, and for the norm's sums.
+constexpr int kReservedBytes = 1024, kStaticBytes = 128;
+// What a gated layer's block takes: more than half of a multiprocessor, so that its blocks spread evenly even
+// where attention still holds some multiprocessors. Blocks of the other layers fit beside it.
+constexpr int kGatedBytes = 139264;
+// Rows from 4 to 16 KB: the units of shorter ones are too small, the turns of longer ones too short.
+constexpr int64_t kMinRowBytes = 4096, kMaxRowBytes = 16384;
+constexpr int64_t kMaxOutputs = 1 << 29;
+
+// False where another kernel must multiply.
+template <typename Element, int kTokens, bool kGated>
+bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& stream) {
+  constexpr int kPartsBytes = 4096;  // of a turn, about
+  constexpr int kOutputs = GemvWeights<Element, kTokens, kGated>::kOutputs;
+  const int64_t row_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
+  const int64_t limit = device.shared_bytes_per_block;
+  const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b)); };
+  if (row_bytes < kMinRowBytes || row_bytes > kMaxRowBytes || p.num_outputs > kMaxOutputs) return false;
+  const int all_groups = ceil(p.num_outputs, kOutputs);
+  stream.blocks = std::min(device.num_multiprocessors, all_groups);
+  stream.groups_per_block = all_groups / stream.blocks;
+  stream.larger_blocks = all_groups % stream.blocks;
+  stream.slices = ceil(row_bytes, GemvStream::kLineBytes);
+  stream.slice_bytes = ceil(ceil(row_bytes, stream.slices), GemvStream::kStepBytes) * GemvStream::kStepBytes;
+  stream.slices = ceil(row_bytes, stream.slice_bytes);
+  const int groups = ceil(all_groups, stream.blocks);
+  const int part_bytes = kTokens * stream.slices * GemvStream::kParts * static_cast<int>(sizeof(float));
+  const int most_groups = std::min(groups, kGemvThreads / kTokens / kOutputs);
+  stream.groups_per_turn = std::clamp(kPartsBytes / part_bytes / GemvStream::kLines, 1, most_groups);
+  stream.norm_bytes = p.norm_weight ? static_cast<int>(row_bytes) : 0;
+  stream.buffers = 0;
+  const int64_t fixed = stream.shared_bytes(kTokens * row_bytes, kTokens) + kStaticBytes;
+  const auto fitting = [&](int64_t bytes) {
+    return (bytes - fixed) / (GemvStream::kBufferBytes + static_cast<int>(sizeof(Barrier)));
+  };
+  int64_t most = fitting(kGated ? kGatedBytes : limit - kReservedBytes - kGatedBytes);
+  if (most < kGemvWarps) most = fitting(limit);
+  if (most < kGemvWarps) return false;
+  most = std::min<int64_t>(most, GemvStream::kMaxBuffers);
+  stream.buffers = static_cast<int>(std::clamp<int64_t>(int64_t{groups} * stream.slices, kGemvWarps, most));
+  return true;
+}
+
+// False, and nothing launched, likewise.
+template <typename Element, int kTokens, bool kGated>
+bool launch_gemv_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
+                        cudaError_t& error) {
+  if (launch.device.compute_capability != 90) return false;
+  GemvStream stream{};
+  if (!plan_stream<Element, kTokens, kGated>(p, launch.device, stream)) return false;
+  constexpr auto kKernel = gemv_stream_kernel<Element, kTokens, kGated>;
+  int bytes = stream.shared_bytes(kTokens * p.num_inputs * static_cast<int64_t>(sizeof(Element)), kTokens);
+  if (kGated) bytes = std::max(bytes, kGatedBytes - kStaticBytes);
+  error = allow_shared_memory<kKernel>(launch.device);
+  if (error == cudaSuccess)
+    error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(stream.blocks)), dim3(kGemvThreads), bytes,
+                              launch, p, pass, stream);
+  return true;
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,380 @@
+// Linear layers: by GEMV for a few tokens; for many, gated ones by a kernel of our own where wgmma is, and
+// the others by cuBLAS with our norm and epilogue around it.
+#include <algorithm>
+
+#include "cublas.h"
+#include "gates.cuh"
+#include "kernels/cuda/common/element_dispatch.cuh"
+#include "kernels/cuda/common/elements.cuh"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/operators.generated.h"
+
+namespace ortolan::cuda {
+
+template <typename Element>
+cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
+template <typename Element>
+cudaError_t launch_gated_sm90(const FusedLinearParams& p, const Launch& launch);
+
+namespace {
+
+constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
+constexpr int64_t kSliceBytes = int64_t{96} << 20;  // bounds the rows that wait beside cuBLAS's workspace
+constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
+constexpr int64_t kGatedRowTile = 256;              // rows that our gated product takes together
+constexpr int kThreads = 256;
+constexpr int64_t kManyRows = 4096;  // from here on a norm's blocks take several rows each
+
+__device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float squares) {
+  return rsqrtf(squares / static_cast<float>(p.row_size) + p.epsilon);
+}
+
+// A row per block: y = residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight. Each thread reads an
+// element before it writes it, so y may be x or the residual.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ RmsNormAddParams p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t row = int64_t{blockIdx.x} * p.row_size;
+  const auto* input = static_cast<const Element*>(p.x) + row;
+  float squares[1] = {};
+  for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
+    const float x = to_float(input[i]);
+    squares[0] = fmaf(x, x, squares[0]);
+  }
+  block_sums<kThreads>(squares);
+  const float factor = norm_factor(p, squares[0]);
+  const auto* weight = static_cast<const Element*>(p.norm_weight);
+  const auto* residual = static_cast<const Element*>(p.residual);
+  auto* output = static_cast<Element*>(p.y);
+  for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
+    float y = to_float(input[i]) * factor * to_float(weight[i]);
+    if (residual) y += to_float(residual[row + i]);
+    output[row + i] = Element(y);
+  }
+}
+
+// The same for rows of at most kPieces * kThreads pieces of 16 bytes, kRows of them per block, which wait in
+// registers for their factors: the more rows, the more of memory is under way. Weights are read before the
+// kernel in front has ended.
+template <typename Element, int kPieces, int kRows>
+__global__ void __launch_bounds__(kThreads)
+    rms_norm_pieces_kernel(const __grid_constant__ RmsNormAddParams p) {
+  constexpr int kSize = kPieceSize<Element>;
+  const int pieces = static_cast<int>(p.row_size) / kSize;
+  const int64_t first = int64_t{blockIdx.x} * kRows;
+  const auto* weight = static_cast<const uint4*>(p.norm_weight);
+  const auto* input = static_cast<const uint4*>(p.x) + first * pieces;
+  const auto* residual = static_cast<const uint4*>(p.residual);
+  if (residual) residual += first * pieces;
+  auto* output = static_cast<uint4*>(p.y) + first * pieces;
+  const int rows = static_cast<int>(min(int64_t{kRows}, p.num_tokens - first));
+  uint4 w[kPieces], x[kRows][kPieces], added[kRows][kPieces];
+  const auto each_piece = [&](auto visit) {
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n)
+      if (const int i = static_cast<int>(threadIdx.x) + n * kThreads; i < pieces) visit(n, i);
+  };
+  const auto each_row = [&](auto visit) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (r < rows) each_piece([&](int n, int i) { visit(r, n, i); });
+  };
+  each_piece([&](int n, int i) { w[n] = weight[i]; });
+  launch_dependents();
+  wait_for_previous_kernel();
+  each_row([&](int r, int n, int i) { x[r][n] = input[r * pieces + i]; });
+  if (residual) each_row([&](int r, int n, int i) { added[r][n] = residual[r * pieces + i]; });
+  float squares[kRows] = {};
+  each_row([&](int r, int n, int) { squares[r] = add_products(x[r][n], x[r][n], squares[r], Element{}); });
+  block_sums<kThreads>(squares);
+  each_row([&](int r, int n, int i) {
+    const float factor = norm_factor(p, squares[r]);
+    Element values[kSize], weights[kSize], residuals[kSize];
+    __builtin_memcpy(values, &x[r][n], 16);
+    __builtin_memcpy(weights, &w[n], 16);
+    if (residual) __builtin_memcpy(residuals, &added[r][n], 16);
+#pragma unroll
+    for (int e = 0; e < kSize; ++e) {
+      float y = to_float(values[e]) * factor * to_float(weights[e]);
+      if (residual) y += to_float(residuals[e]);
+      values[e] = Element(y);
+    }
+    uint4 rounded;
+    __builtin_memcpy(&rounded, values, 16);
+    output[r * pieces + i] = rounded;
+  });
+}
+
+template <typename Element, int kPieces, int kRows>
+cudaError_t launch_rows(const RmsNormAddParams& p, const Launch& launch) {
+  const int64_t blocks = (p.num_tokens + kRows - 1) / kRows;
+  return launch_overlapped(rms_norm_pieces_kernel<Element, kPieces, kRows>,
+                           dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, launch, p);
+}
+
+template <typename Element>
+cudaError_t launch_rms_norm(const RmsNormAddParams& p, const Launch& launch) {
+  const int64_t pieces = p.row_size / kPieceSize<Element>;
+  const auto row_bytes = static_cast<int64_t>(p.row_size * sizeof(Element));
+  if (!has_whole_pieces(row_bytes, {p.x, p.norm_weight, p.residual, p.y}) || pieces > 4 * kThreads)
+    return launch_overlapped(rms_norm_kernel<Element>, dim3(static_cast<unsigned>(p.num_tokens)),
+                             dim3(kThreads), 0, launch, p);
+  const bool many = p.num_tokens >= kManyRows;
+  if (pieces <= kThreads)
+    return many ? launch_rows<Element, 1, 4>(p, launch) : launch_rows<Element, 1, 1>(p, launch);
+  if (pieces <= 2 * kThreads)
+    return many ? launch_rows<Element, 2, 2>(p, launch) : launch_rows<Element, 2, 1>(p, launch);
+  return launch_rows<Element, 4, 1>(p, launch);
+}
+
+// What an output becomes after its product; `factor` is the gated layer's second product.
+template <typename Output>
+__device__ __forceinline__ float finish(GatedActivation activation, float product, float factor) {
+  if (activation == GatedActivation::kNone) return product;
+  return (sizeof(Output) == 2 ? activate_nearly(activation, product) : activate(activation, product)) *
+         factor;
+}
+
+// Bias, gate and residual for products [rows, N or 2N], of the type of the output, of some rows of the call.
+template <typename Element, typename Output>
+__global__ void __launch_bounds__(kThreads)
+    epilogue_kernel(const __grid_constant__ FusedLinearParams p, const Output* products, int64_t first_row,
+                    unsigned rows) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const auto outputs = static_cast<unsigned>(p.num_outputs);
+  const unsigned place = blockIdx.x * kThreads + threadIdx.x;
+  if (place >= rows * outputs) return;
+  const unsigned row = place / outputs, column = place % outputs;
+  const bool gated = p.activation != GatedActivation::kNone;
+  const auto* bias = static_cast<const Element*>(p.bias);
+  const Output* line = products + row * p.num_outputs * (gated ? 2 : 1) + column;
+  const float product = to_float(line[0]) + (bias ? to_float(bias[column]) : 0.0f);
+  float factor = 0;
+  if (gated) factor = to_float(line[p.num_outputs]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f);
+  float y = finish<Output>(p.activation, product, factor);
+  const int64_t index = first_row * p.num_outputs + place;
+  if (p.residual) y += to_float(static_cast<const Element*>(p.residual)[index]);
+  static_cast<Output*>(p.output)[index] = Output(y);
+}
+
+// The same for gates alone, 16 bytes at a time.
+template <typename Element>
+__global__ void __launch_bounds__(kThreads)
+    gate_kernel(GatedActivation activation, const Element* products, Element* output, unsigned row_pieces,
+                unsigned pieces) {
+  constexpr int kSize = kPieceSize<Element>;
+  launch_dependents();
+  wait_for_previous_kernel();
+  const unsigned place = blockIdx.x * kThreads + threadIdx.x;
+  if (place >= pieces) return;
+  const unsigned row = place / row_pieces;
+  const auto* line = reinterpret_cast<const uint4*>(products) + place + row * row_pieces;
+  const uint4 gates = line[0], factors = line[row_pieces];
+  Element x[kSize], y[kSize];
+  __builtin_memcpy(x, &gates, 16);
+  __builtin_memcpy(y, &factors, 16);
+#pragma unroll
+  for (int e = 0; e < kSize; ++e) x[e] = Element(finish<Element>(activation, to_float(x[e]), to_float(y[e])));
+  uint4 rounded;
+  __builtin_memcpy(&rounded, x, 16);
+  reinterpret_cast<uint4*>(output)[place] = rounded;
+}
+
+unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
+
+// Finishes the products of some rows of the call.
+template <typename Element, typename Output>
+cudaError_t finish_slice(const FusedLinearParams& p, const Output* products, int64_t first_row, int64_t rows,
+                         const Launch& launch) {
+  if constexpr (sizeof(Element) == sizeof(Output)) {
+    auto* output = static_cast<Element*>(p.output) + first_row * p.num_outputs;
+    const auto row_bytes = static_cast<int64_t>(p.num_outputs * sizeof(Element));
+    if (p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
+        has_whole_pieces(row_bytes, {p.output})) {
+      const int64_t row_pieces = p.num_outputs / kPieceSize<Element>;
+      return launch_overlapped(gate_kernel<Element>, dim3(blocks_of(rows * row_pieces)), dim3(kThreads), 0,
+                               launch, p.activation, products, output, static_cast<unsigned>(row_pieces),
+                               static_cast<unsigned>(rows * row_pieces));
+    }
+  }
+  return launch_overlapped(epilogue_kernel<Element, Output>, dim3(blocks_of(rows * p.num_outputs)),
+                           dim3(kThreads), 0, launch, p, products, first_row, static_cast<unsigned>(rows));
+}
+
+// Whether the product alone is the result, so that cuBLAS can write it.
+bool is_direct(const FusedLinearParams& p) {
+  return !p.bias && p.activation == GatedActivation::kNone && !(p.residual && p.output_float32);
+}
+
+// Whether the normalised rows of a whole call wait at the end of its output, aligned as cuBLAS likes them.
+// Only gates write there, row after row: those before row r end at element r * N, the normalised rows from r
+// on begin (T - r) * (N - K) elements further.
+bool waits_in_output(const FusedLinearParams& p) {
+  const int64_t further = (p.num_outputs - p.num_inputs) * element_bytes(p.element);
+  return p.norm_weight && p.activation != GatedActivation::kNone && !p.residual && !p.output_float32 &&
+         further >= 0 && further % 16 == 0;
+}
+
+// Whether our gated product takes the call. It reads and writes whole pieces of 16 bytes. While its tiles are
+// full it is ahead of cuBLAS and a gate, mostly by 7 % or more: a sixteenth of their rows may be wasted.
+bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
+  const int64_t row_bits = (p.num_inputs | p.num_outputs) * 2;  // of rows of either size
+  const int64_t rows = (p.num_tokens + kGatedRowTile - 1) / kGatedRowTile * kGatedRowTile;
+  return device.compute_capability == 90 && p.element != ElementType::kFloat32 && !p.output_float32 &&
+         p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
+         has_whole_pieces(row_bits, {p.input, p.weight, p.output}) &&
+         (rows - p.num_tokens) * 16 <= p.num_tokens;
+}
+
+// How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
+struct Slices {
+  int64_t rows;
+  int64_t normalised_bytes;
+  int64_t product_bytes;
+
+  static Slices of(const FusedLinearParams& p, const Device& device) {
+    const int64_t bytes = element_bytes(p.element);
+    const bool gates = multiplies_gates(p, device);
+    const bool waits_apart = gates || !waits_in_output(p);  // outputs of our product come in no order
+    const int64_t normalised = p.norm_weight && waits_apart ? p.num_inputs * bytes : 0;
+    const int64_t products = gates || is_direct(p) ? 0
+                                                   : p.num_outputs * (p.output_float32 ? 4 : bytes) *
+                                                         (p.activation == GatedActivation::kNone ? 1 : 2);
+    if (normalised + products == 0) return {p.num_tokens, 0, 0};
+    // Slices of about equal size: a small last one would read all weights for a few rows.
+    const int64_t tile = gates ? kGatedRowTile : kRowTile;
+    const int64_t most = std::max<int64_t>(kSliceBytes / (normalised + products), tile);
+    const int64_t count = std::max<int64_t>((p.num_tokens + most - 1) / most, 1);
+    const int64_t equal = (p.num_tokens + count - 1) / count;
+    const int64_t whole_tiles = (equal + tile - 1) / tile * tile;
+    const int64_t rows = std::min(p.num_tokens, whole_tiles <= most ? whole_tiles : equal);
+    const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
+    return {rows, aligned(rows * normalised), aligned(rows * products)};
+  }
+};
+
+template <typename Element>
+cudaError_t normalise(const FusedLinearParams& p, int64_t first_row, int64_t rows, void* target,
+                      const Launch& launch) {
+  RmsNormAddParams norm;
+  norm.element = p.element;
+  norm.num_tokens = rows;
+  norm.row_size = p.num_inputs;
+  norm.x = static_cast<const Element*>(p.input) + first_row * p.num_inputs;
+  norm.norm_weight = p.norm_weight;
+  norm.epsilon = p.epsilon;
+  norm.y = target;
+  return rms_norm_add(norm, launch);
+}
+
+// One slice of rows through cuBLAS; `waiting` are the call's normalised rows, where they lie in its output.
+template <typename Element>
+cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_t rows, const Slices& slices,
+                           const void* waiting, const Launch& launch) {
+  auto* workspace = static_cast<unsigned char*>(launch.workspace);
+  auto* normalised = workspace + Cublas::kWorkspaceBytes;
+  void* products = normalised + slices.normalised_bytes;
+  const bool gated = p.activation != GatedActivation::kNone;
+  CublasProduct product{};
+  product.element = p.element;
+  product.rows = rows;
+  product.columns = gated ? 2 * p.num_outputs : p.num_outputs;
+  product.inner = p.num_inputs;
+  product.input = static_cast<const Element*>(waiting ? waiting : p.input) + first_row * p.num_inputs;
+  product.weight = p.weight;
+  product.output = products;
+  if (p.norm_weight && !waiting) {
+    if (const cudaError_t error = normalise<Element>(p, first_row, rows, normalised, launch);
+        error != cudaSuccess)
+      return error;
+    product.input = normalised;
+  }
+  const int64_t offset = first_row * p.num_outputs;
+  product.output_float32 = p.output_float32;
+  if (is_direct(p)) {
+    product.accumulate = p.residual != nullptr;
+    product.output = static_cast<unsigned char*>(p.output) +
+                     offset * (p.output_float32 ? int64_t{4} : element_bytes(p.element));
+    if (p.residual && p.residual != p.output) {
+      const cudaError_t error =
+          cudaMemcpyAsync(product.output, static_cast<const Element*>(p.residual) + offset,
+                          rows * p.num_outputs * sizeof(Element), cudaMemcpyDeviceToDevice, launch.stream);
+      if (error != cudaSuccess) return error;
+    }
+    return p.cublas->multiply(product, launch.stream, workspace);
+  }
+  if (const cudaError_t error = p.cublas->multiply(product, launch.stream, workspace); error != cudaSuccess)
+    return error;
+  if (p.output_float32)
+    return finish_slice<Element>(p, static_cast<const float*>(products), first_row, rows, launch);
+  return finish_slice<Element>(p, static_cast<const Element*>(products), first_row, rows, launch);
+}
+
+// All rows of a gated layer through our own product.
+template <typename Element>
+cudaError_t multiply_gated(const FusedLinearParams& p, const Launch& launch) {
+  const Slices slices = Slices::of(p, launch.device);
+  auto* normalised = static_cast<unsigned char*>(launch.workspace) + Cublas::kWorkspaceBytes;
+  for (int64_t first = 0; first < p.num_tokens; first += slices.rows) {
+    FusedLinearParams slice = p;
+    slice.num_tokens = std::min(slices.rows, p.num_tokens - first);
+    slice.input = static_cast<const Element*>(p.input) + first * p.num_inputs;
+    slice.output = static_cast<Element*>(p.output) + first * p.num_outputs;
+    cudaError_t error = cudaSuccess;
+    if (p.norm_weight) {
+      error = normalise<Element>(p, first, slice.num_tokens, normalised, launch);
+      slice.input = normalised;
+    }
+    if (error == cudaSuccess) error = launch_gated_sm90<Element>(slice, launch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+// All rows, through cuBLAS where our gated product does not take them.
+template <typename Element>
+cudaError_t multiply(const FusedLinearParams& p, const Launch& launch) {
+  if constexpr (sizeof(Element) == 2)
+    if (multiplies_gates(p, launch.device)) return multiply_gated<Element>(p, launch);
+  const Slices slices = Slices::of(p, launch.device);
+  Element* waiting = nullptr;
+  if (waits_in_output(p)) {
+    waiting = static_cast<Element*>(p.output) + p.num_tokens * (p.num_outputs - p.num_inputs);
+    const cudaError_t error = normalise<Element>(p, 0, p.num_tokens, waiting, launch);
+    if (error != cudaSuccess) return error;
+  }
+  for (int64_t first = 0; first < p.num_tokens; first += slices.rows) {
+    const int64_t rows = std::min(slices.rows, p.num_tokens - first);
+    const cudaError_t error = multiply_slice<Element>(p, first, rows, slices, waiting, launch);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
+  if (params.num_tokens == 0) return cudaSuccess;
+  return with_element(params.element,
+                      [&]<typename Element>() { return launch_rms_norm<Element>(params, launch); });
+}
+
+size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device) {
+  if (params.num_tokens <= kGemvTokens || !params.cublas) return 0;
+  const Slices slices = Slices::of(params, device);
+  return Cublas::kWorkspaceBytes + slices.normalised_bytes + slices.product_bytes;
+}
+
+cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch) {
+  if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
+  return with_element(params.element, [&]<typename Element>() {
+    const bool few = params.num_tokens <= kGemvTokens || !params.cublas;
+    return few ? launch_gemvs<Element>(params, launch) : multiply<Element>(params, launch);
+  });
+}
+
+}  // namespace ortolan::cuda

@@ -1,7 +1,0 @@
-#include "linear_gemv_launch.cuh"
-
-namespace ortolan::cuda {
-
-template cudaError_t launch_gemvs<__half>(const FusedLinearParams&, const Launch&);
-
-}  // namespace ortolan::cuda

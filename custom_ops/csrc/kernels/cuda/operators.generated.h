@@ -1,0 +1,27 @@
+// clang-format off
+// The kernels of the operators, whose arguments are valid; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#pragma once
+
+#include "kernels/fused_params.h"
+#include "kernels/params.h"
+#include "kernels/qkv_params.h"
+#include "common/kernels.h"
+
+namespace ortolan::cuda {
+
+cudaError_t ring_kv_append(const RingKvAppendParams& params, const Launch& launch);
+cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch);
+size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device);
+cudaError_t snap_kv_capture(const SnapKvCaptureParams& params, const Launch& launch);
+cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch);
+size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& device);
+cudaError_t kv_select(const KvSelectParams& params, const Launch& launch);
+cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
+cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
+size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device);
+cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& launch);
+cudaError_t rope_angles(const RopeAnglesParams& params, const Launch& launch);
+cudaError_t gather_rows(const GatherRowsParams& params, const Launch& launch);
+cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch);
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,20 @@
+// clang-format off
+// The operators that have CPU kernels; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#include "kernels/cpu/operators.generated.h"
+
+#include "cpu_operators.h"
+
+namespace ortolan {
+
+std::vector<OperatorKernel> cpu_operators() {
+  return {
+      cpu_operator<ops::RingKvAppend, cpu::ring_kv_append>(),
+      cpu_operator<ops::SwaAttention, cpu::swa_attention>(),
+      cpu_operator<ops::SnapKvCapture, cpu::snap_kv_capture>(),
+      cpu_operator<ops::SnapKvScore, cpu::snap_kv_score>(),
+      cpu_operator<ops::KvSelect, cpu::kv_select>(),
+      cpu_operator<ops::KvCompact, cpu::kv_compact>(),
+  };
+}
+
+}  // namespace ortolan

@@ -1,0 +1,25 @@
+// clang-format off
+// The operators that have CUDA kernels; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#include "kernels/cuda/operators.generated.h"
+
+#include "cuda_operators.h"
+
+namespace ortolan {
+
+std::vector<OperatorKernel> cuda_operators() {
+  return {
+      cuda_operator<ops::RingKvAppend, cuda::ring_kv_append>(),
+      cuda_operator<ops::SwaAttention, cuda::swa_attention, cuda::swa_attention_workspace>(),
+      cuda_operator<ops::SnapKvCapture, cuda::snap_kv_capture>(),
+      cuda_operator<ops::SnapKvScore, cuda::snap_kv_score, cuda::snap_kv_score_workspace>(),
+      cuda_operator<ops::KvSelect, cuda::kv_select>(),
+      cuda_operator<ops::KvCompact, cuda::kv_compact>(),
+      cuda_operator<ops::FusedLinear, cuda::fused_linear, cuda::fused_linear_workspace>(),
+      cuda_operator<ops::QkvRopeAppend, cuda::qkv_rope_append>(),
+      cuda_operator<ops::RopeAngles, cuda::rope_angles>(),
+      cuda_operator<ops::GatherRows, cuda::gather_rows>(),
+      cuda_operator<ops::RmsNormAdd, cuda::rms_norm_add>(),
+  };
+}
+
+}  // namespace ortolan

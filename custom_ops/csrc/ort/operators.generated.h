@@ -1,0 +1,342 @@
+// clang-format off
+// What the library knows of each operator; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
+#pragma once
+
+#include "kernels/fused_params.h"
+#include "kernels/params.h"
+#include "kernels/qkv_params.h"
+#include "attributes.h"
+#include "schema.h"
+
+namespace ortolan {
+
+template <typename Op>
+class Call;
+
+inline constexpr Port kRingKvAppendInputs[] = {
+    {.name = "key", .shape = "[T, Hkv, D]", .type = PortType::kElement},
+    {.name = "value", .shape = "[T, Hkv, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kRingKvAppendOutputs[] = {
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 2},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 3},
+};
+namespace ops {
+struct RingKvAppend {
+  using Params = RingKvAppendParams;
+  struct In { enum : size_t { kKey, kValue, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable }; };
+  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut }; };
+  struct Attributes {
+    int64_t sink = 0;
+    int64_t capacity = 0;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.sink = reader.integer({.name = "sink", .symbol = "S", .allowed = "0 or more", .least = 0}, 0);
+      attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"RingKvAppend", kRingKvAppendInputs, kRingKvAppendOutputs, false};
+};
+}  // namespace ops
+RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call);
+
+inline constexpr Port kSwaAttentionInputs[] = {
+    {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
+};
+inline constexpr Port kSwaAttentionOutputs[] = {
+    {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "lse", .shape = "[Hq, T]", .type = PortType::kFloat32, .optional = true},
+};
+namespace ops {
+struct SwaAttention {
+  using Params = SwaAttentionParams;
+  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits }; };
+  struct Out { enum : size_t { kOutput, kLse }; };
+  struct Attributes {
+    int64_t window = -1;
+    int64_t sink = 0;
+    int64_t capacity = 0;
+    float scale = 0.0f;
+    float softcap = 0.0f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.window = reader.integer({.name = "window", .symbol = "W", .allowed = "-1, or 1 or more", .least = -1, .nonzero = true}, -1);
+      attributes.sink = reader.integer({.name = "sink", .symbol = "S", .allowed = "0 or more", .least = 0}, 0);
+      attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
+      attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.softcap = reader.real({.name = "softcap", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"SwaAttention", kSwaAttentionInputs, kSwaAttentionOutputs, false};
+};
+}  // namespace ops
+SwaAttentionParams read_params(const Call<ops::SwaAttention>& call);
+
+inline constexpr Port kSnapKvCaptureInputs[] = {
+    {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B]", .type = PortType::kInt32},
+};
+inline constexpr Port kSnapKvCaptureOutputs[] = {
+    {.name = "capture_out", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .alias = 1},
+};
+namespace ops {
+struct SnapKvCapture {
+  using Params = SnapKvCaptureParams;
+  struct In { enum : size_t { kQuery, kCapture, kQueryStart, kPastLen }; };
+  struct Out { enum : size_t { kCaptureOut }; };
+  struct Attributes {
+    static Attributes read(const AttributeReader&) { return {}; }
+  };
+  static constexpr Schema kSchema{"SnapKvCapture", kSnapKvCaptureInputs, kSnapKvCaptureOutputs, false};
+};
+}  // namespace ops
+SnapKvCaptureParams read_params(const Call<ops::SnapKvCapture>& call);
+
+inline constexpr Port kSnapKvScoreInputs[] = {
+    {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "kv_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kSnapKvScoreOutputs[] = {
+    {.name = "score", .shape = "[B, Hkv, K]", .type = PortType::kFloat32},
+};
+namespace ops {
+struct SnapKvScore {
+  using Params = SnapKvScoreParams;
+  struct In { enum : size_t { kCapture, kKeyCache, kKvLen, kBlockTable }; };
+  struct Out { enum : size_t { kScore }; };
+  struct Attributes {
+    float scale = 0.0f;
+    float softcap = 0.0f;
+    GroupReduce group_reduce = GroupReduce::kMean;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.softcap = reader.real({.name = "softcap", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.group_reduce = reader.choice<GroupReduce>({"group_reduce", "", "'mean', 'max' or 'sum'"}, GroupReduce::kMean, {{"mean", GroupReduce::kMean}, {"max", GroupReduce::kMax}, {"sum", GroupReduce::kSum}});
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"SnapKvScore", kSnapKvScoreInputs, kSnapKvScoreOutputs, false};
+};
+}  // namespace ops
+SnapKvScoreParams read_params(const Call<ops::SnapKvScore>& call);
+
+inline constexpr Port kKvSelectInputs[] = {
+    {.name = "score", .shape = "[B, Hkv or 1, C]", .type = PortType::kFloat32},
+    {.name = "kv_len", .shape = "[B, Hkv]", .type = PortType::kInt32},
+    {.name = "budget", .shape = "[1]", .type = PortType::kInt64, .on_host = true},
+    {.name = "window", .shape = "[1]", .type = PortType::kInt64, .on_host = true},
+    {.name = "sink", .shape = "[1]", .type = PortType::kInt64, .on_host = true},
+};
+inline constexpr Port kKvSelectOutputs[] = {
+    {.name = "keep", .shape = "[B, Hkv or 1, K]", .type = PortType::kInt32},
+    {.name = "kept_len", .shape = "[B, Hkv]", .type = PortType::kInt32},
+};
+namespace ops {
+struct KvSelect {
+  using Params = KvSelectParams;
+  struct In { enum : size_t { kScore, kKvLen, kBudget, kWindow, kSink }; };
+  struct Out { enum : size_t { kKeep, kKeptLen }; };
+  struct Attributes {
+    static Attributes read(const AttributeReader&) { return {}; }
+  };
+  static constexpr Schema kSchema{"KvSelect", kKvSelectInputs, kKvSelectOutputs, false};
+};
+}  // namespace ops
+KvSelectParams read_params(const Call<ops::KvSelect>& call);
+
+inline constexpr Port kKvCompactInputs[] = {
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "keep", .shape = "[B, Hkv or 1, K]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kKvCompactOutputs[] = {
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 0},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 1},
+};
+namespace ops {
+struct KvCompact {
+  using Params = KvCompactParams;
+  struct In { enum : size_t { kKeyCache, kValueCache, kKeep, kBlockTable }; };
+  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut }; };
+  struct Attributes {
+    static Attributes read(const AttributeReader&) { return {}; }
+  };
+  static constexpr Schema kSchema{"KvCompact", kKvCompactInputs, kKvCompactOutputs, false};
+};
+}  // namespace ops
+KvCompactParams read_params(const Call<ops::KvCompact>& call);
+
+inline constexpr Port kFusedLinearInputs[] = {
+    {.name = "x", .shape = "[T, I]", .type = PortType::kElement},
+    {.name = "weight", .shape = "[O, I] or [2 * O, I]", .type = PortType::kElement},
+    {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement, .optional = true},
+    {.name = "bias", .shape = "[O] or [2 * O]", .type = PortType::kElement, .optional = true},
+    {.name = "residual", .shape = "[T, O]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kFusedLinearOutputs[] = {
+    {.name = "y", .shape = "[T, O]", .type = PortType::kElement, .optional = true, .spends = 4},
+    {.name = "y_float32", .shape = "[T, O]", .type = PortType::kFloat32, .optional = true},
+};
+namespace ops {
+struct FusedLinear {
+  using Params = FusedLinearParams;
+  struct In { enum : size_t { kX, kWeight, kNormWeight, kBias, kResidual }; };
+  struct Out { enum : size_t { kY, kYFloat32 }; };
+  struct Attributes {
+    float epsilon = 1e-06f;
+    GatedActivation activation = GatedActivation::kNone;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      attributes.activation = reader.choice<GatedActivation>({"activation", "", "'none', 'silu_mul', 'gelu_mul' (erf) or 'gelu_tanh_mul'"}, GatedActivation::kNone, {{"none", GatedActivation::kNone}, {"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}});
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"FusedLinear", kFusedLinearInputs, kFusedLinearOutputs, true};
+};
+}  // namespace ops
+FusedLinearParams read_params(const Call<ops::FusedLinear>& call);
+
+inline constexpr Port kQkvRopeAppendInputs[] = {
+    {.name = "qkv", .shape = "[T, (Hq + 2 * Hkv) * D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "query_norm_weight", .shape = "[D]", .type = PortType::kElement, .optional = true},
+    {.name = "key_norm_weight", .shape = "[D]", .type = PortType::kElement, .optional = true},
+    {.name = "cosine", .shape = "[1, T, R]", .type = PortType::kFloat32, .optional = true},
+    {.name = "sine", .shape = "[1, T, R]", .type = PortType::kFloat32, .optional = true},
+    {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true},
+    {.name = "capture_past_len", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kQkvRopeAppendOutputs[] = {
+    {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 1},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 2},
+    {.name = "capture_out", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true, .alias = 10},
+};
+namespace ops {
+struct QkvRopeAppend {
+  using Params = QkvRopeAppendParams;
+  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen }; };
+  struct Out { enum : size_t { kQuery, kKeyCacheOut, kValueCacheOut, kCaptureOut }; };
+  struct Attributes {
+    int64_t num_heads = 0;
+    float epsilon = 1e-06f;
+    int64_t sink = 0;
+    int64_t capacity = 0;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.num_heads = reader.integer({.name = "num_heads", .symbol = "Hq", .allowed = "a positive multiple of Hkv", .least = 0}, 0);
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      attributes.sink = reader.integer({.name = "sink", .symbol = "S", .allowed = "0 or more", .least = 0}, 0);
+      attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"QkvRopeAppend", kQkvRopeAppendInputs, kQkvRopeAppendOutputs, true};
+};
+}  // namespace ops
+QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call);
+
+inline constexpr Port kRopeAnglesInputs[] = {
+    {.name = "positions", .shape = "[T]", .type = PortType::kInt64},
+    {.name = "inv_freq", .shape = "[1, R]", .type = PortType::kFloat32},
+};
+inline constexpr Port kRopeAnglesOutputs[] = {
+    {.name = "cosine", .shape = "[1, T, R]", .type = PortType::kFloat32},
+    {.name = "sine", .shape = "[1, T, R]", .type = PortType::kFloat32},
+};
+namespace ops {
+struct RopeAngles {
+  using Params = RopeAnglesParams;
+  struct In { enum : size_t { kPositions, kInvFreq }; };
+  struct Out { enum : size_t { kCosine, kSine }; };
+  struct Attributes {
+    float factor = 1.0f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.factor = reader.real({.name = "factor", .symbol = "", .allowed = "any finite number"}, 1.0f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"RopeAngles", kRopeAnglesInputs, kRopeAnglesOutputs, true};
+};
+}  // namespace ops
+RopeAnglesParams read_params(const Call<ops::RopeAngles>& call);
+
+inline constexpr Port kGatherRowsInputs[] = {
+    {.name = "rows", .shape = "[T, H]", .type = PortType::kElement},
+    {.name = "row_indices", .shape = "[R]", .type = PortType::kInt64},
+};
+inline constexpr Port kGatherRowsOutputs[] = {
+    {.name = "output", .shape = "[R, H]", .type = PortType::kElement},
+};
+namespace ops {
+struct GatherRows {
+  using Params = GatherRowsParams;
+  struct In { enum : size_t { kRows, kRowIndices }; };
+  struct Out { enum : size_t { kOutput }; };
+  struct Attributes {
+    static Attributes read(const AttributeReader&) { return {}; }
+  };
+  static constexpr Schema kSchema{"GatherRows", kGatherRowsInputs, kGatherRowsOutputs, true};
+};
+}  // namespace ops
+GatherRowsParams read_params(const Call<ops::GatherRows>& call);
+
+inline constexpr Port kRmsNormAddInputs[] = {
+    {.name = "x", .shape = "[T, I]", .type = PortType::kElement},
+    {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement},
+    {.name = "residual", .shape = "[T, I]", .type = PortType::kElement},
+};
+inline constexpr Port kRmsNormAddOutputs[] = {
+    {.name = "y", .shape = "[T, I]", .type = PortType::kElement},
+};
+namespace ops {
+struct RmsNormAdd {
+  using Params = RmsNormAddParams;
+  struct In { enum : size_t { kX, kNormWeight, kResidual }; };
+  struct Out { enum : size_t { kY }; };
+  struct Attributes {
+    float epsilon = 1e-06f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"RmsNormAdd", kRmsNormAddInputs, kRmsNormAddOutputs, true};
+};
+}  // namespace ops
+RmsNormAddParams read_params(const Call<ops::RmsNormAdd>& call);
+
+}  // namespace ortolan

@@ -1,0 +1,127 @@
+// Reads one call's tensors into the parameters of the fused operators' kernels, checked. CUDA alone has them.
+#include "call.h"
+#include "checks.h"
+#include "operators.generated.h"
+
+namespace ortolan {
+namespace {
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+// The one output that the node asks for: y in the element type, or y_float32.
+void read_linear_output(const Call<ops::FusedLinear>& call, FusedLinearParams& params) {
+  using Op = ops::FusedLinear;
+  const std::vector<int64_t> shape{params.num_tokens, params.num_outputs};
+  const Tensor rounded = call.output(Op::Out::kY, shape), exact = call.output(Op::Out::kYFloat32, shape);
+  if (rounded.present == exact.present)
+    call.node().fail(
+        std::string("exactly one of the outputs 'y' and 'y_float32' must be requested; the node requests ") +
+        (rounded.present ? "both" : "neither"));
+  params.output_float32 = exact.present;
+  params.output = exact.present ? exact.data : rounded.data;
+}
+
+// Hq, from the attribute and the width of the joint projection.
+int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, const CacheLayout& cache) {
+  using Op = ops::QkvRopeAppend;
+  const int64_t num_heads = call.attributes().num_heads;
+  if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
+    call.node().fail("attribute num_heads Hq = " + number(num_heads) +
+                     " must be a positive multiple of Hkv = " + number(cache.num_kv_heads));
+  const int64_t width = (num_heads + 2 * cache.num_kv_heads) * cache.head_size;
+  if (qkv.dim(1) != width)
+    call.bad_shape(Op::In::kQkv, qkv,
+                   "= " + to_string({qkv.dim(0), width}) + ", with Hq = " + number(num_heads) +
+                       ", Hkv = " + number(cache.num_kv_heads) + ", D = " + number(cache.head_size));
+  return num_heads;
+}
+
+// Sets cosine, sine and R; both are given, or neither.
+void read_angles(const Call<ops::QkvRopeAppend>& call, int64_t num_tokens, QkvRopeAppendParams& params) {
+  using Op = ops::QkvRopeAppend;
+  const Tensor cosine = call.input(Op::In::kCosine, {1, num_tokens, -1});
+  const Tensor sine = call.input(Op::In::kSine, {1, num_tokens, cosine.present ? cosine.dim(2) : -1});
+  if (cosine.present != sine.present)
+    call.node().fail(std::string("inputs 'cosine' and 'sine' must be given together; ") +
+                     (cosine.present ? "'sine'" : "'cosine'") + " is missing");
+  if (!cosine.present) return;
+  if (2 * cosine.dim(2) > params.cache.head_size)
+    call.bad_shape(Op::In::kCosine, cosine, "with 2 * R at most D = " + number(params.cache.head_size));
+  params.rotary_pairs = cosine.dim(2);
+  params.cosine = cosine.as<float>();
+  params.sine = sine.as<float>();
+}
+
+// Sets where queries are captured; the buffer and the lengths are given, or neither.
+void read_capture(const Call<ops::QkvRopeAppend>& call, int64_t head_size, QkvRopeAppendParams& params) {
+  using Op = ops::QkvRopeAppend;
+  const int64_t num_sequences = params.packing.num_sequences;
+  const Tensor capture = call.input(Op::In::kCapture, {num_sequences, -1, params.num_heads, head_size});
+  const Tensor past_len = call.input(Op::In::kCapturePastLen, {num_sequences});
+  if (capture.present != past_len.present)
+    call.node().fail(std::string("inputs 'capture' and 'capture_past_len' must be given together; ") +
+                     (capture.present ? "'capture_past_len'" : "'capture'") + " is missing");
+  if (!capture.present) return;
+  params.capture_rows = capture.dim(1);
+  params.capture_past_len.values = past_len.as<int32_t>();
+  params.capture = call.aliased_output(Op::Out::kCaptureOut, capture).data;
+}
+
+}  // namespace
+
+FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
+  using Op = ops::FusedLinear;
+  const bool gated = call.attributes().activation != GatedActivation::kNone;
+  const Tensor input = call.input(Op::In::kX, {-1, -1});
+  const Tensor weight = call.input(Op::In::kWeight, {-1, input.dim(1)});
+  if (input.dim(1) == 0) call.bad_shape(Op::In::kX, input, "with at least one feature");
+  if (gated && weight.dim(0) % 2 != 0)
+    call.bad_shape(Op::In::kWeight, weight, "with an even number of rows: the gate's, then the factor's");
+  FusedLinearParams params{};
+  params.element = call.node().element;
+  params.num_tokens = input.dim(0);
+  params.num_inputs = input.dim(1);
+  params.num_outputs = gated ? weight.dim(0) / 2 : weight.dim(0);
+  params.input = input.data;
+  params.weight = weight.data;
+  params.norm_weight = call.input(Op::In::kNormWeight, {params.num_inputs}).data;
+  params.epsilon = call.attributes().epsilon;
+  params.bias = call.input(Op::In::kBias, {weight.dim(0)}).data;
+  params.residual = call.input(Op::In::kResidual, {params.num_tokens, params.num_outputs}).data;
+  params.activation = call.attributes().activation;
+  read_linear_output(call, params);
+  return params;
+}
+
+QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
+  using Op = ops::QkvRopeAppend;
+  const Tensor qkv = call.input(Op::In::kQkv, {-1, -1});
+  const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
+  const Tensor value_cache = call.input(
+      Op::In::kValueCache, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
+  const int64_t num_tokens = qkv.dim(0), head_size = key_cache.dim(3);
+  QkvRopeAppendParams params{};
+  params.element = call.node().element;
+  params.packing = read_packing(call, Op::In::kQueryStart, num_tokens);
+  params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
+  params.cache =
+      read_cache(call, key_cache,
+                 {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
+                 params.packing.num_sequences);
+  if (head_size < 8 || head_size > 512 || head_size % 8 != 0)
+    call.bad_shape(Op::In::kKeyCache, key_cache, "with D a multiple of 8 up to 512");
+  params.num_heads = read_num_heads(call, qkv, params.cache);
+  params.epsilon = call.attributes().epsilon;
+  params.qkv = qkv.data;
+  params.query_norm_weight = call.input(Op::In::kQueryNormWeight, {head_size}).data;
+  params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;
+  read_angles(call, num_tokens, params);
+  params.query = call.output(Op::Out::kQuery, {num_tokens, params.num_heads, head_size}).data;
+  const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
+  params.key_cache = caches.key;
+  params.value_cache = caches.value;
+  read_capture(call, head_size, params);
+  return params;
+}
+
+}  // namespace ortolan
