@@ -1,4 +1,4 @@
-"""Plans caches and chunks: how many slots and bytes each layer takes, how many pages a pool gets, how a prompt is cut."""
+"""Plans caches and chunks: slots and bytes of each layer, pages of each pool, and how a prompt is cut."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class SequenceCaches:
         return self.pages[kind.name] if kind else (0,)
 
     def capacity(self, index: int) -> int:
-        """Return the slots that one layer has now; of those that are written over, whether their pages are there yet."""
+        """Return the slots that one layer has now; where they are written over, all of them, with pages or without."""
         if not kind_of(self.store.manifest.layers[index]).grows:
             return self.store.plan.layers[index].capacity
         return len(self.page_numbers(index)) * self.store.page_slots(index)

@@ -234,7 +234,8 @@ class EngineCore:
         """Fail a request whose logits are no numbers; its pages serve nobody else."""
         if ran.result.tokens()[ran.row] != BAD:
             return True
-        message = f"the logits after position {ran.chunk.end - 1} contain NaN or infinity; export the model with a wider dtype"
+        place = f"the logits after position {ran.chunk.end - 1}"
+        message = f"{place} contain NaN or infinity; export the model with a wider dtype"
         self.scheduler.forget_prefix(ran.chunk.sequence)
         self._fail(self._requests[ran.chunk.sequence], NumericError(message))
         return False

@@ -222,7 +222,7 @@ class CudaStepper:
         bucket.take_binding(binding, run_options(graph_id), graph_id, self._store.generation)
 
     def _release(self, bucket: Bucket) -> None:
-        """Let a bucket's graph go: it holds addresses that are no longer those of the caches, or none will replay it."""
+        """Let a bucket's graph go: the addresses in it are not those of the caches any more, or it is not needed."""
         release = getattr(self._decoder.session, "release_captured_graph", None)
         if bucket.graph_id != NO_GRAPH and release:
             self._device.synchronize()

@@ -130,7 +130,7 @@ def model(folder, monkeypatch):
 
 
 def test_kind_without_its_line_is_refused_by_name(folder):
-    with pytest.raises(ContractMismatchError, match="running_sum.*full, ring"):
+    with pytest.raises(ContractMismatchError, match=r"running_sum.*full, ring"):
         ortolan.load(folder, device="cpu")
 
 
