@@ -106,6 +106,8 @@ def cache_outputs(alias_from: int) -> tuple[Port, Port]:
     )
 
 
+QUERY = Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE.")
+CAPTURE_OUT = Port(name="capture_out", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="The updated capture buffer.")
 KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
 VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
 QUERY_START = Port(
