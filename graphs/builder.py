@@ -93,10 +93,10 @@ class GraphBuilder:
         tensor.name, tensor.dtype, tensor.shape = name, dtype, list(shape)
         self.graph.outputs.append(tensor)
 
-    def weight(self, name: str, dtype: int, shape: Shape) -> Tensor:
+    def weight(self, name: str, dtype: int, shape: Sequence[int]) -> Tensor:
         """Refer to a weight, which becomes an external initializer; the second use gives the same tensor."""
         if name not in self._constants:
-            proto = onnx.TensorProto(name=name, data_type=dtype, dims=list(shape))
+            proto = onnx.TensorProto(name=name, data_type=dtype, dims=shape)
             proto.data_location = onnx.TensorProto.EXTERNAL
             self.weights[name] = proto
             self._constants[name] = gs.Variable(name, dtype=dtype, shape=list(shape))

@@ -219,8 +219,9 @@ class _Describer:
         tensor, rope, weight = self._read.above(tensor, "Reshape"), None, None
         node = producer(tensor)
         if node is not None and node.op == "RotaryEmbedding":
-            tables = node.inputs[2:4] if node.domain == MICROSOFT else node.inputs[1:3]
-            rope = self._rope(*tables, int(node.attrs.get("interleaved", 0)))
+            first = 2 if node.domain == MICROSOFT else 1
+            interleaved = int(node.attrs.get("interleaved", 0))
+            rope = self._rope(node.inputs[first], node.inputs[first + 1], interleaved)
             tensor = self._read.above(node.inputs[0], "Reshape")
             node = producer(tensor)
         if node is not None and node.op in NORMS:
@@ -248,8 +249,8 @@ class _Describer:
 
     def _table(self, tensor: Tensor) -> Members:
         node = producer(tensor)
-        joined = node is not None and node.op == "Concat"
-        return tuple(self._read.weight(member) for member in (node.inputs if joined else [tensor]))
+        members = node.inputs if node is not None and node.op == "Concat" else [tensor]
+        return tuple(self._read.weight(member) for member in members)
 
     def _embedding(self, hidden: Tensor) -> tuple[tuple[int, ...], float]:
         """Read what looks tokens up: the table's shape, and what multiplies its rows."""

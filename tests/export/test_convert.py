@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import foreign
 import numpy as np
 import onnx
 import pytest
+from expand_fused import expanded_folder
 from fake_cuda import make_session
 from foreign import Foreign
 from parity import relative_difference
@@ -16,7 +18,8 @@ from tolerances import LOGITS_RELATIVE, ROUNDED_ACTIVATIONS_RELATIVE
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
-from ortolan.manifest import read_manifest
+from ortolan.graphs.external_data import read_external_data
+from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 WINDOW, LIMIT = 12, 40
 SPECS = {
@@ -200,7 +203,7 @@ def test_the_manifest_and_files_say_what_the_source_did(source, tmp_path):
     folder = ortolan.convert(source, tmp_path / "model", chunk_size=99, snapkv_window=0)
     manifest = read_manifest(folder)
     assert (manifest.architecture, manifest.vocab_size, manifest.layers[0].num_heads) == ("tiny", foreign.VOCABULARY, 4)
-    assert (manifest.max_context, manifest.chunk_size, manifest.fused_model) == (1024, 99, None)
+    assert (manifest.max_context, manifest.chunk_size, manifest.fused_model) == (1024, 99, FUSED_FILE)
     assert manifest.chunk_chosen
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2, 7))
     assert not (folder / "evict.onnx").exists()
@@ -366,7 +369,78 @@ def test_a_converted_session_is_saved_and_restored(source, tmp_path):
     np.testing.assert_array_equal(model.restore(tmp_path / "session.bin").step(5), session.step(5))
 
 
-def test_there_is_no_fused_graph(source, tmp_path):
-    folder = ortolan.convert(source, tmp_path / "model", max_context=64)
-    with pytest.raises(ConfigError, match="no fused graph"):
-        ortolan.load(folder, device="cpu", fused=True)
+NOT_FUSED = {  # MLPs are mixtures, RoPE is interleaved, the softmax is smooth, weights are computed
+    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "smooth", "tied",
+}  # fmt: skip
+PRODUCTS = {"int4": {"FusedLinear": 1, "MatMulNBits": 10}}  # queries, keys and values are one
+
+
+def test_fused_graphs_compute_what_plain_ones_do(converted, tmp_path):
+    spec, source, folder = converted
+    name = next(name for name, each in SPECS.items() if each is spec)
+    assert (read_manifest(folder).fused_model is None) == (name in NOT_FUSED)
+    if name in NOT_FUSED:
+        with pytest.raises(ConfigError, match="no fused graph"):
+            ortolan.load(folder, device="cpu", fused=True)
+        return
+    fused = onnx.load(folder / FUSED_FILE, load_external_data=False)
+    counts = Counter(node.op_type for node in fused.graph.node)
+    expected = PRODUCTS["int4"] if spec.int4 else {"FusedLinear": 9, "MatMulNBits": 0}
+    assert {op: counts[op] for op in expected} == expected
+    assert counts["QkvRopeAppend"] == counts["SwaAttention"] == 2
+    assert counts["RotaryEmbedding"] == counts["RingKvAppend"] == 0
+    assert counts["SkipSimplifiedLayerNormalization"] == (3 if spec.int4 else 0)
+    prompt = prompt_of(PROMPT_TOKENS)
+    session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
+    rows, tokens = rows_of(session, prompt, DECODED_TOKENS)
+    assert relative_difference(rows, expected_rows(source, spec, tokens, len(prompt))) <= LOGITS_RELATIVE
+
+
+@pytest.mark.parametrize("name", ["llama", "int4_qwen3", "phi3_long", "phi_partial"])
+def test_both_graphs_of_a_conversion_read_every_byte_once(name, tmp_path):
+    source = foreign.write(SPECS[name], tmp_path / "source")
+    folder = ortolan.convert(source, tmp_path / "model", max_context=512)
+    covered = []
+    for file in (MODEL_FILE, FUSED_FILE):
+        bytes_read = np.zeros((folder / "model.onnx.data").stat().st_size, np.uint8)
+        for tensor in onnx.load(folder / file, load_external_data=False).graph.initializer:
+            if tensor.external_data:
+                place = read_external_data(tensor)
+                bytes_read[place.offset : place.end] += 1
+        assert bytes_read.max() == 1
+        covered.append(bytes_read)
+    np.testing.assert_array_equal(*covered)
+
+
+def test_conversions_of_mixed_products_keep_them_apart(tmp_path):
+    source = foreign.write(Foreign(int4=True, head_norm=True), tmp_path / "source")
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    first = next(node for node in model.graph.node if node.op_type == "MatMulNBits")
+    next(a for a in first.attribute if a.name == "accuracy_level").i = 1
+    (source / "model.onnx").write_bytes(model.SerializeToString())
+    folder = ortolan.convert(source, tmp_path / "model", max_context=512)
+    fused = onnx.load(folder / FUSED_FILE, load_external_data=False)
+    counts = Counter(node.op_type for node in fused.graph.node)
+    assert (counts["MatMulNBits"], counts["QkvRopeAppend"], counts["RingKvAppend"]) == (12, 1, 1)
+    session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
+    expected = foreign.source_logits(source, prompt_of(30))[-1]
+    assert relative_difference(session.prefill(prompt_of(30)), expected) <= LOGITS_RELATIVE
+
+
+def test_the_fused_graph_can_be_left_out(source, tmp_path):
+    folder = ortolan.convert(source, tmp_path / "model", max_context=64, fuse=False)
+    assert read_manifest(folder).fused_model is None
+    assert not (folder / FUSED_FILE).exists()
+    operators = {node.op_type for node in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.node}
+    assert "MatMul" in operators, "weights stay as they are"
+    with pytest.raises(ConfigError, match="fuse"):
+        ortolan.convert(source, tmp_path / "other", fuse="yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_format"), [("llama", "dense"), ("int4", "mixed"), ("int4_initializers", "mixed")]
+)
+def test_the_manifest_names_the_weights_format(name, weight_format, tmp_path):
+    source = foreign.write(SPECS[name], tmp_path / "source")
+    manifest = read_manifest(ortolan.convert(source, tmp_path / "model", max_context=64))
+    assert (manifest.weight_format, manifest.cache_dtype) == (weight_format, "float32")

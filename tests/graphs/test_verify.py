@@ -58,9 +58,13 @@ def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm, biased):
     joint = {name for names in joint_weights(described).values() for name in names}
     read = {t.name for t in fused.graph.initializer if t.data_location}
     kept = {name for name in joint if biased and ".attention." in name}  # where one of three has a bias, none is joined
-    assert read == (weights - joint) | set(joint_weights(described)) - {
-        name for name in joint_weights(described) if biased and ".attention." in name
-    } | kept
+    assert (
+        read
+        == (weights - joint)
+        | set(joint_weights(described))
+        - {name for name in joint_weights(described) if biased and ".attention." in name}
+        | kept
+    )
 
 
 def test_the_graph_reads_as_the_contract_says():
