@@ -11,6 +11,7 @@ from ortolan.graphs.builder import MICROSOFT, GraphBuilder
 from ortolan.graphs.decoder import build_model
 from ortolan.graphs.foreign.describe import Description
 from ortolan.graphs.foreign.prepare import ForeignBytes
+from ortolan.graphs.foreign.reader import is_transpose
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats
@@ -61,4 +62,7 @@ def build_fused(
         proto.dims[:] = reversed(proto.dims)
         graph.weights[proto.name] = proto
         node.op, node.domain, node.attrs = "FusedMatMul", MICROSOFT, {"transB": 1}
+        for reader in node.inputs[1].outputs:
+            if is_transpose(reader):  # the embedding of a head that it shares its weight with
+                graph.replace(reader.outputs[0], node.inputs[1])
     return FusedConversion(model=model, members=members, turned=turned)

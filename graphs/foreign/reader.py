@@ -43,11 +43,16 @@ class ForeignLinear:
 
 @dataclass(frozen=True, slots=True)
 class ForeignNorm:
-    """An RMSNorm: its weight, what it reads, and the two that were added to make that, where it adds them."""
+    """An RMSNorm: what it reads (None for a sum that nothing else reads), its weight, and what makes the sum."""
 
     x: Tensor
     weight: Tensor
     added: tuple[Tensor, ...] = field(default_factory=tuple)
+
+
+def is_transpose(node: Node) -> bool:
+    """Tell whether a node turns a matrix."""
+    return bool(node.op == "Transpose" and list(node.attrs.get("perm", ())) == [1, 0])
 
 
 class Reader:
@@ -103,9 +108,10 @@ class Reader:
             raise OtherFormError(f"'{node.name}' is not a norm over the last axis")
         if node.op in NORMS:
             return ForeignNorm(node.inputs[0], self.weight(node.inputs[1]))
-        if (len(node.inputs) > 3 and node.inputs[3].name) or len(node.outputs) <= SUM:
-            raise OtherFormError(f"'{node.name}' adds a bias, or does not give its sum")
-        return ForeignNorm(node.outputs[SUM], self.weight(node.inputs[2]), (node.inputs[0], node.inputs[1]))
+        if any(tensor.name for tensor in node.inputs[3:]):
+            raise OtherFormError(f"'{node.name}' adds a bias")
+        total = node.outputs[SUM] if len(node.outputs) > SUM else None
+        return ForeignNorm(total, self.weight(node.inputs[2]), (node.inputs[0], node.inputs[1]))
 
     def linear(self, tensor: Tensor) -> ForeignLinear:
         """Read a linear layer, with its bias."""
@@ -125,7 +131,8 @@ class Reader:
             return self._blocks(node)
         weight = self.weight(node.inputs[1])
         shape = self.shape(weight)
-        if len(shape) != 2 or len(weight.outputs) != 1:
+        others = [reader for reader in weight.outputs if reader is not node and not is_transpose(reader)]
+        if len(shape) != 2 or others:
             raise OtherFormError(f"'{weight.name}' is not the weight of one linear layer")
         if node.op == "MatMul":
             return ForeignLinear(node.inputs[0], {"weight": weight}, None, node, shape[1])

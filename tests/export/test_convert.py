@@ -25,6 +25,7 @@ WINDOW, LIMIT = 12, 40
 SPECS = {
     "llama": Foreign(),
     "qwen3": Foreign(head_norm=True, packed=False),
+    "qwen3_split": Foreign(head_norm=True, split=True),
     "computed_shapes": Foreign(head_norm=True, packed=False, computed_shapes=True),
     "mistral": Foreign(windows=(WINDOW, WINDOW)),
     "gemma2": Foreign(windows=(WINDOW, -1), scale=0.2, softcap=20.0, head="softcap"),
@@ -32,6 +33,7 @@ SPECS = {
     "phi_partial": Foreign(head_size=32, bias=True),
     "gptj": Foreign(interleaved=1, packed=False),
     "gpt_oss": Foreign(windows=(WINDOW, -1), sinks="learned", bias=True, experts=4),
+    "sinks": Foreign(windows=(WINDOW, -1), sinks="learned", bias=True),
     "smooth": Foreign(sinks="smooth"),
     "rope_nodes": Foreign(rope="nodes", rotary_size=8),
     "rope_standard": Foreign(rope="standard", rotary_size=8),
@@ -44,6 +46,7 @@ SPECS = {
     "int4_embedding": Foreign(int4=True, block_embedding=True),
     "int4_mistral": Foreign(int4=True, windows=(WINDOW, WINDOW), bias=True),
     "int4_qwen3": Foreign(int4=True, head_norm=True),
+    "int4_split": Foreign(int4=True, head_norm=True, split=True, rope="nodes"),
     "int4_initializers": Foreign(qdq=True, bias=True),
     "int4_phi3": Foreign(int4=True, rope_limit=LIMIT),
 }
@@ -370,7 +373,7 @@ def test_a_converted_session_is_saved_and_restored(source, tmp_path):
 
 
 NOT_FUSED = {  # MLPs are mixtures, RoPE is interleaved, the softmax is smooth, weights are computed
-    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "smooth", "tied",
+    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "smooth",
 }  # fmt: skip
 PRODUCTS = {"int4": {"FusedLinear": 1, "MatMulNBits": 10}}  # queries, keys and values are one
 

@@ -290,7 +290,7 @@ def test_rows_are_cut_before_the_head():
     model = convert(foreign.build(Foreign(head="softcap"))).model
     gather = next(node for node in model.graph.node if node.name == "head/Gather")
     (reader,) = (node for node in model.graph.node if gather.output[0] in node.input)
-    assert reader.op_type == "MatMul"
+    assert reader.op_type == "FusedMatMul"
 
 
 def test_names_in_the_way_are_moved():
