@@ -399,14 +399,16 @@ def test_fused_graphs_compute_what_plain_ones_do(converted, tmp_path):
     assert relative_difference(rows, expected_rows(source, spec, tokens, len(prompt))) <= LOGITS_RELATIVE
 
 
-@pytest.mark.parametrize("name", ["llama", "int4_qwen3", "phi3_long", "phi_partial"])
+@pytest.mark.parametrize("name", ["llama", "int4_qwen3", "phi3_long", "phi_partial", "sinks"])
 def test_both_graphs_of_a_conversion_read_every_byte_once(name, tmp_path):
     source = foreign.write(SPECS[name], tmp_path / "source")
     folder = ortolan.convert(source, tmp_path / "model", max_context=512)
     covered = []
     for file in (MODEL_FILE, FUSED_FILE):
         bytes_read = np.zeros((folder / "model.onnx.data").stat().st_size, np.uint8)
-        for tensor in onnx.load(folder / file, load_external_data=False).graph.initializer:
+        tensors = onnx.load(folder / file, load_external_data=False).graph.initializer
+        assert len({tensor.name for tensor in tensors}) == len(tensors)
+        for tensor in tensors:
             if tensor.external_data:
                 place = read_external_data(tensor)
                 bytes_read[place.offset : place.end] += 1
@@ -428,6 +430,19 @@ def test_conversions_of_mixed_products_keep_them_apart(tmp_path):
     session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
     expected = foreign.source_logits(source, prompt_of(30))[-1]
     assert relative_difference(session.prefill(prompt_of(30)), expected) <= LOGITS_RELATIVE
+
+
+def test_weights_that_are_read_twice_are_not_fused(tmp_path):
+    source = foreign.write(Foreign(), tmp_path / "source")
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    first, second, *_ = (node for node in model.graph.node if node.op_type == "SkipSimplifiedLayerNormalization")
+    second.input[2] = first.input[2]
+    (source / "model.onnx").write_bytes(model.SerializeToString())
+    folder = ortolan.convert(source, tmp_path / "model", max_context=64)
+    assert read_manifest(folder).fused_model is None
+    assert "MatMul" in {n.op_type for n in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.node}
+    logits = ortolan.load(folder, device="cpu").session().prefill(prompt_of(20))
+    assert relative_difference(logits, foreign.source_logits(source, prompt_of(20))[-1]) <= LOGITS_RELATIVE
 
 
 def test_the_fused_graph_can_be_left_out(source, tmp_path):
