@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ortolan.element_types import COMPUTE_TYPES, element_type
+
 ELEMENT = "T1"
 INT32 = "tensor(int32)"
 INT64 = "tensor(int64)"
 FLOAT = "tensor(float)"
-ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+ELEMENT_TYPES = tuple(element_type(name).tensor for name in COMPUTE_TYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
