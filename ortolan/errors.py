@@ -91,10 +91,11 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
 
 def finite_number(value: object) -> float | None:
     """Return a number as a float; None where it is none, as booleans are, or beyond what a float holds."""
-    if isinstance(value, bool) or not isinstance(value, typing.SupportsFloat):
+    is_plain = isinstance(value, float | int)  # asked first, as asking a protocol takes long
+    if isinstance(value, bool) or not (is_plain or isinstance(value, typing.SupportsFloat)):
         return None
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):  # arrays, signalling NaNs, huge integers
         return None
     return number if math.isfinite(number) else None

@@ -56,8 +56,9 @@ def make_feeder_parts(
     manifest = decoder.manifest
     rows = min(eviction.captured_queries, plan.max_context) if eviction else 0
     store = CacheStore(manifest, plan, buffers, None if manifest.paged else capacities)
-    state = SequenceState(captures=store.make_captures(rows))
-    caches = SequenceCaches(store, state.pages, state.captures)
+    state = SequenceState()
+    caches = SequenceCaches(store, state.pages, store.make_captures(rows))
+    state.captures = caches.captures
     room: Room = ContiguousRoom(store)
     if manifest.paged:
         room = PagedRoom(store, plan, caches, state.pages)

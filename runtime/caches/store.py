@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ortolan.manifest import CacheKind, LayerInfo, Manifest
+from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.device.buffers import Array, Buffers
 from ortolan.runtime.state.lengths import Lengths
 
 Snapshot = dict[int, Mapping[str, Array] | None]  # of each layer; None: its lengths are enough
-Captures = dict[int, Array]  # captured queries [B, Wq, Hq, D] of each evictable layer
 
 
 @dataclass(slots=True)
@@ -43,6 +43,7 @@ class CacheStore:
 
     Attributes:
         tensors: for each layer that has a state of its own, its arrays [N, ...] by role.
+        grows: for each of them, whether a sequence takes more slots as it gets longer.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class CacheStore:
         self._kinds: dict[int, CacheKind] = {i: kind for kind in manifest.cache_kinds for i in kind.layers}
         self._pages = {kind.name: kind.num_pages for kind in plan.kinds}
         layers = own_layers(manifest)
+        self._specs = {i: kind_of(manifest.layers[i]).tensors(i, manifest.layers[i], manifest) for i in layers}
+        self.grows = {i: kind_of(manifest.layers[i]).grows for i in layers}
         slots = dict(enumerate(capacities or [layer.capacity for layer in plan.layers]))
         self._blocks = self._allocate({i: manifest.page_size or slots[i] for i in layers})
         self._name_tensors()
@@ -70,17 +73,12 @@ class CacheStore:
 
     def page_slots(self, index: int) -> int:
         """Return the slots of a page of one layer's state; 1 where it has none."""
-        spec = next((s for s in self._specs(index) if SLOTS in s.page_shape), None)
-        return 1 if spec is None else int(self.tensors[index][spec.role].shape[1 + spec.page_shape.index(SLOTS)])
-
-    def page_bytes(self, index: int) -> int:
-        """Return the bytes of a page in one layer."""
-        return sum(spec.page_bytes(self.page_slots(index)) for spec in self._specs(index))
+        return self._page_slots[index]
 
     def named(self) -> dict[str, Array]:
         """Map the graph's input names to the arrays; each output is bound to the same one."""
         return {
-            spec.name: self.tensors[index][spec.role] for index in sorted(self.tensors) for spec in self._specs(index)
+            spec.name: self.tensors[index][spec.role] for index in sorted(self.tensors) for spec in self._specs[index]
         }
 
     def resize(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
@@ -117,29 +115,25 @@ class CacheStore:
         for index, layer in enumerate(self.manifest.layers):
             if layer.evictable:
                 sizes.setdefault((layer.num_heads, layer.head_size), []).append(index)
-        captures: Captures = {}
-        for (heads, size), members in sizes.items():
-            block = self.buffers.empty((len(members), sequences, rows, heads, size), self.manifest.dtype)
-            with self.buffers.scope():
-                captures |= {index: block[place] for place, index in enumerate(members)}
-        return dict(sorted(captures.items()))
+        blocks = [
+            (tuple(members), self.buffers.empty((len(members), sequences, rows, heads, size), self.manifest.dtype))
+            for (heads, size), members in sizes.items()
+        ]
+        with self.buffers.scope():
+            return Captures(blocks)
 
     def clear(self) -> None:
         """Let all arrays go."""
         self.tensors.clear()
         self._blocks.clear()
 
-    def _specs(self, index: int) -> tuple[TensorSpec, ...]:
-        layer = self.manifest.layers[index]
-        return kind_of(layer).tensors(index, layer, self.manifest)
-
     def _allocate(self, slots: Mapping[int, int]) -> list[Block]:
         """Allocate in as few blocks as shapes allow; what grows lies apart from what does not."""
         groups: dict[Any, list[tuple[int, TensorSpec]]] = {}
         for index, count in slots.items():
-            grows, kind = kind_of(self.manifest.layers[index]).grows, self._kinds.get(index)
+            grows, kind = self.grows[index], self._kinds.get(index)
             pages = self._pages[kind.name] if kind else 1
-            for spec in self._specs(index):
+            for spec in self._specs[index]:
                 key = (grows, spec.shape(pages, count), spec.page_shape, spec.dtype)
                 groups.setdefault(key, []).append((index, spec))
         return [
@@ -157,6 +151,11 @@ class CacheStore:
             for block in self._blocks:
                 for place, (index, role) in enumerate(block.members):
                     self.tensors.setdefault(index, {})[role] = block.array[place]
+        self._page_slots = dict.fromkeys(self.tensors, 1)
+        for block in self._blocks:
+            if SLOTS in block.spec.page_shape:
+                slots = int(block.array.shape[1 + block.slot_axis])
+                self._page_slots |= {index: slots for index, _ in block.members}
 
 
 class SequenceCaches:
@@ -167,13 +166,11 @@ class SequenceCaches:
         eviction: what an eviction bound to these arrays; None: nothing yet.
     """
 
-    def __init__(
-        self, store: CacheStore, pages: Mapping[str, Sequence[int]], captures: Mapping[int, Array] | None = None
-    ) -> None:
+    def __init__(self, store: CacheStore, pages: Mapping[str, Sequence[int]], captures: Captures | None = None) -> None:
         """Take the sequence's pages of each kind, in the order of their slots; the mapping is read when it is used."""
         self.store, self.pages = store, pages
         self.buffers = store.buffers
-        self.captures: Captures = dict(captures or {})
+        self.captures = Captures() if captures is None else captures
         self.eviction: Any = None
         layers = store.manifest.layers
         self._stateful = [i for i in store.tensors if kind_of(layers[i]).needs_clear]
@@ -185,7 +182,7 @@ class SequenceCaches:
 
     def capacity(self, index: int) -> int:
         """Return the slots that one layer has now; where they are written over, all of them, with pages or without."""
-        if not kind_of(self.store.manifest.layers[index]).grows:
+        if not self.store.grows[index]:
             return self.store.plan.layers[index].capacity
         return len(self.page_numbers(index)) * self.store.page_slots(index)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
+from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
@@ -258,7 +259,7 @@ class EngineCore:
         except OrtolanError as error:
             self._fail(request, error)
             return False
-        sequence.captures = {}
+        sequence.captures = Captures()
         self.scheduler.release_evicted(sequence)
         self._stats.evictions += 1
         return True
@@ -280,7 +281,7 @@ class EngineCore:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.sequence]
-        request.sequence.captures = {}
+        request.sequence.captures = Captures()
         request.close()
         self.scheduler.remove(request.sequence)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.policies import Eviction
+from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.plan import CachePlan
-from ortolan.runtime.caches.store import CacheStore, Captures, SequenceCaches
+from ortolan.runtime.caches.store import CacheStore, SequenceCaches
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.eviction.evictor import evict
 from ortolan.runtime.saved.fingerprint import Fingerprint

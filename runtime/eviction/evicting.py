@@ -11,7 +11,7 @@ import numpy as np
 
 from ortolan.errors import OrtolanError
 from ortolan.policies import Eviction
-from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.eviction.evictor import bind_eviction, evict
 from ortolan.runtime.steps.feeder import Feeder
 
@@ -115,9 +115,9 @@ class Evicting:
         self.on_lost()
         self._feeder.rewind(0)
 
-    def _copy_captures(self) -> dict[int, Array]:
+    def _copy_captures(self) -> Captures:
         with self._feeder.caches.buffers.scope():
-            return {index: capture.copy() for index, capture in self._state.captures.items()}
+            return self._feeder.caches.captures.copy()
 
     def _restore_captures(self) -> None:
         """Put the queries of the last eviction back; where they were not kept, zeros, which favour no position."""

@@ -92,14 +92,15 @@ class Generation(Iterator[int]):
         self._ready = deque(Shown.from_list(each) for each in described["ready"])
 
     def _advance(self) -> None:
-        """Get one more token chosen, and let the device go on meanwhile."""
-        token, logprobs = self._chosen or self._chain.next(self.turn)
-        self._chosen = None
+        """Get one more token chosen; what follows it is under way meanwhile, but for the first."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
+            self._chain.fill(self.turn)
+            chosen = self._chain.next(self.turn)
+        token, logprobs = chosen
         shown = self.turn.accept(token, self._state.fed + 1, self._max_context, logprobs)
         self._ready.extend(shown)
         if self.turn.can_go_on:
             self._state.tokens.append(token)
-        if self.turn.finish_reason is None:
-            self._chain.fill(self.turn)
-        elif not self.turn.can_go_on:
+        elif self.turn.finish_reason is not None:
             self._chain.settle()

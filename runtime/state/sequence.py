@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from ortolan.runtime.caches.captures import Captures
+from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.state.lengths import Lengths
 
 
@@ -25,8 +26,8 @@ class SequenceState:
     lengths: Lengths = field(default_factory=Lengths)
     variant: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
-    captures: dict[int, Any] = field(default_factory=dict)
-    captured_at_eviction: dict[int, Any] = field(default_factory=dict)
+    captures: Captures = field(default_factory=Captures)
+    captured_at_eviction: dict[int, Array] = field(default_factory=dict)
 
     @property
     def fed(self) -> int:
