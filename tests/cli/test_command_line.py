@@ -15,7 +15,7 @@ from ortolan.cli import generate as generate_command
 from ortolan.cli import main
 from ortolan.cli.demo import shipped_model
 
-COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo")
+COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo", "perplexity")
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:

@@ -10,7 +10,7 @@ from unreadable import make_unwritable
 import ortolan
 from ortolan.cli import main
 from ortolan.cli.generate import chat_turn
-from ortolan.runtime import session_file
+from ortolan.runtime.saved import file as session_file
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def first(values):\n"
@@ -92,6 +92,7 @@ def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
         (["--max-context", "8"], "max_context"),
         (["--prompt", "", "--temperature", "1"], "own sampling"),
         (["--chat"], "chat template"),
+        (["--prompt", "", "--stop", "x"], "own sampling and stops"),
         (["--prompt", "", "--chat"], "--chat"),
     ],
 )
