@@ -22,8 +22,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "perplexity",
         help="measure how well a model predicts a text",
-        description="Measure the perplexity of a text, over windows that move by a stride. Every token but the first is "
-        "predicted once.",
+        description="Measure the perplexity of a text, over windows that move by a stride. "
+        "Every token but the first is predicted once.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
