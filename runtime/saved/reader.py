@@ -195,11 +195,8 @@ class SavedSequence:
         """Fill captured queries, of which other options than the saved ones may take fewer, or more."""
         lengths = state.lengths
         for index, capture in state.captures.items():
-            rows, saved = (
-                capture.shape[1],
-                self._write_queries(caches, f"layer.{index}.capture", capture, lengths.logical),
-            )
-            if saved < rows:
+            saved = self._write_queries(caches, f"layer.{index}.capture", capture, lengths.logical)
+            if saved < capture.shape[1]:
                 lengths.captured_from = max(lengths.captured_from, lengths.logical - saved)
             name = f"layer.{index}.captured_at_eviction"
             if name in self._file and lengths.evicted_at:
