@@ -12,7 +12,7 @@ import numpy as np
 from ortolan.cli.demo import shipped_model
 from ortolan.export.hf_config import read_hf_config
 from ortolan.export.registry import find_family
-from ortolan.graphs.config import weight_shapes
+from ortolan.graphs.weights import weight_shapes
 
 COMMON: dict[str, Any] = {
     "attention_bias": False,

@@ -182,7 +182,7 @@ class SavedSequence:
         if self.held(index) > most:
             raise ConfigError(
                 f"layer {index} holds {self.held(index)} tokens in {self._path}, and {most} in the session "
-                "that was asked for; restore it with the chunk_size that it was saved with"
+                "that was asked for; restore it with the chunk_size and the eviction options that it was saved with"
             )
         return result
 

@@ -38,7 +38,8 @@ class Reader:
         if after > self._plan.max_context:
             raise ContextLengthError(
                 f"{len(tokens)} more tokens make {after}, past max_context = {self._plan.max_context} "
-                f"({self._state.fed} are read); make the session with a larger max_context, or export the model with one"
+                f"({self._state.fed} are read); make the session with a larger max_context, or export the model with "
+                "one"
             )
         lengths = self._state.lengths
         was_spoiled = max(lengths.highest, lengths.rings_from) > lengths.logical
