@@ -26,7 +26,7 @@ import onnxruntime
 from model_shapes import SHAPES
 
 import ortolan
-import ortolan.runtime.evicting as evicting_module
+import ortolan.runtime.eviction.evicting as evicting_module
 
 COST_LIMIT = 0.02  # of reading the prompt
 DECODE_LIMIT = 1.05

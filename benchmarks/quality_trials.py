@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,54 +99,42 @@ def measure_batch(folder: Path, settings: Settings, trials: Sequence[Trial]) -> 
 
 def measure(model: ortolan.Model, settings: Settings, trial: Trial) -> Iterator[Outcome]:
     """Ask one prompt in every mode with full caches, and with each policy at each share removed."""
-    read: dict[int, ortolan.Session] = {}
-    for mode in settings.modes:
-        for policy, removed in [(FULL, 0.0), *((p, r) for p in settings.policies for r in settings.removed)]:
-            snapkv = settings.snapkv(policy, removed, trial.task.length)
-            rows = snapkv.captured_queries if snapkv else settings.window
-            if rows not in read:
-                read[rows] = read_text(model, trial, settings.window, rows)
-            session = fork(model, read[rows], snapkv)
-            right, held = ask(model, session, trial, mode)
-            yield Outcome(
-                mode=mode,
-                policy=policy,
-                removed=removed,
-                length=trial.task.length,
-                kind=trial.task.kind,
-                seed=trial.task.seed,
-                depths=trial.depths,
-                right=right,
-                covered=trial.covered(snapkv.budget, snapkv.sink) if snapkv else (True,) * len(right),
-                held=held,
-            )
+    named = [(FULL, 0.0), *((policy, share) for policy in settings.policies for share in settings.removed)]
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in settings.modes:
+            for policy, removed in named:
+                snapkv = settings.snapkv(policy, removed, trial.task.length)
+                rows = snapkv.captured_queries if snapkv else settings.window
+                path = Path(folder) / f"{rows}.session"
+                if not path.exists():
+                    read_text(model, trial, settings.window, rows).save(path)
+                right, held = ask(model, model.restore(path, eviction=snapkv), trial, mode)
+                yield Outcome(
+                    mode=mode,
+                    policy=policy,
+                    removed=removed,
+                    length=trial.task.length,
+                    kind=trial.task.kind,
+                    seed=trial.task.seed,
+                    depths=trial.depths,
+                    right=right,
+                    covered=trial.covered(snapkv.budget, snapkv.sink) if snapkv else (True,) * len(right),
+                    held=held,
+                )
 
 
 def read_text(model: ortolan.Model, trial: Trial, window: int, rows: int) -> ortolan.Session:
-    """Read a trial's text but for its last byte, capturing `rows` queries and evicting nothing; `fork` goes on."""
+    """Read a trial's text but for its last byte, capturing `rows` queries and evicting nothing.
+
+    Reading is what costs here, and it is the same for every policy until an eviction, so that one reading is saved, and
+    restored with each policy's options; without any, it goes on without evicting.
+    """
     context = trial.task.length + SPARE_TOKENS
     options = ortolan.Eviction(budget=context, window=window)
     if rows != window:
         options = ortolan.Eviction(policy="expected", budget=context, window=window, queries=rows)
     session = model.session(context, CHUNK_SIZE, options)
     session.prefill(model.tokenizer.encode(trial.text[:-1]))
-    return session
-
-
-def fork(model: ortolan.Model, source: ortolan.Session, snapkv: ortolan.Eviction | None) -> ortolan.Session:
-    """Return a session with options of its own that has read what `source` has; the source is unchanged.
-
-    Reading is what costs here, and it is the same for every policy until an eviction, so one reading serves them all.
-    On the CPU only; as many queries must be captured as in the source.
-    """
-    session = model.session(source.plan.max_context, source.plan.chunk_size, snapkv)
-    for old, new in zip(source._caches.layers, session._caches.layers, strict=True):
-        new.key[:] = old.key
-        new.value[:] = old.value
-    if snapkv is not None:
-        session._caches.restore_captures(source._caches.captures)
-    session._lengths = copy.deepcopy(source._lengths)
-    session._history = list(source._history)
     return session
 
 

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from fake_cuda import TOTAL_BYTES, FakeChooser, FakeCuda
+from fake_cuda import on_fake_cuda
 
 import ortolan
 from ortolan.errors import CapacityError
-from ortolan.runtime import device_session, plan
-from ortolan.runtime.device_session import DeviceModel
+from ortolan.runtime.caches import plan
 
 DEVICES = ("host", "device")
 
 
 def place(model: ortolan.Model, device: str, monkeypatch: pytest.MonkeyPatch) -> ortolan.Model:
-    """Let a model that was loaded for the CPU make its next sessions on the host or on the stand-in device."""
-    monkeypatch.setattr(device_session, "TokenChooser", FakeChooser)
+    """Return a model that was loaded for the CPU as one whose sessions are on the host or on the stand-in device."""
     monkeypatch.setattr(plan, "CUDA_GROWTH_ROOM", 20)  # so that caches shrink and grow within a short context
-    shared = DeviceModel(FakeCuda(), itertools.count(1), TOTAL_BYTES, 0) if device == "device" else None
-    monkeypatch.setattr(model, "_device", shared)
-    return model
+    return on_fake_cuda(model, monkeypatch) if device == "device" else model
+
+
+def with_manifest(model: ortolan.Model, **changes: object) -> ortolan.Model:
+    """Return the model with another manifest, over the same graph."""
+    changed, manifest = copy.copy(model), dataclasses.replace(model.manifest, **changes)
+    changed.manifest, changed.decoder = manifest, dataclasses.replace(model.decoder, manifest=manifest)
+    vars(changed).pop("fingerprint", None)  # it is kept once it was asked for
+    return changed
+
+
+def with_end_tokens(model: ortolan.Model, tokens: Sequence[int] = ()) -> ortolan.Model:
+    """Return the model with other end-of-sequence tokens; random weights may choose its own at any time."""
+    return with_manifest(model, eos_token_ids=tuple(tokens))
 
 
 def evicted_session(model: ortolan.Model, tokens: list[int]) -> ortolan.Session:
@@ -65,7 +77,7 @@ def outcome(turn, session):
 def assert_same(session, other) -> None:
     """Assert that two sessions have read the same and hold as much."""
     assert session.logical_length == other.logical_length
-    assert session._history == other._history
+    assert session.state.history == other.state.history
     assert session.finish_reason == other.finish_reason
     for layer in range(len(session.plan.layers)):
         assert session.physical_length(layer) == other.physical_length(layer)

@@ -80,7 +80,6 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
-    from ortolan.runtime import stream_text
     from ortolan.runtime.text.stopping import check_stop_strings
 
     sampling, eviction = _sampling(options), read_eviction(options)
@@ -94,8 +93,10 @@ def run(options: argparse.Namespace) -> int:
         session = model.restore(options.load_session, options.max_context, options.chunk_size)
     else:
         session = model.session(options.max_context, options.chunk_size, eviction)
-    tokens = _resume(session, options, sampling) if not prompt else _generate(model, session, prompt, options, sampling)
-    for piece in stream_text(model.tokenizer, tokens, options.stop):
+    pieces = (
+        _generate(model, session, prompt, options, sampling) if prompt else _resume(model, session, options, sampling)
+    )
+    for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -124,8 +125,8 @@ def _check_files(options: argparse.Namespace) -> None:
             )
 
 
-def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
-    """Read the prompt, and start to generate."""
+def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace, sampling: Any) -> Iterator[str]:
+    """Read the prompt, and return the text that follows it."""
     if options.chat:
         token_ids = chat_turn(model.tokenizer, prompt, is_first=session.logical_length == 0)
     else:
@@ -133,18 +134,36 @@ def _generate(model: Any, session: Any, prompt: str, options: argparse.Namespace
     if not token_ids:
         raise ConfigError("the prompt has no tokens")
     with token_bar(len(token_ids)) as bar:
-        tokens: Iterator[int] = session.generate(token_ids, options.max_new_tokens, sampling, progress=bar.update)
-    return tokens
+        generation = session.generate(
+            token_ids, options.max_new_tokens, sampling, progress=bar.update, stop=options.stop
+        )
+    return _stream(model, generation, 0)
 
 
-def _resume(session: Any, options: argparse.Namespace, sampling: Any) -> Iterator[int]:
-    """Go on with the saved session's generation, whose sampling goes on too."""
+def _resume(model: Any, session: Any, options: argparse.Namespace, sampling: Any) -> Iterator[str]:
+    """Go on with the saved session's generation, whose sampling and stops go on too; return the rest of its text."""
     if options.chat:
         raise ConfigError("--chat wraps a prompt, and a text that is resumed has none; leave it out, or give a prompt")
-    if sampling != type(sampling)():
-        raise ConfigError("a text that is resumed goes on with its own sampling; leave those options out")
-    tokens: Iterator[int] = session.resume(options.max_new_tokens)
-    return tokens
+    if sampling != type(sampling)() or options.stop:
+        raise ConfigError("a text that is resumed goes on with its own sampling and stops; leave those options out")
+    left = session.generation
+    shown = len(left.text or "") if left else 0
+    return _stream(model, session.resume(options.max_new_tokens), shown)
+
+
+def _stream(model: Any, generation: Any, shown: int) -> Iterator[str]:
+    """Yield the text of a generation piece by piece, after the characters that were shown before."""
+    from ortolan.runtime import stream_text
+
+    if generation.text is None:
+        yield from stream_text(model.tokenizer, generation)
+        return
+    while True:
+        is_last = next(generation, None) is None
+        yield generation.text[shown:]
+        shown = max(shown, len(generation.text))
+        if is_last:
+            return
 
 
 def chat_turn(tokenizer: Any, prompt: str, *, is_first: bool) -> list[int]:
@@ -212,7 +231,7 @@ def _read_standard_input() -> str:
 
 def _write_stats(target: str, session: Any) -> None:
     stats = session.stats.as_dict() | {
-        "finish_reason": session.finish_reason or "stop",  # a stop text leaves the generation before its end
+        "finish_reason": session.finish_reason,
         "logical_length": session.logical_length,
         "cache_bytes": session.cache_bytes,
         "full_length_cache_bytes": session.plan.full_length_bytes,

@@ -17,7 +17,7 @@ from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.saved.file import SessionFile
 from ortolan.runtime.saved.fingerprint import Fingerprint, difference
-from ortolan.runtime.saved.state import SlotRuns, capture_runs
+from ortolan.runtime.saved.state import capture_runs
 from ortolan.runtime.state.sequence import SequenceState
 
 # Of a file's description: a class, members of a dict, the form of a list's elements, or a choice of forms.
@@ -182,7 +182,7 @@ class SavedSequence:
         if self.held(index) > most:
             raise ConfigError(
                 f"layer {index} holds {self.held(index)} tokens in {self._path}, and {most} in the session "
-                "that was asked for; restore it with the chunk_size that it was saved with"
+                "that was asked for; restore it with the chunk_size and the eviction options that it was saved with"
             )
         return result
 
@@ -192,26 +192,30 @@ class SavedSequence:
         return first + layer.window - 1 if layer.kind == "ring" and first > sink else 0
 
     def _load_captures(self, state: SequenceState, caches: SequenceCaches) -> None:
+        """Fill captured queries, of which other options than the saved ones may take fewer, or more."""
         lengths = state.lengths
         for index, capture in state.captures.items():
-            rows, name = capture.shape[1], f"layer.{index}.capture"
-            if name in self._file:
-                self._write_rows(caches, name, capture, capture_runs(lengths.captured_from, lengths.logical, rows))
-            else:
-                lengths.captured_from = lengths.logical
+            saved = self._write_queries(caches, f"layer.{index}.capture", capture, lengths.logical)
+            if saved < capture.shape[1]:
+                lengths.captured_from = max(lengths.captured_from, lengths.logical - saved)
             name = f"layer.{index}.captured_at_eviction"
             if name in self._file and lengths.evicted_at:
                 with caches.buffers.scope():
                     copy = state.captured_at_eviction[index] = capture.copy()
-                self._write_rows(caches, name, copy, capture_runs(0, lengths.evicted_at, rows))
+                    copy[:] = 0  # as where none were kept
+                self._write_queries(caches, name, copy, lengths.evicted_at)
 
-    def _write_rows(self, caches: SequenceCaches, name: str, capture: Array, runs: SlotRuns) -> None:
-        begin = 0
-        for slot, count in runs:
+    def _write_queries(self, caches: SequenceCaches, name: str, capture: Array, end: int) -> int:
+        """Write the saved queries of the last positions before `end`, as many as fit; returns how many were saved."""
+        saved = self._file.shape(name)[0] if name in self._file else 0
+        rows = capture.shape[1]
+        begin = max(0, saved - rows)
+        for slot, count in capture_runs(end - saved, end, rows):
             with caches.buffers.scope():
                 target = capture[0, slot : slot + count]
             caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + count))
             begin += count
+        return saved
 
 
 def _has_form(value: object, form: Any) -> bool:

@@ -63,12 +63,12 @@ class Reader:
 
     def decode(self, tokens: Tokens, wanted: Wanted = NOTHING) -> StepResult:
         """Feed few tokens and count them as decoded."""
-        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
         with self._ending_at_what_was_read():
-            result = self._feed(tokens, None, wanted)
-        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
-        self._stats.decode_tokens += len(tokens)
-        return result
+            return self._decode(tokens, wanted)
+
+    def decode_pending(self, wanted: Wanted) -> StepResult:
+        """Feed the token that waits; where that fails, it still does, unless tokens before it are lost."""
+        return self._decode(self.with_pending(NO_TOKENS), wanted)
 
     def can_go_on(self, ahead: int) -> bool:
         """Say whether a step can feed one more token after `ahead` under way: nothing else must happen before it."""
@@ -78,6 +78,13 @@ class Reader:
         if self._feeder.rooms() <= ahead and self._feeder.room.is_cheap and self._plan.bound is None:
             self._feeder.make_room(ahead + 1)
         return self._feeder.rooms() > ahead
+
+    def _decode(self, tokens: Tokens, wanted: Wanted) -> StepResult:
+        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
+        result = self._feed(tokens, None, wanted)
+        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
+        self._stats.decode_tokens += len(tokens)
+        return result
 
     def _feed(self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted) -> StepResult:
         variant = rope_variant(self._rope_limits, self._state.fed + len(tokens))

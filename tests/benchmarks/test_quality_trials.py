@@ -9,7 +9,6 @@ from quality_trials import (
     SPARE_TOKENS,
     Settings,
     ask,
-    fork,
     measure,
     measure_batch,
     policy_options,
@@ -37,11 +36,12 @@ def test_every_policy_is_measured():
 
 @pytest.mark.parametrize("policy", [FULL, *policy_options()])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_fork_is_a_session_that_read_the_text(retriever, policy, mode):
+def test_a_text_that_was_read_once_serves_every_policy(retriever, tmp_path, policy, mode):
     """Kept positions and logits after the question equal those of a session that shares nothing."""
     trial = trial_of("multi_key")
     snapkv = Settings(policies=(policy,), removed=(0.75,)).snapkv(policy, 0.75, LENGTH)
-    forked = fork(retriever, read_text(retriever, trial, 64, snapkv.captured_queries if snapkv else 64), snapkv)
+    read_text(retriever, trial, 64, snapkv.captured_queries if snapkv else 64).save(tmp_path / "text")
+    restored = retriever.restore(tmp_path / "text", eviction=snapkv)
     fresh = retriever.session(LENGTH + SPARE_TOKENS, 512, snapkv)
     encode, texts = retriever.tokenizer.encode, [trial.text, trial.question]
     if mode == "known":
@@ -49,22 +49,22 @@ def test_a_fork_is_a_session_that_read_the_text(retriever, policy, mode):
     for text in texts:
         expected = fresh.prefill(encode(text))
     for text in [texts[0][len(trial.text) - 1 :], *texts[1:]]:
-        got = forked.prefill(encode(text))
+        got = restored.prefill(encode(text))
     assert np.argmax(got) == np.argmax(expected)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
-    assert forked.logical_length == fresh.logical_length == LENGTH
-    assert forked.stats.evictions == (0 if policy == FULL else len(texts))
+    assert restored.logical_length == fresh.logical_length == LENGTH
+    assert restored.stats.evictions == (0 if policy == FULL else len(texts))
     for layer in EVICTABLE:
-        np.testing.assert_array_equal(forked.kept_positions(layer), fresh.kept_positions(layer))
+        np.testing.assert_array_equal(restored.kept_positions(layer), fresh.kept_positions(layer))
 
 
-def test_forks_leave_their_source_as_it_was(retriever):
-    trial = trial_of()
-    read = read_text(retriever, trial, 64, 64)
-    snapkv = ortolan.SnapKv(budget=200)
-    first = ask(retriever, fork(retriever, read, snapkv), trial, "known")
+def test_answers_leave_the_text_as_it_was_read(retriever, tmp_path):
+    trial, snapkv = trial_of(), ortolan.SnapKv(budget=200)
+    read_text(retriever, trial, 64, 64).save(tmp_path / "text")
+    first = ask(retriever, retriever.restore(tmp_path / "text", eviction=snapkv), trial, "known")
+    read = retriever.restore(tmp_path / "text")
     assert read.logical_length == read.physical_length(EVICTABLE[0]) == len(trial.text) - 1
-    assert ask(retriever, fork(retriever, read, snapkv), trial, "known") == first
+    assert ask(retriever, retriever.restore(tmp_path / "text", eviction=snapkv), trial, "known") == first
 
 
 def test_what_was_kept_is_answered_and_what_was_not_is_lost(retriever):

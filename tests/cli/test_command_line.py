@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ortolan.cli import generate as generate_command
 from ortolan.cli import main
 from ortolan.cli.demo import shipped_model
 
-COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo")
+COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo", "perplexity")
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:
@@ -42,7 +43,7 @@ def test_help_has_examples(command, capsys):
 def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    listed = set(re.findall(r"^ {4}(\w+)", capsys.readouterr().out, re.MULTILINE))
     assert listed == set(COMMANDS)
 
 

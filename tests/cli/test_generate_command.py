@@ -231,5 +231,5 @@ def test_prompt_longer_than_the_context_is_one_line(model_dir, refused):
 
 
 def test_a_device_that_is_not_there_is_one_line(model_dir, refused, monkeypatch):
-    monkeypatch.setattr("ortolan.runtime.device.cuda_problem", lambda: "no kernels")
+    monkeypatch.setattr("ortolan.runtime.device.providers.cuda_problem", lambda: "no kernels")
     assert "no kernels" in refused("generate", str(model_dir), "--prompt", "x", "--device", "cuda")

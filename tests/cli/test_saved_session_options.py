@@ -10,7 +10,7 @@ from unreadable import make_unwritable
 import ortolan
 from ortolan.cli import main
 from ortolan.cli.generate import chat_turn
-from ortolan.runtime import session_file
+from ortolan.runtime.saved import file as session_file
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def first(values):\n"
@@ -63,6 +63,31 @@ def test_a_text_is_resumed(run, tmp_path, sampling):
     assert len(whole) > 10
 
 
+@pytest.mark.parametrize("cut", [1, 5, 9, 10, 11])
+def test_a_resumed_text_ends_at_its_own_stop(run, refuse, tmp_path, cut):
+    """A token is a byte here; what was shown of a stop before it was whole cannot be taken back."""
+    path, begin = str(tmp_path / "chat"), 9
+    whole = run("--prompt", PROMPT, "--max-new-tokens", "30")
+    stop = whole[begin : begin + 3]
+    assert whole.index(stop) == begin
+    first = run("--prompt", PROMPT, "--stop", stop, "--max-new-tokens", str(cut), "--save-session", path)
+    assert first == whole[:cut]
+    rest = run("--load-session", path, "--prompt", "", "--max-new-tokens", "30", "--save-session", path)
+    assert first + rest == whole[: max(begin, cut)]
+    code, line = refuse("--load-session", path, "--prompt", "")
+    assert code == 2
+    assert "no generation can be resumed" in line
+
+
+def test_a_stop_that_was_read_is_not_in_the_saved_session(run, model_dir, tmp_path):
+    """Its last token was chosen, and is not fed."""
+    path = str(tmp_path / "chat")
+    text = run("--prompt", PROMPT, "--stop", "\n", "--max-new-tokens", "30", "--save-session", path)
+    model = ortolan.load(model_dir, device="cpu")
+    state = model.restore(path).state
+    assert model.tokenizer.decode(state.tokens) == PROMPT + text
+
+
 def test_the_next_turn_follows_the_first(run, model_dir, prompt_file, sample, tmp_path):
     path = str(tmp_path / "chat")
     options = ["--snapkv-budget", "256", "--max-new-tokens", "8", "--stop", "\n"]
@@ -92,6 +117,7 @@ def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
         (["--max-context", "8"], "max_context"),
         (["--prompt", "", "--temperature", "1"], "own sampling"),
         (["--chat"], "chat template"),
+        (["--prompt", "", "--stop", "x"], "own sampling and stops"),
         (["--prompt", "", "--chat"], "--chat"),
     ],
 )

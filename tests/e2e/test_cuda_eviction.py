@@ -14,6 +14,7 @@ from tolerances import LOGITS_RELATIVE, SCORE_TIES
 import ortolan
 from ortolan import Eviction, SnapKv
 from ortolan.element_types import element_type
+from ortolan.runtime.caches import plan
 
 pytestmark = pytest.mark.cuda
 
@@ -49,9 +50,9 @@ def test_eviction_during_prefill_equals_the_hosts(family, policy, graph):
     assert session.stats.graph_captures == 1
 
 
-def test_later_evictions_keep_the_captured_steps(graph):
+def test_later_evictions_keep_the_captured_steps(graph, monkeypatch):
+    monkeypatch.setattr(plan, "CUDA_GROWTH_ROOM", 100)
     session = open_pair("llama", "bfloat16", graph).device.session(snapkv=SNAPKV)
-    session.plan = dataclasses.replace(session.plan, growth_room=100)
     for turn, count in enumerate((300, 30, 50)):
         assert len(list(session.generate(draw_tokens(count, seed=turn), 10))) == 10
     assert session.stats.evictions == 3
@@ -68,20 +69,20 @@ def test_narrow_caches_keep_what_their_values_say(dtype, graph):
     narrow = element_type(dtype).numpy
 
     def download(array):
-        return session._device.download(array).view(narrow)
+        return model.device.buffers.download(array).view(narrow)
 
     structure = {"kernel": 5, "pool": "avg", "granularity": "kv_head", "group_reduce": "mean"}
     for i in evictable(model):
-        full, moved = observer._caches.layers[i], session._caches.layers[i]
-        capture, key = download(observer._caches.captures[i]), download(full.key)
+        full, moved = (each.feeder.caches.store.tensors[i] for each in (observer, session))
+        capture, key = download(observer.state.captures[i]), download(full["key"])
         (scores,) = pooled_scores([(capture.astype(np.float32), key.astype(np.float32), np.array([300]))], **structure)
         for head, row in enumerate(session.kept_positions(i)):
             want = select(scores[0, head], 300, budget=80, window=32, sink=2)
             assert differ_by_ties([row], [want], scores[0, head : head + 1], SCORE_TIES)
             for part in ("key", "value"):
                 np.testing.assert_array_equal(
-                    download(getattr(moved, part))[0, head, :80].view(np.uint16),
-                    download(getattr(full, part))[0, head, row].view(np.uint16),
+                    download(moved[part])[0, head, :80].view(np.uint16),
+                    download(full[part])[0, head, row].view(np.uint16),
                 )
 
 
@@ -92,7 +93,7 @@ def test_a_prompt_of_16k_tokens_is_held_in_an_eighth(tmp_path, during_prefill):
     model = ortolan.load(
         ortolan.export(checkpoint, tmp_path / "model", dtype="bfloat16", max_context=16_448), device="cuda"
     )
-    pool = model._buffers
+    pool = model.device.buffers
     before = pool.pool_bytes
     session = model.session(snapkv=SnapKv(budget=2048, during_prefill=during_prefill))
     slot_bytes = sum(layer.slot_bytes for layer in session.plan.layers)
@@ -132,4 +133,4 @@ def test_nothing_is_captured_by_a_session_that_does_not_evict(graph):
     session = open_pair("llama", "bfloat16", graph).device.session()
     session.prefill(draw_tokens(100))
     assert session.memory_report().capture_bytes == 0
-    assert {capture.shape[1] for capture in session._caches.captures.values()} == {0}
+    assert {capture.shape[1] for capture in session.state.captures.values()} == {0}

@@ -96,15 +96,15 @@ def test_float16_caches_keep_what_their_values_say(tmp_path):
     assert observer.stats.evictions == 0
     structure = {"kernel": 5, "pool": "avg", "granularity": "kv_head", "group_reduce": "mean"}
     for i in evictable(model):
-        full, kept = observer._caches.layers[i], session.kept_positions(i)
-        assert full.key.dtype == np.float16
-        (scores,) = pooled_scores([(observer._caches.captures[i], full.key, np.array([300]))], **structure)
+        full, kept = observer.feeder.caches.store.tensors[i], session.kept_positions(i)
+        assert full["key"].dtype == np.float16
+        (scores,) = pooled_scores([(observer.state.captures[i], full["key"], np.array([300]))], **structure)
         for head, row in enumerate(kept):
             want = select(scores[0, head], 300, budget=80, window=32, sink=2)
             assert differ_by_ties([row], [want], scores[0, head : head + 1], SCORE_TIES)
-            moved = session._caches.layers[i]
-            np.testing.assert_array_equal(moved.key[0, head, :80], full.key[0, head, row])
-            np.testing.assert_array_equal(moved.value[0, head, :80], full.value[0, head, row])
+            moved = session.feeder.caches.store.tensors[i]
+            for role in ("key", "value"):
+                np.testing.assert_array_equal(moved[role][0, head, :80], full[role][0, head, row])
     assert np.isfinite(session.step(5)).all()
 
 
@@ -123,7 +123,7 @@ def test_a_prompt_of_16k_tokens_is_held_in_an_eighth(long_model, during_prefill)
     logits = session.prefill(tokens_of(16_384))
     assert np.isfinite(logits).all()
     assert [session.physical_length(layer) for layer in range(2)] == [2048, 2048]
-    held = sum(layer.key.nbytes + layer.value.nbytes for layer in session._caches.layers)
+    held = sum(a.nbytes for tensors in session.feeder.caches.store.tensors.values() for a in tensors.values())
     assert held == session.cache_bytes
     if during_prefill:
         assert held == session.memory_report().planned_cache_bytes == (2048 + 2048) * slot_bytes
@@ -195,4 +195,4 @@ def test_a_session_that_does_not_evict_captures_no_rows(ringed):
     session = model.session()
     session.prefill(tokens_of(100))
     assert session.memory_report().capture_bytes == 0
-    assert {capture.shape[1] for capture in session._caches.captures.values()} == {0}
+    assert {capture.shape[1] for capture in session.state.captures.values()} == {0}

@@ -61,7 +61,7 @@ def test_what_a_policy_keeps_fits_its_budget(exported, policy):
     counts = {i: (positions >= 0).sum(axis=1) for i, positions in kept.items()}
     for i, positions in kept.items():
         assert session.physical_length(i) == counts[i].max() == positions.shape[1]
-        np.testing.assert_array_equal(session._lengths.physical[i], counts[i])
+        np.testing.assert_array_equal(session.state.lengths.physical_of(i, len(positions)), counts[i])
         for row, count in zip(positions, counts[i], strict=True):
             assert (np.diff(row[:count]) > 0).all()
             assert {*range(SINK), *range(150 - WINDOW, 150)} <= set(row[:count].tolist())

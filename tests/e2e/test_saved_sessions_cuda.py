@@ -12,7 +12,7 @@ from tolerances import LOGITS_RELATIVE
 
 from ortolan import Eviction, Sampling, SnapKv
 from ortolan.policies import POLICIES
-from ortolan.runtime import plan
+from ortolan.runtime.caches import plan
 
 pytestmark = pytest.mark.cuda
 

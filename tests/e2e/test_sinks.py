@@ -123,7 +123,12 @@ class LearnedSinks:
     @staticmethod
     def with_sinks(family):
         def read(config, max_context):
-            return dataclasses.replace(family.read(config, max_context), learned_sinks=True)
+            plain = family.read(config, max_context)
+            mixers = [dataclasses.replace(layer.mixer, learned_sinks=True) for layer in plain.layers]
+            pairs = zip(plain.layers, mixers, strict=True)
+            return dataclasses.replace(
+                plain, layers=tuple(dataclasses.replace(layer, mixer=mixer) for layer, mixer in pairs)
+            )
 
         return dataclasses.replace(family, read=read)
 

@@ -34,8 +34,9 @@ def test_kept_positions_equal_the_reference_on_real_queries(prompted, granularit
     observer.prefill(prompt)
     layers = [i for i, layer in enumerate(model.manifest.layers) if layer.evictable]
     length = np.array([len(prompt)], np.int32)
+    captures, tensors = observer.state.captures, observer.feeder.caches.store.tensors
     pooled = pooled_scores(
-        [(observer._caches.captures[i], observer._caches.layers[i].key, length) for i in layers],
+        [(captures[i], tensors[i]["key"], length) for i in layers],
         **structure,
         scale=model.manifest.layers[layers[0]].scale,
         softcap=model.manifest.layers[layers[0]].softcap,

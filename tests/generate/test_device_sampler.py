@@ -13,7 +13,6 @@ from ortolan.runtime.generate.device_sampler import mark_seen, pack_rules
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 
-
 SIZES = {"decode_advance": 128, "sampling_rule": 40, "top_logprobs": 72}  # as the kernels' sources have them
 
 

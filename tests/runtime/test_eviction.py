@@ -8,9 +8,11 @@ import pytest
 from parity import relative_difference
 from tolerances import SAME_LOGITS
 
-import ortolan.runtime.evicting as evicting_module
+import ortolan.runtime.eviction.evicting as evicting_module
 from ortolan import SnapKv
 from ortolan.errors import ConfigError, OrtolanError
+from ortolan.runtime.device.opening import Device
+from ortolan.runtime.device.providers import CPU_PROVIDER
 from ortolan.runtime.model import Model
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2, kernel=5)
@@ -68,7 +70,7 @@ class Recorder:
             {
                 index: (
                     caches.captures[index][0, rows].copy(),
-                    caches.layers[index].key[0, :, : int(length[0])].copy(),
+                    caches.store.tensors[index]["key"][0, :, : int(length[0])].copy(),
                 )
                 for index, length in physical.items()
             }
@@ -96,7 +98,7 @@ def test_two_evictions_keep_what_the_definition_keeps(full_model, draw_tokens, m
     for turn, count in enumerate((101, 21)):
         before = session.logical_length
         session.prefill(draw_tokens(count, seed=turn))
-        expected = recorder.expected(turn, options, full_model.manifest.attention_scale or 0.25)
+        expected = recorder.expected(turn, options, full_model.manifest.layers[0].scale or 0.25)
         read = np.arange(before, before + count)
         for layer, keep in expected.items():
             np.testing.assert_array_equal(recorder.keeps[turn][layer], keep)
@@ -177,7 +179,7 @@ def test_growth_changes_no_logits(full_model, draw_tokens):
     grown, roomy = full_model.session(snapkv=SNAPKV), full_model.session(snapkv=SNAPKV)
     for session in (grown, roomy):
         session.prefill(draw_tokens(100))
-    roomy._caches.fit(dict.fromkeys(range(4), 512), dict.fromkeys(range(4), 40))
+    roomy.feeder.room.fit(dict.fromkeys(range(4), 512), dict.fromkeys(range(4), 40))
     for token in draw_tokens(60, seed=1):
         np.testing.assert_array_equal(grown.step(token), roomy.step(token))
     assert grown.cache_bytes < roomy.cache_bytes
@@ -243,7 +245,7 @@ def test_a_failed_eviction_leaves_an_empty_session(full_model, draw_tokens, monk
 
 
 def test_other_options_need_a_builder(full_model):
-    bare = Model(full_model.folder, full_model.manifest, "CPUExecutionProvider", 1, None)
+    bare = Model(full_model.folder, full_model.manifest, Device(provider=CPU_PROVIDER, num_threads=1), None, None)
     bare.session(snapkv=SNAPKV)
     with pytest.raises(ConfigError, match=r"ortolan\.load"):
         bare.session(snapkv=dataclasses.replace(SNAPKV, pool="max"))

@@ -23,7 +23,7 @@ def device(request):
 @pytest.mark.parametrize("kernel", [WIDEST + 2, MAX_LENGTH])
 @pytest.mark.parametrize("during_prefill", [False, True])
 def test_a_pooling_wider_than_the_context_is_refused(full_model, monkeypatch, kernel, during_prefill):
-    monkeypatch.setattr(full_model, "_evict_session", lambda _: pytest.fail("opened the eviction graph"))
+    monkeypatch.setattr(full_model.evictions, "open", lambda _: pytest.fail("opened the eviction graph"))
     snapkv = dataclasses.replace(SNAPKV, kernel=kernel, during_prefill=during_prefill)
     for make in (full_model.plan, full_model.session):
         with pytest.raises(ConfigError, match=f"kernel is {kernel}; it must be at most {WIDEST}"):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from fake_cuda import make_session
 from parity import relative_difference
+from saved_sessions import with_end_tokens
 from tolerances import SAME_LOGITS
 
-import ortolan.runtime.evicting as evicting_module
-import ortolan.runtime.evictor as evictor_module
+import ortolan.runtime.eviction.evicting as evicting_module
+import ortolan.runtime.eviction.evictor as evictor_module
 from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.policies import POLICIES
-from ortolan.runtime.device_session import CHUNKS_AHEAD
+from ortolan.runtime.caches import plan
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 CHUNK = 16
@@ -22,6 +23,13 @@ OPTIONS = {
     "after": SNAPKV,
     "during": dataclasses.replace(SNAPKV, during_prefill=True),
 }
+
+
+class NoCopy(np.ndarray):
+    """An array for whose copy there is no memory."""
+
+    def copy(self, order="C"):
+        raise CapacityError("no memory")
 
 
 class Stop(Exception):  # noqa: N818 - a caller's own way to say enough
@@ -63,7 +71,7 @@ def test_a_prompt_stopped_between_chunks_goes_on(model, open_session, draw_token
     with pytest.raises(error):
         session.prefill(tokens, stop_after(chunks, error))
     assert session.logical_length == done
-    assert session._history == tokens[:done]
+    assert session.state.history == tokens[:done]
     assert relative_difference(session.prefill(tokens[done:]), straight.prefill(tokens)) <= SAME_LOGITS
     for layer in range(4):
         assert session.physical_length(layer) == straight.physical_length(layer)
@@ -79,7 +87,8 @@ def test_chunks_under_way_on_a_device_count_as_written(full_model, monkeypatch, 
     session = make_session(full_model, monkeypatch)
     with pytest.raises(Stop):
         session.prefill(draw_tokens(7 * CHUNK + 5), stop_after(chunks, Stop))
-    assert session._lengths.highest == min((chunks + CHUNKS_AHEAD) * CHUNK, 7 * CHUNK + 5)
+    ahead = session.feeder.stepper.depth * CHUNK
+    assert session.state.lengths.highest == min(chunks * CHUNK + ahead, 7 * CHUNK + 5)
 
 
 @pytest.mark.parametrize("snapkv", OPTIONS)
@@ -104,7 +113,7 @@ def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, ope
     question = draw_tokens(40, seed=3)
     with pytest.raises(Stop):
         session.prefill(question, stop_after(1, Stop))
-    assert session._history[60:] == [answers[0], *question[: CHUNK - 1]]
+    assert session.state.history[60:] == [answers[0], *question[: CHUNK - 1]]
     logits = session.prefill(question[CHUNK - 1 :])
     assert relative_difference(logits, straight.prefill(question)) <= SAME_LOGITS
 
@@ -112,13 +121,11 @@ def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, ope
 def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, open_session, draw_tokens, monkeypatch):
     """They are copied for later turns, which would score by others if the eviction counted without them."""
 
-    def refuse():
-        raise CapacityError("no memory")
-
     session, straight = (open_session(full_model, SNAPKV) for _ in range(2))
     tokens = draw_tokens(120)
     with monkeypatch.context() as patch:
-        patch.setattr(session._caches, "copy_captures", refuse)
+        for index, capture in session.state.captures.items():
+            patch.setitem(session.state.captures, index, capture.view(NoCopy))
         with pytest.raises(CapacityError, match="no memory"):
             session.prefill(tokens[:100])
     assert session.physical_length(0) == session.logical_length == 100
@@ -172,10 +179,9 @@ def test_a_budget_of_window_and_sinks_keeps_just_these(full_model, draw_tokens, 
 def test_all_lists_come_to_the_host_at_once_where_their_lengths_are_known(full_model, monkeypatch, draw_tokens, policy):
     """An eviction waits for the device once; only policies whose lists differ in length bring them one by one."""
     session = make_session(full_model, monkeypatch, snapkv=Eviction(policy=policy, budget=40, window=8, sink=2))
-    downloads, download = [], session._device.download
-    monkeypatch.setattr(
-        session._device, "download", lambda array, *out: downloads.append(array.size) or download(array, *out)
-    )
+    device = session.feeder.caches.buffers
+    downloads, download = [], device.download
+    monkeypatch.setattr(device, "download", lambda array, *out: downloads.append(array.size) or download(array, *out))
     session.prefill(draw_tokens(100))
     kv_heads, layers = full_model.manifest.layers[0].num_kv_heads, len(full_model.manifest.layers)
     lists = [] if POLICIES[policy].keeps_uneven else [layers * kv_heads * SNAPKV.budget]
@@ -193,20 +199,17 @@ def test_only_evictions_that_take_much_memory_give_it_back(
     asked = []
     layer, slots = full_model.manifest.layers[0], session.cache_capacity(0)
     scores = 32 * slots * layer.num_kv_heads * 4  # [Hkv, C] float32, as often as they are held
-    monkeypatch.setattr(evictor_module, "LARGE_WORKSPACE_BYTES", share * scores)
-    monkeypatch.setattr(session._device, "rare_run_options", lambda: asked.append(1))
+    monkeypatch.setattr(evictor_module, "LARGE_BYTES", share * scores)
+    monkeypatch.setattr(session.feeder.caches.buffers, "rare_run_options", lambda: asked.append(1))
     session.prefill(draw_tokens(100))
     assert (session.stats.evictions, len(asked)) == (1, gives_back)
 
 
 def test_decode_keeps_its_graph_where_an_eviction_needs_no_other_cache(full_model, monkeypatch, draw_tokens):
     """The first turn's caches are given back; those of later turns stay, and with them the captured steps."""
-    kept = full_model.manifest.eos_token_ids
-    object.__setattr__(full_model.manifest, "eos_token_ids", ())
-    session = make_session(full_model, monkeypatch, snapkv=SNAPKV)
-    session.plan = dataclasses.replace(session.plan, growth_room=100)
+    monkeypatch.setattr(plan, "CUDA_GROWTH_ROOM", 100)
+    session = make_session(with_end_tokens(full_model), monkeypatch, snapkv=SNAPKV)
     for turn, count in enumerate((300, 30, 50)):
         assert len(list(session.generate(draw_tokens(count, seed=turn), 10))) == 10
-    object.__setattr__(full_model.manifest, "eos_token_ids", kept)
     assert session.stats.evictions == 3
     assert session.stats.graph_captures == 1

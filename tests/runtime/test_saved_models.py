@@ -1,17 +1,18 @@
 """Saved sessions of models with other cache types and other RoPE."""
 
-import dataclasses
+import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
 from families import FAMILIES, tiny_checkpoint
-from saved_sessions import DEVICES, assert_same, place
+from saved_sessions import DEVICES, assert_same, place, with_manifest
 
 import ortolan
 from ortolan import SnapKv
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
+ROLES = ("key", "value")
 EVERYTHING = 10**6  # rewind_tokens past any ring
 
 
@@ -37,24 +38,20 @@ def test_float16(tmp_path, path, draw_tokens):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_caches_of_two_bytes_are_copied_bit_for_bit(mixed_model, monkeypatch, device, path, dtype):
     """No CPU kernel computes in bfloat16, so the caches are filled by hand; NaN keeps its bits."""
-    # First: it is kept once it was asked for, and comes back when the test is over.
-    monkeypatch.setattr(mixed_model, "fingerprint", mixed_model.fingerprint | {"dtype": dtype})
-    monkeypatch.setattr(mixed_model, "manifest", dataclasses.replace(mixed_model.manifest, dtype=dtype))
-    model = place(mixed_model, device, monkeypatch)
+    model = place(with_manifest(mixed_model, dtype=dtype, cache_dtype=dtype), device, monkeypatch)
     session, rng = model.session(), np.random.default_rng(0)
-    for layer in session._caches.layers:
-        for array in (layer.key, layer.value):
-            assert array.itemsize == np.dtype(ml_dtypes.bfloat16).itemsize
-            array.view(np.uint16)[:] = rng.integers(0, 2**16, array.shape)
-    session._lengths.advance(200)
-    session._history = [3] * 200
+    caches = session.feeder.caches.store.tensors
+    for index, role in itertools.product(caches, ROLES):
+        array = caches[index][role]
+        assert array.itemsize == np.dtype(ml_dtypes.bfloat16).itemsize
+        array.view(np.uint16)[:] = rng.integers(0, 2**16, array.shape)
+    session.state.read([3] * 200)
     session.save(path, EVERYTHING)
-    restored = model.restore(path)
-    for index, (saved, other) in enumerate(zip(session._caches.layers, restored._caches.layers, strict=True)):
+    restored = model.restore(path).feeder.caches.store.tensors
+    for index, role in itertools.product(caches, ROLES):
         slots = slice(0, min(200, session.cache_capacity(index)))
-        for name in ("key", "value"):
-            rows = [getattr(each, name)[0, :, slots].view(np.uint16) for each in (saved, other)]
-            np.testing.assert_array_equal(*rows)
+        rows = [each[index][role][0, :, slots].view(np.uint16) for each in (caches, restored)]
+        np.testing.assert_array_equal(*rows)
 
 
 def test_a_sequence_that_its_frequencies_outgrow(tmp_path, path, draw_tokens):

@@ -1,6 +1,5 @@
 """Saved sessions go on as if they had never been left."""
 
-import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 from parity import relative_difference
-from saved_sessions import DEVICES, assert_same, outcome, place, random_turn
+from saved_sessions import DEVICES, assert_same, outcome, place, random_turn, with_end_tokens
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
 from ortolan import Eviction, Sampling, SnapKv
@@ -29,9 +28,7 @@ def device(request):
 @pytest.fixture(params=["full", "mixed"])
 def model(request, monkeypatch, device):
     """A model without end-of-sequence tokens, which random weights may choose at any time."""
-    model = request.getfixturevalue(f"{request.param}_model")
-    monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, eos_token_ids=()))
-    return place(model, device, monkeypatch)
+    return place(with_end_tokens(request.getfixturevalue(f"{request.param}_model")), device, monkeypatch)
 
 
 @pytest.fixture
@@ -78,78 +75,6 @@ def test_windows_are_enough_to_go_on_without_rewinding(model, path, seed, policy
         turn = random_turn(rng, rewinds=False)
         np.testing.assert_equal(outcome(turn, restored), outcome(turn, session))
         assert_same(session, restored)
-
-
-@pytest.mark.parametrize("snapkv", [None, SNAPKV])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, top_k=40, repetition_penalty=1.4)])
-@pytest.mark.parametrize("taken", [0, 1, 2, 7, 12])
-def test_a_generation_goes_on_where_it_was_left(model, path, draw_tokens, taken, sampling, snapkv):
-    """A seed that was not given goes along; the session that was saved is not disturbed."""
-    session = model.session(snapkv=snapkv)
-    stream = session.generate(draw_tokens(90), 12, sampling)
-    assert len(list(itertools.islice(stream, taken))) == taken
-    session.save(path)
-    expected = list(stream)
-    assert len(expected) == 12 - taken
-    restored = model.restore(path)
-    assert list(restored.resume()) == expected
-    assert restored.finish_reason == session.finish_reason == "length"
-    assert_same(session, restored)
-    np.testing.assert_array_equal(restored.prefill(draw_tokens(9)), session.prefill(draw_tokens(9)))
-
-
-def test_a_generation_that_reached_its_length_can_be_made_longer(model, path, draw_tokens):
-    sampling = Sampling(temperature=1.0, seed=3)
-    expected = list(model.session().generate(draw_tokens(30), 20, sampling))
-    session = model.session()
-    first = list(session.generate(draw_tokens(30), 8, sampling))
-    session.save(path)
-    assert first + list(model.restore(path).resume(12)) == expected
-    assert first + list(session.resume(12)) == expected
-    assert list(session.resume()) == []
-    assert session.finish_reason == "length"
-
-
-def test_a_generation_that_is_resumed_is_over_for_its_old_iterator(model, draw_tokens):
-    session = model.session()
-    stream = session.generate(draw_tokens(20), 8)
-    next(stream)
-    other = session.resume()
-    with pytest.raises(ConfigError, match="used otherwise"):
-        next(stream)
-    assert len(list(other)) == 7
-
-
-@pytest.mark.parametrize("use", ["nothing", "prefill", "step", "rewind", "eos"])
-def test_a_generation_that_is_over_is_not_resumed(model, monkeypatch, path, draw_tokens, use):
-    session = model.session()
-    if use == "eos":
-        chosen = next(session.generate(draw_tokens(20)))
-        monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, eos_token_ids=(chosen,)))
-        session = model.session()
-        assert list(session.generate(draw_tokens(20))) == []
-    elif use != "nothing":
-        next(session.generate(draw_tokens(20)))
-        {"prefill": lambda: session.prefill([5]), "step": lambda: session.step(5), "rewind": lambda: session.rewind(9)}[
-            use
-        ]()
-    session.save(path)
-    for each in (session, model.restore(path)):
-        with pytest.raises(ConfigError, match="no generation can be resumed"):
-            each.resume()
-    with pytest.raises(ConfigError, match="max_new_tokens"):
-        session.resume(0)
-
-
-def test_a_generation_that_met_the_context_goes_on_in_a_longer_one(model, path, draw_tokens):
-    expected = list(model.session().generate(draw_tokens(30), 40))
-    session = model.session(max_context=50)
-    first = list(session.generate(draw_tokens(30), 40))
-    assert session.finish_reason == "context"
-    session.save(path)
-    assert list(model.restore(path).resume()) == []
-    restored = model.restore(path, max_context=200)
-    assert first + list(restored.resume()) == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=np.float32(1.1), seed=2**70)])
@@ -224,7 +149,7 @@ def test_a_file_holds_what_is_in_use(mixed_model, monkeypatch, device, path, dra
 def test_heads_that_keep_different_numbers(full_model, path, draw_tokens):
     session = full_model.session(snapkv=Eviction(policy="adakv", budget=40, window=8, sink=2))
     session.prefill(draw_tokens(200))
-    held = session._lengths.physical[0]
+    held = session.state.lengths.physical_of(0, 2)
     assert len(set(held.tolist())) > 1
     session.save(path)
     assert shapes(path)["layer.0.key"] == (int(held.sum()), 16)
@@ -232,27 +157,28 @@ def test_heads_that_keep_different_numbers(full_model, path, draw_tokens):
 
 @pytest.mark.parametrize("rewind_tokens", [0, 12])
 def test_rewinding_a_restored_session(mixed_model, monkeypatch, device, path, draw_tokens, rewind_tokens):
-    session = place(mixed_model, device, monkeypatch).session()
+    model = place(mixed_model, device, monkeypatch)
+    session = model.session()
     session.prefill(draw_tokens(150))
     session.save(path, rewind_tokens)
-    restored = mixed_model.restore(path)
+    restored = model.restore(path)
     with pytest.raises(CapacityError, match=f"rewind to {150 - rewind_tokens} or later.*rewind_tokens"):
         restored.rewind(149 - rewind_tokens)
     restored.rewind(150 - rewind_tokens)
     session.rewind(150 - rewind_tokens)
     np.testing.assert_array_equal(restored.prefill(draw_tokens(9)), session.prefill(draw_tokens(9)))
     restored.rewind(0)
-    expected = mixed_model.session().prefill(draw_tokens(30))
+    expected = model.session().prefill(draw_tokens(30))
     np.testing.assert_array_equal(restored.prefill(draw_tokens(30)), expected)
 
 
 def shortest_rewind(session) -> int:
     """Return the shortest length past the sinks that the session can rewind to."""
     session.rewind(session.logical_length)
-    session._lengths.check_rewind(2, session.plan)
+    session.feeder.check_rewind(2)
     for length in range(3, session.logical_length + 1):
         try:
-            session._lengths.check_rewind(length, session.plan)
+            session.feeder.check_rewind(length)
         except CapacityError:
             continue
         return length
@@ -265,16 +191,16 @@ def test_rings_that_were_overwritten_are_known_to_be(
     mixed_model, monkeypatch, device, path, draw_tokens, before, taken
 ):
     """By tokens that were taken back, and by steps under way past the last token."""
-    session = place(mixed_model, device, monkeypatch).session()
-    monkeypatch.setattr(mixed_model, "manifest", dataclasses.replace(mixed_model.manifest, eos_token_ids=()))
+    model = place(with_end_tokens(mixed_model), device, monkeypatch)
+    session = model.session()
     session.prefill(draw_tokens(240))
     session.rewind(240 - before)
     stream = session.generate([5], 20)
     assert len(list(itertools.islice(stream, taken))) == taken
     session.save(path, EVERYTHING)
-    restored = mixed_model.restore(path)
+    restored = model.restore(path)
     restored.save(path.with_name("again"), EVERYTHING)
-    lengths = {shortest_rewind(each) for each in (session, restored, mixed_model.restore(path.with_name("again")))}
+    lengths = {shortest_rewind(each) for each in (session, restored, model.restore(path.with_name("again")))}
     assert len(lengths) == 1
     assert lengths.pop() > 100
     held = shapes(path)["layer.0.key"][0] // 2
@@ -305,24 +231,6 @@ def test_queries_from_before_an_eviction_score_again(full_model, monkeypatch, de
     assert session.stats.evictions == 2
     assert_same(session, restored)
     np.testing.assert_array_equal(session.step(5), restored.step(5))
-
-
-def test_a_generation_that_was_interrupted_before_its_first_token(full_model, monkeypatch, path, draw_tokens):
-    """Steps under way have overwritten the prompt's logits, so nothing can be resumed."""
-    session = place(full_model, "device", monkeypatch).session()
-    stream = session.generate(draw_tokens(20), 8)
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session._device, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            next(stream)
-    session.save(path)
-    for each in (session, full_model.restore(path)):
-        with pytest.raises(ConfigError, match="no generation"):
-            each.resume()
 
 
 @pytest.mark.parametrize("rewind_tokens", [-1, 1.5, None])

@@ -10,7 +10,7 @@ import pytest
 from saved_sessions import evicted_session
 
 from ortolan.errors import ConfigError, StorageError
-from ortolan.runtime import session_file
+from ortolan.runtime.saved import file as session_file
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_an_interrupted_save_leaves_no_file(session, tmp_path, monkeypatch):
     ("name", "error", "named"),
     [
         ("", ConfigError, "regular file"),
-        ("no/folder", ConfigError, "no folder"),
+        ("no/folder", ConfigError, "not a folder"),
         ("a\0b", ConfigError, "null character"),
         ("n" * 300, StorageError, "long"),
     ],
