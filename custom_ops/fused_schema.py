@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ortolan.custom_ops.schema_parts import (
     BLOCK_TABLE,
     CAPACITY,
+    CAPTURE_OUT,
     ELEMENT,
     EPSILON,
     FLOAT,
@@ -129,14 +132,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         outputs=(
             Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
             *cache_outputs(1),
-            Port(
-                name="capture_out",
-                shape="[B, Wq, Hq, D]",
-                type=ELEMENT,
-                doc="The updated capture buffer.",
-                optional=True,
-                alias=10,
-            ),
+            dataclasses.replace(CAPTURE_OUT, optional=True, alias=10),
         ),
         attributes=(
             Attribute(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
 from ortolan.custom_ops.schema_parts import (
     BLOCK_TABLE,
     CAPACITY,
+    CAPTURE_OUT,
     ELEMENT,
     FLOAT,
     INT32,
     INT64,
     KEY_CACHE,
     PAST_LEN,
+    QUERY,
     QUERY_START,
     SCALE,
     SINK,
@@ -44,12 +48,7 @@ _CONTRACT: tuple[Operator, ...] = (
         doc="Causal attention, with optional sliding window and sinks, of this step's queries over the cache "
         "that already holds this step's keys.",
         inputs=(
-            Port(
-                name="query",
-                shape="[T, Hq, D]",
-                type=ELEMENT,
-                doc="Queries of this step, after norm and RoPE.",
-            ),
+            QUERY,
             KEY_CACHE,
             VALUE_CACHE,
             QUERY_START,
@@ -99,25 +98,12 @@ _CONTRACT: tuple[Operator, ...] = (
         name="SnapKvCapture",
         doc="Keeps the last Wq queries of each sequence: position p goes to row p mod Wq, in place.",
         inputs=(
-            Port(
-                name="query",
-                shape="[T, Hq, D]",
-                type=ELEMENT,
-                doc="Queries of this step, after norm and RoPE.",
-            ),
+            QUERY,
             Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Queries captured so far."),
             QUERY_START,
             Port(name="past_len", shape="[B]", type=INT32, doc="Tokens of each sequence before the step."),
         ),
-        outputs=(
-            Port(
-                name="capture_out",
-                shape="[B, Wq, Hq, D]",
-                type=ELEMENT,
-                doc="The updated capture buffer.",
-                alias=1,
-            ),
-        ),
+        outputs=(dataclasses.replace(CAPTURE_OUT, alias=1),),
     ),
     Operator(
         name="SnapKvScore",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ortolan.element_types import COMPUTE_TYPES, element_type
+
 ELEMENT = "T1"
 INT32 = "tensor(int32)"
 INT64 = "tensor(int64)"
 FLOAT = "tensor(float)"
-ELEMENT_TYPES = ("tensor(float)", "tensor(float16)", "tensor(bfloat16)")
+ELEMENT_TYPES = tuple(element_type(name).tensor for name in COMPUTE_TYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ def cache_outputs(alias_from: int) -> tuple[Port, Port]:
     )
 
 
+QUERY = Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE.")
+CAPTURE_OUT = Port(name="capture_out", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="The updated capture buffer.")
 KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
 VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
 QUERY_START = Port(

@@ -42,7 +42,7 @@ from ortolan.graphs import (
     verify_model,
 )
 from ortolan.graphs.cached_attention import is_evictable
-from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.config import ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.weights import joint_weights
@@ -245,6 +245,7 @@ def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
 def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
     graph = options.graph(fused=False)
     layers = tuple(describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers)
+    ropes = [rope for rope in config.ropes if isinstance(rope, Rope)]  # checkpoints have frequencies, not tables
     return Manifest(
         architecture=config.architecture,
         dtype=options.dtype,
@@ -260,10 +261,10 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         page_size=options.graph_page_size,
         cache_kinds=cache_kinds(layers) if options.paged else (),
         layers=layers,
-        rope_limits=tuple(v.limit for v in config.ropes[0].variants) if config.ropes else (options.max_context,),
+        rope_limits=tuple(variant.limit for variant in ropes[0].variants) if ropes else (options.max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
         fused_model=FUSED_FILE if options.fuse else None,
-        ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in config.ropes},
+        ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in ropes},
         ortolan_version=__version__,
     )

@@ -93,10 +93,10 @@ class GraphBuilder:
         tensor.name, tensor.dtype, tensor.shape = name, dtype, list(shape)
         self.graph.outputs.append(tensor)
 
-    def weight(self, name: str, dtype: int, shape: Shape) -> Tensor:
+    def weight(self, name: str, dtype: int, shape: Sequence[int]) -> Tensor:
         """Refer to a weight, which becomes an external initializer; the second use gives the same tensor."""
         if name not in self._constants:
-            proto = onnx.TensorProto(name=name, data_type=dtype, dims=list(shape))
+            proto = onnx.TensorProto(name=name, data_type=dtype, dims=shape)
             proto.data_location = onnx.TensorProto.EXTERNAL
             self.weights[name] = proto
             self._constants[name] = gs.Variable(name, dtype=dtype, shape=list(shape))
@@ -187,14 +187,14 @@ class GraphBuilder:
         """Say that a value is [T, features]: ONNX Runtime gives a buffer on only where it knows what fits into it."""
         self._described[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, data_type, ["T", features])
 
-    def as_weight(self, constant: Tensor) -> onnx.TensorProto:
-        """Make an inline constant a weight, whose bytes are attached later; returns its declaration."""
-        dtype = onnx.helper.np_dtype_to_tensor_dtype(constant.values.dtype)
-        proto = onnx.TensorProto(name=constant.name, data_type=dtype, dims=list(constant.values.shape))
+    def as_weight(self, constant: Tensor) -> bytes:
+        """Let an inline constant be a weight in the finished model; returns its bytes, which are attached later."""
+        values = constant.values
+        dtype = onnx.helper.np_dtype_to_tensor_dtype(values.dtype)
+        proto = onnx.TensorProto(name=constant.name, data_type=dtype, dims=values.shape)
         proto.data_location = onnx.TensorProto.EXTERNAL
         self.weights[constant.name] = proto
-        self.replace(constant, gs.Variable(constant.name, dtype=dtype, shape=list(constant.values.shape)))
-        return proto
+        return bytes(values.tobytes())
 
     @staticmethod
     def replace(old: Tensor, new: Tensor) -> None:
@@ -221,6 +221,9 @@ class GraphBuilder:
         model.graph.value_info.extend(value for name, value in self._described.items() if name in made)
         for node in model.graph.node:
             node.doc_string = self._doc_strings.get(node.name, "")
+        inline = [tensor for tensor in model.graph.initializer if tensor.name not in self.weights]
+        del model.graph.initializer[:]
+        model.graph.initializer.extend(inline)
         model.graph.initializer.extend(proto for name, proto in self.weights.items() if name in read)
         return model
 

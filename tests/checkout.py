@@ -1,7 +1,4 @@
-"""Chooses which ortolan the tests import: the checkout's where its library is built, else the installed package.
-
-With PYTHONSAFEPATH=1, Python's own word for "nothing of the current folder", it is always the installed package.
-"""
+"""Chooses which ortolan the tests import: the checkout's where its library is built, else the installed package."""
 
 from __future__ import annotations
 
@@ -16,15 +13,14 @@ LIBRARY = ROOT / "custom_ops" / "lib" / "libortolan_ops.so"
 
 def choose() -> str | None:
     """Put the chosen package on the path of this process and of those it starts; return what is missing, or None."""
-    inside = LIBRARY.is_file() and not sys.flags.safe_path
-    sys.path[:] = _entries(sys.path, inside)
-    os.environ["PYTHONPATH"] = os.pathsep.join(_entries(os.environ.get("PYTHONPATH", "").split(os.pathsep), inside))
+    sys.path[:] = _entries(sys.path)
+    os.environ["PYTHONPATH"] = os.pathsep.join(_entries(os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if importlib.util.find_spec("ortolan") is None:
         return f"{LIBRARY} does not exist and ortolan is not installed; run `pip install -e '.[test]'`"
     return None
 
 
-def _entries(entries: list[str], inside: bool) -> list[str]:
-    """Return the entries of a path with the checkout first, or without it."""
+def _entries(entries: list[str]) -> list[str]:
+    """Return the entries of a path with the checkout first where its library is built, else without it."""
     others = [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
-    return [str(ROOT), *others] if inside else others
+    return [str(ROOT), *others] if LIBRARY.is_file() else others

@@ -4,13 +4,15 @@ import contextlib
 import sys
 
 import checkout
+import parallel
 import pytest
 
 if problem := checkout.choose():  # before anything imports ortolan
     sys.exit(f"error: {problem}")  # pytest's own exits come with a traceback here
+parallel.share_cores()
 
-import devices
-import shared_folders
+import devices  # noqa: E402
+import shared_folders  # noqa: E402
 
 
 def pytest_configure(config):

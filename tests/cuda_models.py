@@ -16,12 +16,13 @@ from tolerances import allowed_error
 from transformers import AutoModelForCausalLM
 
 import ortolan
+from ortolan.element_types import COMPUTE_TYPES, element_type
 
 MAX_CONTEXT, CHUNK_SIZE, VOCABULARY = 512, 16, 131
 HELD_MODELS = devices.HELD_SESSIONS // 2  # of each kind; a model may have two sessions
 FAMILIES = ("llama", "gemma3", "qwen3")
 GRAPHS = {"plain": False, "fused": True}
-ELEMENTS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": devices.BFLOAT16}
+ELEMENTS = {name: element_type(name).numpy for name in COMPUTE_TYPES}
 
 
 @dataclass(frozen=True, slots=True)

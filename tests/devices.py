@@ -9,21 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 
 import ortolan.custom_ops
+from ortolan.element_types import ELEMENT_TYPES, element_type, from_numpy
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = element_type("bfloat16").numpy
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-ONNX_TYPES = {
-    np.dtype(np.float32): 1,
-    np.dtype(np.int32): 6,
-    np.dtype(np.int64): 7,
-    np.dtype(np.float16): 10,
-    BFLOAT16: 16,
-}
+ONNX_TYPES = {kind.numpy: kind.onnx for kind in ELEMENT_TYPES.values()}
 HELD_SESSIONS = 24  # that tests keep open at a time: each takes 150 MB of a GPU
 
 
@@ -206,7 +200,7 @@ def synchronize() -> None:
 
 def storage_type(dtype: np.dtype) -> np.dtype:
     """Return the type that holds a type's bits in cupy, which has no bfloat16."""
-    return np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+    return from_numpy(dtype).storage
 
 
 def _storage(array: np.ndarray) -> np.ndarray:

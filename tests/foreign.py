@@ -34,6 +34,7 @@ class Foreign:
         head_norm: whether query and key heads are normalised; `norm_inside` says that attention does it, which
             ONNX Runtime's has on GPUs alone. The weights are the same.
         packed: whether one product gives queries, keys and values.
+        split: whether one product gives them, and a Split takes it apart for what is done to heads.
         computed_shapes: whether heads are split by shapes that the graph computes.
         sinks: "none", "learned" or "smooth".
         head: "plain", "softcap", "tied" (the embedding is the head's weight, transposed), or "gather" and "slice" (only
@@ -52,6 +53,7 @@ class Foreign:
     norm_inside: bool = False
     computed_shapes: bool = False
     packed: bool = True
+    split: bool = False
     sinks: str = "none"
     head: str = "plain"
     bias: bool = False
@@ -145,7 +147,8 @@ def build(spec: Foreign) -> onnx.ModelProto:
     for layer in range(len(spec.windows)):
         attended = _attention(writer, layer, normed, (lengths, writer.node("Cast", [total], to=6)), tables)
         normed, skip = _skip_norm(writer, skip, writer.linear(attended, spec.num_heads * spec.head_size, spec.hidden))
-        normed, skip = _skip_norm(writer, skip, _mlp(writer, normed))
+        is_last = layer == len(spec.windows) - 1
+        normed, skip = _skip_norm(writer, skip, _mlp(writer, normed), gives_sum=not is_last)
     _head(writer, normed, head_weight)
     return _model(writer)
 
@@ -193,7 +196,12 @@ def _rope_tables(writer: Writer, total: str) -> tuple[str, str]:
 def _attention(writer: Writer, layer: int, x: str, lengths: tuple[str, str], tables: tuple[str, str]) -> str:
     spec = writer.spec
     sizes = [heads * spec.head_size for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-    if spec.packed and not spec.head_norm and spec.rope not in ROPE_NODES:
+    if spec.split:
+        parts = [f"/model/layers.{layer}/attn/qkv_proj/Split/output_{i}" for i in range(3)]
+        joint = writer.linear(x, spec.hidden, sum(sizes))
+        writer.node("Split", [joint, writer.constant(sizes)], parts, axis=-1)
+        query, key, value = parts
+    elif spec.packed and not spec.head_norm and spec.rope not in ROPE_NODES:
         query, key, value = writer.linear(x, spec.hidden, sum(sizes)), "", ""
     else:
         query, key, value = (writer.linear(x, spec.hidden, size) for size in sizes)
@@ -262,10 +270,10 @@ def _rotate(writer: Writer, x: str, heads: int, tables: tuple[str, str]) -> str:
     return writer.node("RotaryEmbedding", [x, "position_ids", *tables], domain=MICROSOFT, **attributes)
 
 
-def _skip_norm(writer: Writer, skip: str, x: str) -> tuple[str, str]:
+def _skip_norm(writer: Writer, skip: str, x: str, *, gives_sum: bool = True) -> tuple[str, str]:
     inputs = [skip, x, writer.weight(writer.spec.hidden, around=1.0)]
     names = [f"/skip_{len(writer.nodes)}/output_{i}" for i in range(2)]
-    outputs = [names[0], "", "", names[1]]
+    outputs = [names[0], "", "", names[1]] if gives_sum else names[:1]
     writer.node("SkipSimplifiedLayerNormalization", inputs, outputs, domain=MICROSOFT, epsilon=1e-6)
     return names[0], names[1]
 

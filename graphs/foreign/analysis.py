@@ -14,19 +14,10 @@ from ortolan.graphs.foreign.rules import infer_rows
 from ortolan.graphs.foreign.shape_values import Contents, evaluate
 from ortolan.graphs.foreign.values import Kind, Rows, Value, View, refusal
 
-_OTHER_ATTENTION = frozenset(
-    [
-        "Attention",
-        "DecoderMaskedMultiHeadAttention",
-        "DecoderMaskedSelfAttention",
-        "LinearAttention",
-        "MultiHeadAttention",
-        "PackedAttention",
-        "PackedMultiHeadAttention",
-        "PagedAttention",
-        "SparseAttention",
-    ]
-)
+_OTHER_ATTENTION = frozenset((
+    "Attention", "DecoderMaskedMultiHeadAttention", "DecoderMaskedSelfAttention", "LinearAttention",
+    "MultiHeadAttention", "PackedAttention", "PackedMultiHeadAttention", "PagedAttention", "SparseAttention",
+))  # fmt: skip
 
 
 @dataclass(slots=True)

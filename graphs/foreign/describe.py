@@ -17,7 +17,16 @@ from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, Model
 from ortolan.graphs.foreign import gqa
 from ortolan.graphs.foreign.analysis import Analysis
 from ortolan.graphs.foreign.inputs import onnx_type
-from ortolan.graphs.foreign.reader import NORMS, SKIP_NORM, SUM, ForeignLinear, ForeignNorm, OtherFormError, Reader
+from ortolan.graphs.foreign.reader import (
+    NORMS,
+    SKIP_NORM,
+    SUM,
+    ForeignLinear,
+    ForeignNorm,
+    OtherFormError,
+    Reader,
+    is_transpose,
+)
 from ortolan.graphs.formats.blocks import Blocks
 
 Members: TypeAlias = tuple[Tensor, ...]
@@ -87,15 +96,20 @@ class _Describer:
         if norm.added or len(self._read.epsilons) != 1 or len(self._post_norms) != 1:
             raise OtherFormError("layers differ in their norms")
         table, scale = self._embedding(norm.x)
-        if table[0] != head.rows:
+        above = producer(table)
+        is_tied = above is not None and is_transpose(above) and above.inputs[0] is head.weights.get("weight")
+        self._sources["embedding.weight"] = (head.weights["weight"] if is_tied else self._read.weight(table),)
+        rows, size = self._read.shape(self._sources["embedding.weight"][0])[:: -1 if is_tied else 1]
+        if rows != head.rows:
             raise OtherFormError("the embedding has other rows than the head")
         config = ModelConfig(
             architecture="converted",
-            vocab_size=table[0],
-            hidden_size=table[1],
+            vocab_size=rows,
+            hidden_size=size,
             norm_epsilon=self._read.epsilons.pop(),
             layers=tuple(layers),
             ropes=tuple(self._ropes.values()),
+            tied_embeddings=is_tied,
             norm_placement="sandwich" if self._post_norms.pop() else "pre",
             embedding_scale=scale,
             logit_softcap=softcap,
@@ -189,44 +203,45 @@ class _Describer:
     def _heads(self, path: str, attention: gqa.Attention) -> tuple[list[ForeignLinear], bool, str | None]:
         """Read projections, norms of heads and RoPE: the products, whether there are norms, and the rope."""
         ports = attention.node.inputs[gqa.QUERY : gqa.VALUE + 1]
-        chains = [self._chain(tensor) for tensor in ports[: 1 if attention.is_packed else 3]]
-        norms, ropes = [chain.norm for chain in chains], [chain.rope for chain in chains]
-        none = [None] * (len(chains) if attention.is_packed else 1)  # of values, or of all that is packed
-        if attention.norm is not None:
-            self._require(not any(ropes) and not any(norm is not None for norm in norms), path)
+        chains = [self._chain(tensor, at) for at, tensor in enumerate(ports[: 1 if attention.is_packed else 3])]
+        products = chains[:1] if chains[0].is_part else chains
+        norms = [chain.norm for chain in chains * 3][:3]
+        ropes = [chain.rope for chain in chains * 3][:3]
+        holds = all(chain.product is products[0].product for chain in chains) or len(products) > 1
+        holds = holds and len({chain.is_part for chain in chains}) == 1
+        if attention.norm is not None:  # it comes before the RoPE inside
+            holds = holds and norms == ropes == [None] * 3
             self._read.epsilons.add(round(attention.norm.epsilon, 12))
-            norms = [attention.norm.query_weight, attention.norm.key_weight, *none]
+            norms = [attention.norm.query_weight, attention.norm.key_weight, None]
         if attention.rotation is not None:
-            self._require(not any(ropes), path)
-            table = attention.rotation
-            ropes = [self._rope(table.cosine, table.sine, table.interleaved)] * 2 + none
-        norms, ropes = [*norms, None, None][:3], [*ropes, None, None][:3]
-        self._require(ropes[0] == ropes[1] and ropes[2] is None and norms[2] is None, path)
-        self._require((norms[0] is None) == (norms[1] is None), path)
+            holds, table = holds and ropes == [None] * 3, attention.rotation
+            ropes = [self._rope(table.cosine, table.sine, table.interleaved)] * 2 + [None]
+        holds = holds and ropes[0] == ropes[1] and ropes[2] is None
+        if not holds or norms[2] is not None or (norms[0] is None) != (norms[1] is None):
+            raise OtherFormError(f"{path} treats queries and keys differently")
         for name, weight in zip(("query", "key"), norms, strict=False):
             if weight is not None:
-                self._require(self._read.shape(self._read.weight(weight)) == (attention.config.head_size,), path)
-                self._sources[f"{path}.{name}_norm.weight"] = (weight,)
-        return [chain.linear for chain in chains], norms[0] is not None, ropes[0]
+                self._sources[f"{path}.{name}_norm.weight"] = (self._read.weight(weight),)
+                if self._read.shape(weight) != (attention.config.head_size,):
+                    raise OtherFormError(f"{path} normalises whole projections")
+        return [self._read.linear(chain.product) for chain in products], norms[0] is not None, ropes[0]
 
-    @staticmethod
-    def _require(holds: bool, path: str) -> None:
-        if not holds:
-            raise OtherFormError(f"{path} treats queries and keys differently")
-
-    def _chain(self, tensor: Tensor) -> _Chain:
-        """Read a projection, and the norm and RoPE of its heads where they are nodes of their own."""
+    def _chain(self, tensor: Tensor, at: int) -> _Chain:
+        """Read what is done to one port's heads where norm and RoPE are nodes of their own."""
         tensor, rope, weight = self._read.above(tensor, "Reshape"), None, None
         node = producer(tensor)
         if node is not None and node.op == "RotaryEmbedding":
-            tables = node.inputs[2:4] if node.domain == MICROSOFT else node.inputs[1:3]
-            rope = self._rope(*tables, int(node.attrs.get("interleaved", 0)))
+            first = 2 if node.domain == MICROSOFT else 1
+            interleaved = int(node.attrs.get("interleaved", 0))
+            rope = self._rope(node.inputs[first], node.inputs[first + 1], interleaved)
             tensor = self._read.above(node.inputs[0], "Reshape")
             node = producer(tensor)
         if node is not None and node.op in NORMS:
             norm = self._read.norm(tensor)
             weight, tensor = norm.weight, self._read.above(norm.x, "Reshape")
-        return _Chain(self._read.linear(tensor), weight, rope)
+            node = producer(tensor)
+        is_part = node is not None and node.op == "Split" and node.outputs[at] is tensor
+        return _Chain(node.inputs[0] if node is not None and is_part else tensor, is_part, weight, rope)
 
     def _rope(self, cosine: Tensor, sine: Tensor, interleaved: int) -> str:
         """Name the rope of two tables; its tables may be two after each other."""
@@ -248,18 +263,16 @@ class _Describer:
 
     def _table(self, tensor: Tensor) -> Members:
         node = producer(tensor)
-        joined = node is not None and node.op == "Concat"
-        return tuple(self._read.weight(member) for member in (node.inputs if joined else [tensor]))
+        members = node.inputs if node is not None and node.op == "Concat" else [tensor]
+        return tuple(self._read.weight(member) for member in members)
 
-    def _embedding(self, hidden: Tensor) -> tuple[tuple[int, ...], float]:
-        """Read what looks tokens up: the table's shape, and what multiplies its rows."""
+    def _embedding(self, hidden: Tensor) -> tuple[Tensor, float]:
+        """Read what looks tokens up: the table, and what multiplies its rows."""
         node, scale = self._read.made_by(hidden, "Gather", "Mul"), 1.0
         if node.op == "Mul":
             scale = self._scalar(node.inputs[1])
             node = self._read.made_by(node.inputs[0], "Gather")
-        table = self._read.weight(node.inputs[0])
-        self._sources["embedding.weight"] = (table,)
-        return self._read.shape(table), scale
+        return node.inputs[0], scale
 
     def _linear(self, stem: str, tensor: Tensor) -> ForeignLinear:
         """Read a linear layer that is a product of its own."""
@@ -303,8 +316,9 @@ class _Describer:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """A projection, and what is done to its heads."""
+    """What is done to the heads of a product, or of its part at a port's place."""
 
-    linear: ForeignLinear
+    product: Tensor
+    is_part: bool
     norm: Tensor | None
     rope: str | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -11,6 +11,7 @@ from ortolan.graphs.builder import MICROSOFT, GraphBuilder
 from ortolan.graphs.decoder import build_model
 from ortolan.graphs.foreign.describe import Description
 from ortolan.graphs.foreign.prepare import ForeignBytes
+from ortolan.graphs.foreign.reader import is_transpose
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats
@@ -28,12 +29,12 @@ class FusedConversion:
 
     model: onnx.ModelProto
     members: dict[str, tuple[str, ...]]
-    turned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    turned: dict[str, tuple[int, int]]
 
 
 def build_fused(
     graph: GraphBuilder, weights: dict[str, ForeignBytes], description: Description, options: GraphOptions
-) -> FusedConversion:
+) -> FusedConversion | None:
     """Build the fused graph, and turn the dense weights of the plain one, [in, out], to [out, in].
 
     Args:
@@ -42,17 +43,20 @@ def build_fused(
         weights: where the bytes of its weights lie; those that become external are added.
         description: of the graph.
         options: of the fused graph, as of the plain one.
+
+    Returns:
+        The fused graph; None where two parts of it would read the same weight.
     """
     formats = Formats(default=FORMATS["dense"], by_stem=description.blocks, apart=description.apart)
     model = build_model(description.config, replace(options, fused=True), formats)
-    members = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            members[tensor.name] = tuple(member.name for member in description.sources[tensor.name])
-            for member in description.sources[tensor.name]:
-                if isinstance(member, gs.Constant) and member.name not in weights:
-                    graph.as_weight(member)
-                    weights[member.name] = ForeignBytes(length=member.values.nbytes, data=member.values.tobytes())
+    read = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    tensors = [member for name in read for member in description.sources[name]]
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        return None
+    for tensor in tensors:
+        if isinstance(tensor, gs.Constant):
+            data = graph.as_weight(tensor)
+            weights[tensor.name] = ForeignBytes(length=len(data), data=data)
     turned = {}
     for node in description.products:
         proto = onnx.TensorProto()
@@ -61,4 +65,8 @@ def build_fused(
         proto.dims[:] = reversed(proto.dims)
         graph.weights[proto.name] = proto
         node.op, node.domain, node.attrs = "FusedMatMul", MICROSOFT, {"transB": 1}
+        for reader in list(node.inputs[1].outputs):
+            if is_transpose(reader):  # the embedding of a head that it shares its weight with
+                graph.replace(reader.outputs[0], node.inputs[1])
+    members = {name: tuple(member.name for member in description.sources[name]) for name in read}
     return FusedConversion(model=model, members=members, turned=turned)

@@ -18,25 +18,11 @@ MAX_HEAD_SIZE, LARGE_HEAD_SIZE = 256, 512
 QUERY, KEY, VALUE, PAST_KEY, PAST_VALUE, LENGTHS, TOTAL_LENGTH, COSINE, SINE = range(9)
 POSITIONS, BIAS, SINKS, KEY_SCALE, VALUE_SCALE, QUERY_NORM, KEY_NORM = range(9, 16)
 
-_KNOWN_ATTRIBUTES = frozenset(
-    [
-        "causal",
-        "do_rotary",
-        "k_quant_type",
-        "kv_cache_bit_width",
-        "kv_num_heads",
-        "local_window_size",
-        "num_heads",
-        "qk_norm_epsilon",
-        "qk_output",
-        "rotary_interleaved",
-        "scale",
-        "sliding_window_cache",
-        "smooth_softmax",
-        "softcap",
-        "v_quant_type",
-    ]
-)
+_KNOWN_ATTRIBUTES = frozenset((
+    "causal", "do_rotary", "k_quant_type", "kv_cache_bit_width", "kv_num_heads", "local_window_size", "num_heads",
+    "qk_norm_epsilon", "qk_output", "rotary_interleaved", "scale", "sliding_window_cache", "smooth_softmax", "softcap",
+    "v_quant_type",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

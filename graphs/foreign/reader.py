@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
@@ -12,6 +12,7 @@ from ortolan.graphs.config import Activation
 from ortolan.graphs.formats.blocks import PORTS, Blocks
 
 NORMS = ("SimplifiedLayerNormalization", "RMSNormalization")
+PRODUCTS = ("MatMul", "MatMulNBits")
 SKIP_NORM = "SkipSimplifiedLayerNormalization"
 SUM = 3  # output of SKIP_NORM: what it normalised
 _GATES: dict[str, Activation] = {"Gelu": "gelu", "FastGelu": "gelu_tanh"}
@@ -43,11 +44,16 @@ class ForeignLinear:
 
 @dataclass(frozen=True, slots=True)
 class ForeignNorm:
-    """An RMSNorm: its weight, what it reads, and the two that were added to make that, where it adds them."""
+    """An RMSNorm: what it reads (None for a sum that nothing else reads), its weight, and what makes the sum."""
 
     x: Tensor
     weight: Tensor
-    added: tuple[Tensor, ...] = field(default_factory=tuple)
+    added: tuple[Tensor, ...] = ()
+
+
+def is_transpose(node: Node) -> bool:
+    """Tell whether a node turns a matrix."""
+    return bool(node.op == "Transpose" and list(node.attrs.get("perm", ())) == [1, 0])
 
 
 class Reader:
@@ -103,33 +109,32 @@ class Reader:
             raise OtherFormError(f"'{node.name}' is not a norm over the last axis")
         if node.op in NORMS:
             return ForeignNorm(node.inputs[0], self.weight(node.inputs[1]))
-        if (len(node.inputs) > 3 and node.inputs[3].name) or len(node.outputs) <= SUM:
-            raise OtherFormError(f"'{node.name}' adds a bias, or does not give its sum")
-        return ForeignNorm(node.outputs[SUM], self.weight(node.inputs[2]), (node.inputs[0], node.inputs[1]))
+        if any(tensor.name for tensor in node.inputs[3:]):
+            raise OtherFormError(f"'{node.name}' adds a bias")
+        total = node.outputs[SUM] if len(node.outputs) > SUM else None
+        return ForeignNorm(total, self.weight(node.inputs[2]), (node.inputs[0], node.inputs[1]))
 
     def linear(self, tensor: Tensor) -> ForeignLinear:
         """Read a linear layer, with its bias."""
-        node = self.made_by(tensor, "Add", "MatMul", "Gemm", "MatMulNBits")
-        if node.op != "Add":
-            return self._product(node)
-        for product, bias in (node.inputs, reversed(node.inputs)):
-            above = producer(product)
-            if above is not None and above.op in ("MatMul", "Gemm", "MatMulNBits") and producer(bias) is None:
-                read = self._product(above)
-                if read.bias is None and self.shape(bias) == (read.rows,):
-                    return ForeignLinear(read.x, read.weights, read.blocks, read.node, read.rows, self.weight(bias))
-        raise OtherFormError(f"'{node.name}' does not add a bias to a product")
+        node, bias = self.made_by(tensor, "Add", *PRODUCTS), None
+        if node.op == "Add":
+            computed = [given for given in node.inputs if producer(given) is not None]
+            if len(computed) != 1:
+                raise OtherFormError(f"'{node.name}' does not add a bias")
+            bias = self.weight(next(given for given in node.inputs if given is not computed[0]))
+            node = self.made_by(computed[0], *PRODUCTS)
+        read = self._dense(node) if node.op == "MatMul" else self._blocks(node)
+        if bias is not None and self.shape(bias) != (read.rows,):
+            raise OtherFormError(f"'{bias.name}' is not a bias")
+        return replace(read, bias=bias)
 
-    def _product(self, node: Node) -> ForeignLinear:
-        if node.op == "MatMulNBits":
-            return self._blocks(node)
+    def _dense(self, node: Node) -> ForeignLinear:
         weight = self.weight(node.inputs[1])
         shape = self.shape(weight)
-        if len(shape) != 2 or len(weight.outputs) != 1:
+        others = [reader for reader in weight.outputs if reader is not node and not is_transpose(reader)]
+        if len(shape) != 2 or others:
             raise OtherFormError(f"'{weight.name}' is not the weight of one linear layer")
-        if node.op == "MatMul":
-            return ForeignLinear(node.inputs[0], {"weight": weight}, None, node, shape[1])
-        raise OtherFormError(f"'{node.name}' is a Gemm, which takes two axes")
+        return ForeignLinear(node.inputs[0], {"weight": weight}, None, node, shape[1])
 
     def _blocks(self, node: Node) -> ForeignLinear:
         given = dict(zip(PORTS, node.inputs[1:], strict=False))
@@ -150,15 +155,11 @@ class Reader:
             above = producer(active)
             if above is not None and above.op in _GATES:
                 tanh = above.attrs.get("approximate", "none") == "tanh"
-                activation = "gelu_tanh" if tanh else _GATES[above.op]
-                return self.linear(above.inputs[0]), self.linear(up), activation
-            if above is not None and above.op == "Mul":
-                return self._silu(above), self.linear(up), "silu"
-        raise OtherFormError(f"'{node.name}' is not a gate")
-
-    def _silu(self, node: Node) -> ForeignLinear:
-        for value, sigmoid in (node.inputs, reversed(node.inputs)):
-            above = producer(sigmoid)
-            if above is not None and above.op == "Sigmoid" and above.inputs[0] is value:
-                return self.linear(value)
+                return self.linear(above.inputs[0]), self.linear(up), "gelu_tanh" if tanh else _GATES[above.op]
+            for value, sigmoid in (
+                (above.inputs, reversed(above.inputs)) if above is not None and above.op == "Mul" else ()
+            ):
+                factor = producer(sigmoid)
+                if factor is not None and factor.op == "Sigmoid" and factor.inputs[0] is value:
+                    return self.linear(value), self.linear(up), "silu"
         raise OtherFormError(f"'{node.name}' is not a gate")

@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
         help="window of layers that have none in the graph, where the exporter left it out (default: none)",
     )
     add_cache_options(parser)
+    parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in TARGET")
     parser.set_defaults(run=run)
 
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
             page_size=options.page_size,
             overwrite=options.overwrite,
             progress=progress,
+            fuse=not options.no_fuse,
         )
     print(options.target)
     return 0

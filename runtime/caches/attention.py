@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,14 +12,16 @@ from ortolan import contract
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.runtime.caches.layer_state import (
     SLOTS,
-    LayerView,
     SavedTensor,
-    SavedTensors,
     Sizes,
     TensorSpec,
     download,
 )
 from ortolan.runtime.device.buffers import Array
+
+if TYPE_CHECKING:
+    from ortolan.runtime.caches.store import StoredLayer
+    from ortolan.runtime.saved.file import SessionFile
 
 RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
 ROLES = ("key", "value")
@@ -32,7 +34,7 @@ class _AttentionCache:
 
     needs_clear = False  # slots past a sequence's length are never read
 
-    def clear(self, view: LayerView) -> None:
+    def clear(self, view: StoredLayer) -> None:
         """Do nothing."""
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:
@@ -44,17 +46,17 @@ class _AttentionCache:
             for role, name in zip(ROLES, names, strict=True)
         )
 
-    def snapshot(self, view: LayerView) -> None:
+    def snapshot(self, view: StoredLayer) -> None:
         """Return None: what steps append is forgotten by its length."""
 
-    def restore(self, view: LayerView, snapshot: Mapping[str, Array] | None) -> None:
+    def restore(self, view: StoredLayer, snapshot: Mapping[str, Array] | None) -> None:
         """Do nothing."""
 
-    def head_runs(self, view: LayerView, first: int) -> list[SlotRuns]:
+    def head_runs(self, view: StoredLayer, first: int) -> list[SlotRuns]:
         """List the slots to be saved of each kv head."""
         raise AssertionError("each kind has its own")
 
-    def save(self, view: LayerView, first: int) -> Iterator[SavedTensor]:
+    def save(self, view: StoredLayer, first: int) -> Iterator[SavedTensor]:
         """Describe keys and values, [rows of all kv heads behind one another, D]."""
         runs = self.head_runs(view, first)
         count = sum(number for head in runs for _, number in head)
@@ -78,7 +80,7 @@ class FullCache(_AttentionCache):
         """Return the slots of the whole context, or of what evictions leave and a chunk."""
         return max(sizes.bound or sizes.max_context, sizes.sink + 1)
 
-    def rewind_problem(self, view: LayerView, length: int) -> str | None:
+    def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that tokens were evicted."""
         evicted_at = view.lengths.evicted_at
         if not view.layer.evictable or length >= evicted_at:
@@ -88,11 +90,11 @@ class FullCache(_AttentionCache):
             "later, or to 0"
         )
 
-    def head_runs(self, view: LayerView, first: int) -> list[SlotRuns]:
+    def head_runs(self, view: StoredLayer, first: int) -> list[SlotRuns]:
         """List the front of each kv head's cache, as long as it is."""
         return [[(0, int(count))] for count in view.lengths.physical_of(view.index, view.layer.num_kv_heads)]
 
-    def load(self, view: LayerView, saved: SavedTensors, first: int) -> None:
+    def load(self, view: StoredLayer, saved: SessionFile, first: int) -> None:
         """Write rows to the front of each kv head's cache."""
         begin = 0
         for head, runs in enumerate(self.head_runs(view, first)):
@@ -114,7 +116,7 @@ class RingCache(_AttentionCache):
         wanted = -(-(sizes.sink + layer.window + step) // RING_TILE) * RING_TILE
         return max(min(wanted, sizes.max_context), sizes.sink + layer.window)
 
-    def rewind_problem(self, view: LayerView, length: int) -> str | None:
+    def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that what position `length` looks back on was written over, or not saved."""
         lengths, sink = view.lengths, view.sink
         if sink < length < lengths.rings_from:
@@ -129,13 +131,13 @@ class RingCache(_AttentionCache):
             "back on; rewind to 0 and read the sequence again"
         )
 
-    def head_runs(self, view: LayerView, first: int) -> list[SlotRuns]:
+    def head_runs(self, view: StoredLayer, first: int) -> list[SlotRuns]:
         """List the sinks, and positions `first` to the end."""
         length, sink = view.lengths.logical, view.sink
         runs = [(0, min(sink, length)), *slot_runs(max(first, sink), length, view.capacity, sink)]
         return [runs] * view.layer.num_kv_heads
 
-    def load(self, view: LayerView, saved: SavedTensors, first: int) -> None:
+    def load(self, view: StoredLayer, saved: SessionFile, first: int) -> None:
         """Write rows to their slots; a smaller ring drops the oldest positions past the sinks."""
         first = max(first, view.sink)
         dropped = max(0, view.lengths.logical - first - (view.capacity - view.sink))
@@ -174,18 +176,18 @@ def slot_runs(begin: int, end: int, capacity: int, sink: int) -> Iterator[tuple[
         begin += count
 
 
-def _saved_name(view: LayerView, role: str) -> str:
+def _saved_name(view: StoredLayer, role: str) -> str:
     return f"layer.{view.index}.{role}"
 
 
-def _download_runs(view: LayerView, role: str, runs: list[SlotRuns]) -> Iterator[npt.NDArray[Any]]:
+def _download_runs(view: StoredLayer, role: str, runs: list[SlotRuns]) -> Iterator[npt.NDArray[Any]]:
     for head, slots in enumerate(runs):
         for begin, count in slots:
             for piece in view.pieces(role, head, begin, count):
                 yield download(view.buffers, piece)
 
 
-def _write(view: LayerView, saved: SavedTensors, head: int, slots: tuple[int, int], begin: int) -> None:
+def _write(view: StoredLayer, saved: SessionFile, head: int, slots: tuple[int, int], begin: int) -> None:
     """Write rows of a file, from `begin` on, to slots (first, count) of one kv head."""
     for role in ROLES:
         row = begin

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,10 @@ from ortolan.element_types import element_type
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.runtime.device.buffers import Array, Buffers
-from ortolan.runtime.state.lengths import Lengths
+
+if TYPE_CHECKING:
+    from ortolan.runtime.caches.store import StoredLayer
+    from ortolan.runtime.saved.file import SessionFile
 
 SLOTS = -1  # in a tensor's shape: the axis of a page's slots
 
@@ -65,33 +68,6 @@ class TensorSpec:
         return math.prod(self.shape(1, slots)) * element_type(self.dtype).bytes
 
 
-class SavedTensors(Protocol):
-    """Tensors of a saved sequence, read piece by piece."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def read(self, name: str, dtype: npt.DTypeLike, begin: int = 0, end: int | None = None) -> npt.NDArray[Any]:
-        """Return rows begin .. end of a tensor. Raises SessionFileError."""
-
-
-class LayerView(Protocol):
-    """One layer's state of one sequence."""
-
-    index: int
-    layer: LayerInfo
-    lengths: Lengths
-    sink: int
-    capacity: int  # slots
-    cache_dtype: str
-    buffers: Buffers
-
-    def pieces(self, role: str, head: int, begin: int, count: int) -> Iterator[Array]:
-        """Yield slots begin .. begin + count of one kv head of a tensor, in contiguous blocks [n, D]."""
-
-    def block(self, role: str) -> Array:
-        """Return the sequence's page of a tensor that has no slots."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """A tensor to be written; `parts` yields its elements in order, on the host."""
@@ -123,22 +99,22 @@ class LayerState(Protocol):
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
         """Return the slots that one sequence needs."""
 
-    def clear(self, view: LayerView) -> None:
+    def clear(self, view: StoredLayer) -> None:
         """Make the state that of a sequence without tokens, where that needs anything."""
 
-    def rewind_problem(self, view: LayerView, length: int) -> str | None:
+    def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say why a sequence cannot go back to `length` tokens; None where it can."""
 
-    def snapshot(self, view: LayerView) -> Mapping[str, Array] | None:
+    def snapshot(self, view: StoredLayer) -> Mapping[str, Array] | None:
         """Copy what a step changes beyond the lengths; None where the lengths alone undo a step."""
 
-    def restore(self, view: LayerView, snapshot: Mapping[str, Array] | None) -> None:
+    def restore(self, view: StoredLayer, snapshot: Mapping[str, Array] | None) -> None:
         """Put a snapshot back."""
 
-    def save(self, view: LayerView, first: int) -> Iterator[SavedTensor]:
+    def save(self, view: StoredLayer, first: int) -> Iterator[SavedTensor]:
         """Describe what a saved sequence needs from position `first` on."""
 
-    def load(self, view: LayerView, saved: SavedTensors, first: int) -> None:
+    def load(self, view: StoredLayer, saved: SessionFile, first: int) -> None:
         """Fill an empty state with what `save` wrote from position `first` on. Raises SessionFileError."""
 
 

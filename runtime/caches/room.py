@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from ortolan.errors import CapacityError
 from ortolan.runtime.caches.pages import PagePool
@@ -12,43 +11,12 @@ from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.store import CacheStore, SequenceCaches
 
 
-class Room(Protocol):
-    """How a session's caches grow and shrink.
+class ContiguousRoom:
+    """One page per layer, which is replaced by one of another size.
 
     Attributes:
         is_cheap: whether caches grow while steps are under way: no array is replaced.
     """
-
-    is_cheap: bool
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the caches take now."""
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes set aside for them that hold nothing now."""
-
-    def fit(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
-        """Make the caches of layers that grow as large as said.
-
-        Args:
-            slots: what each is to have; all of them are given.
-            held: tokens in each, which are kept; at most its slots.
-
-        Raises:
-            CapacityError: there is no memory, or no page.
-        """
-
-    def shrink(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
-        """Make caches smaller, as `fit` does; where that needs memory that is not there, they stay as they are."""
-
-    def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
-        """Give back what costs nothing to give back past these slots."""
-
-
-class ContiguousRoom:
-    """One page per layer, which is replaced by one of another size."""
 
     is_cheap = False
 
@@ -66,7 +34,15 @@ class ContiguousRoom:
         return 0
 
     def fit(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
-        """Replace arrays."""
+        """Make the caches of layers that grow as large as said.
+
+        Args:
+            slots: what each is to have; all of them are given.
+            held: tokens in each, which are kept; at most its slots.
+
+        Raises:
+            CapacityError: there is no memory.
+        """
         self._store.resize(slots, held)
 
     def shrink(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
@@ -75,7 +51,7 @@ class ContiguousRoom:
             self._store.resize(slots, held)
 
     def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
-        """Do nothing: a smaller array costs a copy."""
+        """Give back what costs nothing to give back past these slots: nothing, as a smaller array costs a copy."""
 
 
 class PagedRoom:
@@ -130,3 +106,6 @@ class PagedRoom:
             pages.append(pool.take())
         while len(pages) > count:
             pool.release(pages.pop())
+
+
+Room = ContiguousRoom | PagedRoom  # how a session's caches grow and shrink

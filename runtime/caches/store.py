@@ -229,7 +229,13 @@ class SequenceCaches:
 
 
 class StoredLayer:
-    """One layer's state of one sequence in a store; see `LayerView`."""
+    """One layer's state of one sequence in a store.
+
+    Attributes:
+        index, layer: which.
+        lengths: of the sequence.
+        capacity: slots.
+    """
 
     def __init__(self, caches: SequenceCaches, index: int, lengths: Lengths) -> None:
         self.index, self.lengths = index, lengths

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
-from ortolan.runtime.engine.pool_caches import Pools
+from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
@@ -55,7 +55,7 @@ class Ran:
 class EngineCore:
     """Owns the scheduler, the stepper and all requests; not thread-safe."""
 
-    def __init__(self, scheduler: Scheduler, stepper: Stepper, pools: Pools) -> None:
+    def __init__(self, scheduler: Scheduler, stepper: Stepper, pools: PoolCaches) -> None:
         self.scheduler, self.stepper, self.pools = scheduler, stepper, pools
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()

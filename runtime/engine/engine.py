@@ -16,7 +16,7 @@ from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.engine.core import EngineCore, EngineStats
-from ortolan.runtime.engine.pool_caches import PoolCaches, Pools
+from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import Scheduler, check_fits
 from ortolan.runtime.engine.sequence import TokenSequence
@@ -67,7 +67,7 @@ class EngineParts:
     manifest: Manifest
     plan: CachePlan
     stepper: Stepper
-    pools: Pools
+    pools: PoolCaches
     check_eviction: Callable[[Eviction | None], None]
     detokenize: Detokenize
     identify: Callable[[], Fingerprint]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan
@@ -15,33 +15,6 @@ from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
-
-
-class Pools(Protocol):
-    """What the core needs of the pools besides the steps over them."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all page pools."""
-
-    def make_captures(self, sequence: TokenSequence) -> Captures:
-        """Allocate what takes the queries that a sequence's eviction needs. Raises CapacityError."""
-
-    def begin(self, sequence: TokenSequence) -> None:
-        """Clear what a sequence must find cleared when it reads its first token."""
-
-    def evict(self, sequence: TokenSequence) -> None:
-        """Evict a sequence, and record it in its lengths.
-
-        Raises:
-            OrtolanError: the eviction failed, and the sequence's caches are lost.
-        """
-
-    def load(self, sequence: TokenSequence, saved: SavedSequence) -> None:
-        """Fill a sequence's pages with what a file holds. Raises SessionFileError."""
-
-    def save(self, path: Path, sequence: TokenSequence, generation: dict[str, Any] | None) -> None:
-        """Write a sequence to a file. Raises as `Session.save` does."""
 
 
 class PoolCaches:
@@ -62,7 +35,11 @@ class PoolCaches:
         return self._store.bytes
 
     def make_captures(self, sequence: TokenSequence) -> Captures:
-        """Allocate what takes queries; zeros, which favour no position, where fewer will be read than it takes."""
+        """Allocate what takes queries; zeros, which favour no position, where fewer will be read than it takes.
+
+        Raises:
+            CapacityError: there is no memory.
+        """
         assert sequence.eviction is not None
         rows = min(sequence.eviction.captured_queries, self._plan.max_context)
         captures = self._store.make_captures(rows)
@@ -77,7 +54,11 @@ class PoolCaches:
         SequenceCaches(self._store, sequence.pages).clear(sequence.lengths)
 
     def evict(self, sequence: TokenSequence) -> None:
-        """Evict a sequence, and record it in its lengths."""
+        """Evict a sequence, and record it in its lengths.
+
+        Raises:
+            OrtolanError: the eviction failed, and the sequence's caches are lost.
+        """
         assert sequence.eviction is not None
         manifest, lengths = self._store.manifest, sequence.lengths
         caches = SequenceCaches(self._store, sequence.pages, sequence.captures)
@@ -88,11 +69,11 @@ class PoolCaches:
         lengths.record_eviction(keep, heads)
 
     def load(self, sequence: TokenSequence, saved: SavedSequence) -> None:
-        """Fill a sequence's pages with what a file holds."""
+        """Fill a sequence's pages with what a file holds. Raises SessionFileError."""
         saved.load_caches(sequence, SequenceCaches(self._store, sequence.pages))
 
     def save(self, path: Path, sequence: TokenSequence, generation: dict[str, Any] | None) -> None:
-        """Write a sequence to a file."""
+        """Write a sequence to a file. Raises as `Session.save` does."""
         parts = SavedParts(
             manifest=self._store.manifest,
             plan=self._plan,

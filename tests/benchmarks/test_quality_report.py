@@ -152,6 +152,7 @@ def test_plots_of_certain_and_lopsided_runs(tmp_path):
     assert len(draw_plots(outcomes, tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_the_command_end_to_end(tmp_path, capsys):
     """Two prompts, every policy: measured, printed, stored, and shown again from the file."""
     pytest.importorskip("matplotlib", reason="plots need ortolan[bench]")
@@ -168,6 +169,7 @@ def test_the_command_end_to_end(tmp_path, capsys):
     assert tables in capsys.readouterr().out + "\n"
 
 
+@pytest.mark.slow
 def test_jobs_do_not_change_what_is_measured(tmp_path):
     """Twelve prompts make two batches, of which each of two processes takes one."""
     small = ["--lengths", "1024", "--samples", "12", "--removed", "0.5", "--modes", "known", "--policies", "snapkv avg"]

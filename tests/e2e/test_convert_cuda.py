@@ -11,6 +11,7 @@ from parity import relative_difference
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
+from ortolan.element_types import COMPUTE_TYPES, element_type
 
 pytestmark = pytest.mark.cuda
 
@@ -26,7 +27,7 @@ SPECS = {
     "tied": {"head": "tied"},
     "int4": {"int4": True, "hidden": 64},
 }
-ELEMENTS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+ELEMENTS = {name: element_type(name).numpy for name in COMPUTE_TYPES}
 PROMPT_TOKENS, DECODED_TOKENS, CHUNK = 150, 24, 32
 
 
@@ -48,22 +49,24 @@ def allowed(dtype: str) -> float:
     return LOGITS_RELATIVE if dtype == "float32" else 100 * float(ml_dtypes.finfo(ELEMENTS[dtype]).eps)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_are_those_of_the_host(name, dtype, tmp_path):
+def test_logits_are_those_of_the_host(name, dtype, fuse, tmp_path):
     host = open_model(tmp_path, name, "float32", "cpu").session()
-    device = open_model(tmp_path, name, dtype, "cuda").session()
+    device = open_model(tmp_path, name, dtype, "cuda", fuse=fuse).session()
     rows = [(device.prefill(prompt_of(PROMPT_TOKENS)), host.prefill(prompt_of(PROMPT_TOKENS)))]
     for token in prompt_of(DECODED_TOKENS, seed=1):
         rows.append((device.step(token), host.step(token)))
     assert max(relative_difference(got, want) for got, want in rows) <= allowed(dtype)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", SPECS)
-def test_generated_tokens_are_those_of_the_host(name, tmp_path):
+def test_generated_tokens_are_those_of_the_host(name, fuse, tmp_path):
     prompt = prompt_of(LIMIT - 8)
     expected = list(open_model(tmp_path, name, "float32", "cpu").session().generate(prompt, DECODED_TOKENS))
-    session = open_model(tmp_path, name, "float32", "cuda").session()
+    session = open_model(tmp_path, name, "float32", "cuda", fuse=fuse).session()
     assert list(session.generate(prompt, DECODED_TOKENS)) == expected
     assert session.stats.graph_captures >= 1
 

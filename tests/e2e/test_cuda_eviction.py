@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_models import GRAPHS, draw_tokens, open_pair
@@ -14,6 +13,7 @@ from tolerances import LOGITS_RELATIVE, SCORE_TIES
 
 import ortolan
 from ortolan import Eviction, SnapKv
+from ortolan.element_types import element_type
 
 pytestmark = pytest.mark.cuda
 
@@ -65,7 +65,7 @@ def test_narrow_caches_keep_what_their_values_say(dtype, graph):
     observer, session = (model.session(snapkv=dataclasses.replace(SNAPKV, budget=b, window=32)) for b in (300, 80))
     for each in (observer, session):
         each.prefill(draw_tokens(300))
-    narrow = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
+    narrow = element_type(dtype).numpy
 
     def download(array):
         return session._device.download(array).view(narrow)

@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 import pytest
 from byte_tokenizer import write_byte_tokenizer
+from expand_fused import expanded_folder
 from families import FAMILIES, tiny_checkpoint
 from foreign import source_logits
 from parity import decode_differences, relative_difference, without_window
@@ -108,9 +109,10 @@ def test_a_conversion_computes_what_transformers_does(built, tmp_path):
     folder = ortolan.convert(source, tmp_path / "model", chunk_size=7)
     if case in DROPPED_WINDOWS:
         checkpoint = without_window(checkpoint, tmp_path / "full")
-    session = ortolan.load(folder, device="cpu").session()
-    differences = decode_differences(session, checkpoint, prompt_of(PROMPT_TOKENS), DECODED_TOKENS)
-    assert max(differences) <= LOGITS_RELATIVE, differences
+    for each in (folder, expanded_folder(folder, tmp_path / "fused")):
+        session = ortolan.load(each, device="cpu").session()
+        differences = decode_differences(session, checkpoint, prompt_of(PROMPT_TOKENS), DECODED_TOKENS)
+        assert max(differences) <= LOGITS_RELATIVE, (each, differences)
 
 
 @pytest.mark.filterwarnings("ignore:the source's configuration names a sliding window")
@@ -125,8 +127,9 @@ def test_longer_prompts_than_the_first_table_serves(tmp_path):
 @pytest.mark.parametrize("case", ["llama", "mistral", "phi3", "qwen3"])
 def test_int4_computes_what_the_source_does(case, tmp_path):
     source = build(checkpoint_of(case, tmp_path / "hf"), tmp_path / "int4", "int4")
-    session = ortolan.load(ortolan.convert(source, tmp_path / "model", chunk_size=7), device="cpu").session()
-    assert_same(session, source)
+    folder = ortolan.convert(source, tmp_path / "model", chunk_size=7)
+    for each in (folder, expanded_folder(folder, tmp_path / "fused")):
+        assert_same(ortolan.load(each, device="cpu").session(), source)
 
 
 def test_a_conversion_evicts_what_an_export_does(built, tmp_path):

@@ -66,6 +66,7 @@ def answers(model, samples, snapkv):
     return right
 
 
+@pytest.mark.slow
 def test_the_shipped_model_retrieves_with_an_eighth_of_its_cache(tmp_path):
     """Scoring keeps the answer; keeping the last tokens alone answers only what they hold."""
     length, budget = 4096, 512

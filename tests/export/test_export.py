@@ -68,6 +68,36 @@ def test_half_precision_checkpoints_are_widened(checkpoint, tmp_path, dtype):
     np.testing.assert_array_equal(logits(ortolan.export(checkpoint, tmp_path / "wide", max_context=64)), narrow)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "float16"])
+@pytest.mark.parametrize("weight_format", [None, "dense"])
+def test_the_three_types_have_names_of_their_own(checkpoint, tmp_path, weight_format, cache_dtype):
+    folder = ortolan.export(
+        checkpoint,
+        tmp_path / "model",
+        dtype="float16",
+        max_context=64,
+        weight_format=weight_format,
+        cache_dtype=cache_dtype,
+    )
+    manifest = read_manifest(folder)
+    assert (manifest.dtype, manifest.weight_format, manifest.cache_dtype) == ("float16", "dense", "float16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_format": "int3"}, "weight_format is 'int3'; allowed: dense"),
+        ({"weight_format": ""}, "weight_format is ''; allowed: dense"),
+        ({"cache_dtype": "fp8"}, "cache_dtype is 'fp8'; allowed: float16"),
+        ({"cache_dtype": "float32"}, "cache_dtype is 'float32'; allowed: float16"),
+    ],
+)
+def test_formats_and_cache_types_that_are_not_there_are_refused(checkpoint, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        ortolan.export(checkpoint, tmp_path / "model", dtype="float16", **options)
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_other_dtypes_are_written(checkpoint, tmp_path, dtype):
     folder = ortolan.export(checkpoint, tmp_path / dtype, dtype=dtype, max_context=64)

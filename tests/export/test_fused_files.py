@@ -38,13 +38,15 @@ def test_fusing_can_be_left_out(checkpoint, tmp_path):
         ortolan.load(folder, device="cpu", fused=True)
 
 
-def test_older_folders_load(checkpoint, tmp_path):
+def test_what_may_be_left_out_of_the_manifest(checkpoint, tmp_path):
     folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64, fuse=False)
     path = folder / MANIFEST_FILE
     keys = json.loads(path.read_text())
-    del keys["fused_model"]
+    for key in ("fused_model", "weight_format", "cache_dtype"):
+        del keys[key]
     path.write_text(json.dumps(keys))
-    assert read_manifest(folder).fused_model is None
+    manifest = read_manifest(folder)
+    assert (manifest.fused_model, manifest.weight_format, manifest.cache_dtype) == (None, "dense", "float32")
     assert ortolan.load(folder, device="cpu").session().prefill([3, 4, 5]).shape == (131,)
 
 

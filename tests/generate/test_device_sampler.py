@@ -1,5 +1,7 @@
 """What the device's choice of tokens is told and what it answers, as far as no device is needed."""
 
+import ctypes
+
 import numpy as np
 import pytest
 
@@ -12,14 +14,27 @@ from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 
 
+SIZES = {"decode_advance": 128, "sampling_rule": 40, "top_logprobs": 72}  # as the kernels' sources have them
+
+
+class Function:
+    """A plain C function that returns a number."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self._answer = answer
+
+    def __call__(self, *arguments: object) -> int:
+        return self._answer
+
+
 class Library:
-    """Claims sizes of structs."""
+    """Has all functions, and claims sizes of structs."""
 
     def __init__(self, **sizes: int) -> None:
-        self._sizes = device_library.STRUCT_BYTES | sizes
-
-    def ortolan_cuda_struct_bytes(self, name: bytes) -> int:
-        return self._sizes[name.decode()]
+        for name, size in (SIZES | sizes).items():
+            setattr(self, f"ortolan_cuda_{name}_bytes", Function(size))
+        for name in ("decode_advance", "decode_workspace", "top_logprobs", "logprobs_workspace", "error_text"):
+            setattr(self, f"ortolan_cuda_{name}", Function())
 
 
 def test_rules_are_laid_out_as_the_kernel_reads_them():
@@ -46,15 +61,17 @@ def test_tokens_are_marked_where_a_penalty_needs_them():
     np.testing.assert_array_equal(mark_seen(draws, 5), [[0] * 5, [0, 1, 0, 0, 1], [0] * 5])
 
 
-@pytest.mark.parametrize("name", device_library.STRUCT_BYTES)
-def test_a_library_of_another_version_is_refused(name):
-    device_library.check_structs(Library())
-    with pytest.raises(OpLibraryError, match=rf"{name} to have 1 bytes.*build the library again"):
-        device_library.check_structs(Library(**{name: 1}))
+@pytest.mark.parametrize("name", SIZES)
+def test_a_library_of_another_version_is_refused(name, monkeypatch):
+    monkeypatch.setattr(device_library.library_module, "open_library", Library)
+    device_library.open_library()
+    monkeypatch.setattr(device_library.library_module, "open_library", lambda: Library(**{name: 1}))
+    with pytest.raises(OpLibraryError, match="and 1 in the operator library: they are of different versions"):
+        device_library.open_library()
 
 
 def test_a_library_without_cuda_is_refused(monkeypatch):
-    monkeypatch.setattr(device_library, "library_path", lambda: "libc.so.6")
+    monkeypatch.setattr(device_library.library_module, "open_library", lambda: ctypes.CDLL("libc.so.6"))
     with pytest.raises(OpLibraryError, match="lacks CUDA functions"):
         device_library.open_library()
 

@@ -249,7 +249,8 @@ def test_nothing_of_the_mask_is_left_and_names_stay():
     assert "attention_mask" not in names
     assert not any(name.startswith(("past_key_values", "present")) for name in names)
     products = [node.name for node in source.graph.node if node.op_type == "MatMul"]
-    assert [node.name for node in model.graph.node if node.op_type == "MatMul"] == products
+    turned = [node for node in model.graph.node if node.op_type == "FusedMatMul"]
+    assert [node.name for node in turned] == products
     assert [node.name for node in model.graph.node if node.op_type == "SwaAttention"] == [
         f"layers.{i}/attention/SwaAttention" for i in range(2)
     ]
@@ -289,7 +290,7 @@ def test_rows_are_cut_before_the_head():
     model = convert(foreign.build(Foreign(head="softcap"))).model
     gather = next(node for node in model.graph.node if node.name == "head/Gather")
     (reader,) = (node for node in model.graph.node if gather.output[0] in node.input)
-    assert reader.op_type == "MatMul"
+    assert reader.op_type == "FusedMatMul"
 
 
 def test_names_in_the_way_are_moved():

@@ -1,6 +1,7 @@
 """The fused graph computes what the plain one does, over the same weights, for every family."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -113,6 +114,17 @@ def test_layers_are_these_operators(exported):
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
     left = [n.op_type for n in fused.graph.node if n.name.startswith("layers.") and not n.domain]
     assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
+
+
+def test_the_whole_graph_is_these_operators_in_this_order(exported):
+    """ONNX Runtime's order of execution, and with it which launches overlap, follows the order of the list."""
+    family, folder = exported
+    golden = json.loads(Path(__file__).with_name("fused_operators.json").read_text())[family]
+    found = []
+    for node in load_graphs(folder)[1].graph.node:
+        layer = f"{node.name.split('/')[0].removeprefix('layers.')} " if node.name.startswith("layers.") else ""
+        found.append(f"{layer}{node.op_type}")
+    assert found == golden
 
 
 def test_sums_can_be_formed_in_the_buffers_of_their_residuals(exported):

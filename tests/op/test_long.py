@@ -24,6 +24,7 @@ def element(request):
         yield devices.element()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sink", "page_slots"), [(0, 0), (8, 32)])
 def test_128_k_positions_in_a_small_ring(element, sink, page_slots):
     case = MatrixCase(

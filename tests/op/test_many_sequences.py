@@ -57,6 +57,7 @@ def assert_each_is_as_alone(
         devices.assert_same_bits(lse[:, rows], alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_slots", [0, 16])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_three_hundred_sequences(head_size, page_slots):

@@ -79,6 +79,7 @@ def draw_actions(seed):
 actions = st.one_of(short_lists, st.integers(0, 10**6).map(draw_actions))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     actions,

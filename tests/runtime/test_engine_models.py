@@ -122,6 +122,7 @@ def test_sampling_draws_as_a_session_does(model, draw_tokens):
             other.result()
 
 
+@pytest.mark.slow
 def test_a_soak_of_mixed_requests_is_sound(soak, tmp_path):
     """Sixty requests with random ends, cancels and evictions on the shipped model; the script runs thousands."""
     from ortolan.cli.demo import shipped_model
