@@ -2,7 +2,7 @@
 
     PYTHONPATH=../.. python train.py --out /tmp/retriever
 
-Batches grow in length stage by stage. The loss is the cross-entropy of the answers, a share of that of all
+Batches grow in length stage by stage. The loss is the cross-entropy of the answers, a share of the cross-entropy of all
 text, and a share of `model.attention_loss`, which says where in the text the answer stands.
 """
 
