@@ -12,7 +12,7 @@ import numpy as np
 from ortolan import Engine, Eviction
 from ortolan.errors import OrtolanError
 from ortolan.manifest import LayerInfo, Manifest, cache_kinds
-from ortolan.runtime.caches.plan import STEPS_AHEAD, CachePlan, plan_pools
+from ortolan.runtime.caches.plan import STEPS_AHEAD, CachePlan, plan_pools, rope_variant
 from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.engine import EngineParts
 from ortolan.runtime.engine.scheduler import Scheduler
@@ -167,12 +167,12 @@ class FakeSaved:
         count = len(self.tokens)
         return self.tokens if self.options is None else [self.tokens[i] for i in keep_of(count, self.options)]
 
-    def fill(self, sequence: TokenSequence) -> None:
+    def fill(self, sequence: TokenSequence, rope_limits: Sequence[int]) -> None:
         """Let a sequence without tokens begin with those of the file, as an engine does."""
         count = len(self.tokens)
         sequence.tokens[:0] = self.tokens
         sequence.lengths.logical = sequence.lengths.highest = count
-        sequence.is_stored = True
+        sequence.is_stored, sequence.variant = True, rope_variant(rope_limits, count)
         if self.options is not None:
             sequence.lengths.counts = {0: np.array([len(self.full)], np.int32)}
             sequence.lengths.evicted_at = count
@@ -273,7 +273,7 @@ def expected_tokens(
     known, has_rings = len(tokens), len(manifest.layers) > 1
     for _ in range(count):
         full = kept + tokens[evicted_at:]
-        variant = next(i for i, limit in enumerate(manifest.rope_limits) if limit >= len(tokens))
+        variant = rope_variant(manifest.rope_limits, len(tokens))
         logits = digest_logits(full, tokens[-WINDOW:] if has_rings else [], variant)
         if snapkv is not None and len(tokens) == known and len(full) > snapkv.budget:
             kept, evicted_at = [full[i] for i in keep_of(len(full), snapkv)], known
