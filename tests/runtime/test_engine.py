@@ -10,7 +10,7 @@ import pytest
 from fake_batch import BREAKING, expected_tokens, make_manifest
 from fake_batch import make_engine as make_fake_engine
 
-from ortolan import Engine, SnapKv
+from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, EngineClosedError, OrtolanError, RequestCancelledError
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
@@ -369,33 +369,3 @@ def test_pages_grow_with_the_sequence_and_are_given_back(held):
     held.release()
     stream.result()
     assert_nothing_held(held)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "error"),
-    [
-        ({"max_sequences": 0}, ConfigError),
-        ({"chunk_tokens": -3}, ConfigError),
-        ({"max_context": 100000}, ConfigError),
-        ({"max_cache_bytes": 10}, CapacityError),
-        ({"max_cache_bytes": 1.5}, ConfigError),
-        ({"overcommit": 0.5}, ConfigError),
-        ({"overcommit": float("nan")}, ConfigError),
-        ({"overcommit": float("inf")}, ConfigError),
-        ({"overcommit": "2"}, ConfigError),
-        ({"overcommit": 10**400}, ConfigError),
-    ],
-)
-def test_plans_that_make_no_sense_are_refused(paged_model, numbers, error):
-    with pytest.raises(error):
-        Engine(paged_model, **numbers)
-
-
-def test_what_is_no_model_is_refused():
-    with pytest.raises(ConfigError, match=r"ortolan\.load"):
-        Engine("model_dir")
-
-
-def test_a_model_without_pages_is_refused(full_model):
-    with pytest.raises(ConfigError, match="paged=True"):
-        Engine(full_model)
