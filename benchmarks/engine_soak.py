@@ -129,7 +129,7 @@ def run(model: ortolan.Model, count: int, seed: int, *, check: int | None = None
     """
     jobs = make_jobs(count, seed, model.manifest.vocab_size)
     plan = model.plan_engine(SEQUENCES, None, CHUNK_SIZE, MAX_CONTEXT)
-    shares = {kind: SEQUENCES / 2 if kind.is_ring else 1.0 for kind in plan.kinds}  # full attention: pages must run out
+    shares = {kind: 1.0 if kind.grows else SEQUENCES / 2 for kind in plan.kinds}  # full attention: pages must run out
     budget = int(sum(n * kind.pages_for(MAX_CONTEXT) * kind.page_bytes for kind, n in shares.items()))
     start = time.perf_counter()
     with ortolan.Engine(model, SEQUENCES, budget, CHUNK_SIZE, max_context=MAX_CONTEXT, overcommit=4.0) as engine:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from ortolan import SnapKv
+from ortolan import Engine, Eviction
 from ortolan.errors import OrtolanError
 from ortolan.manifest import LayerInfo, Manifest, cache_kinds
-from ortolan.runtime.batch_inputs import Row
-from ortolan.runtime.batch_stepper import HostResult
-from ortolan.runtime.engine_plan import EnginePlan, plan_engine
+from ortolan.runtime.caches.plan import STEPS_AHEAD, CachePlan, plan_pools, rope_variant
+from ortolan.runtime.engine.core import EngineCore
+from ortolan.runtime.engine.engine import EngineParts
+from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.generate.stops import Detokenize
+from ortolan.runtime.steps.host import HostResult
+from ortolan.runtime.steps.row import Row
 
 VOCABULARY = 60
 WINDOW = 10
@@ -55,24 +61,52 @@ def digest_logits(full: Sequence[int], ring: Sequence[int], variant: int) -> np.
     return logits
 
 
-def keep_of(count: int, options: SnapKv) -> list[int]:
+def keep_of(count: int, options: Eviction) -> list[int]:
     """Return the positions that the fake eviction keeps: the first and the last."""
     return [*range(options.sink), *range(count - options.budget + options.sink, count)]
+
+
+class FakePages:
+    """The page pools: a token in each slot."""
+
+    def __init__(self, manifest: Manifest, plan: CachePlan) -> None:
+        self.plan, self._sink = plan, manifest.sink
+        self._kinds = {kind.name: kind for kind in plan.kinds}
+        self._slots = {k.name: np.full((k.num_pages, plan.page_size), UNWRITTEN, np.int64) for k in plan.kinds}
+
+    def write(self, name: str, pages: Sequence[int], position: int, token: int) -> None:
+        """Put a token where a position belongs."""
+        self._slots[name][self._place(name, pages, position)] = token
+
+    def read(self, name: str, pages: Sequence[int], positions: Sequence[int]) -> list[int]:
+        """Return the tokens of positions, which must have been written."""
+        tokens = [int(self._slots[name][self._place(name, pages, p)]) for p in positions]
+        assert UNWRITTEN not in tokens, "an empty slot is read"
+        return tokens
+
+    def forget(self, name: str, pages: Sequence[int]) -> None:
+        """Empty pages."""
+        self._slots[name][list(pages)] = UNWRITTEN
+
+    def _place(self, name: str, pages: Sequence[int], position: int) -> tuple[int, int]:
+        size, sink = self.plan.page_size, self._sink
+        capacity = self._kinds[name].table_pages * size
+        slot = position if position < sink else sink + (position - sink) % (capacity - sink)
+        return pages[slot // size], slot % size
 
 
 class FakeStepper:
     """Writes tokens into pages and reads them back, slot by slot, as the operators do with keys."""
 
-    def __init__(self, manifest: Manifest, plan: EnginePlan) -> None:
-        self._plan = plan
-        self._pages = {k.name: np.full((k.num_pages, plan.page_size), UNWRITTEN, np.int64) for k in plan.kinds}
-        self._sink = manifest.sink
+    def __init__(self, pages: FakePages, *, runs_ahead: bool = False) -> None:
+        self._pages = pages
+        self.depth = STEPS_AHEAD if runs_ahead else 0
+        self.bytes = 0
         self.batches: list[list[int]] = []  # tokens of each row of each step
-        self.cache_bytes = plan.bytes
-        self.fail_next = False
+        self.failure: BaseException | None = None  # what the next step raises
         self.fail_packed: set[int] = set()  # steps, counted from 1, that fail where they have several rows
-        self.runs_ahead = False
         self.fed: list[int] = []  # what the last step chose, by row
+        self.is_closed = False
 
     def run(self, rows: Sequence[Row]) -> HostResult:
         """Feed tokens."""
@@ -81,10 +115,11 @@ class FakeStepper:
             dataclasses.replace(row, tokens=source or row.tokens) for row, source in zip(rows, sources, strict=True)
         ]
         assert all(token >= 0 for row in rows for token in row.tokens)
+        assert all(len(row.draws) == 1 for row in rows)
         self.batches.append([len(row.tokens) for row in rows])
-        if self.fail_next:
-            self.fail_next = False
-            raise ValueError("a bug")
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
         if len(rows) > 1 and len(self.batches) in self.fail_packed:
             raise OrtolanError("too many rows")
         if any(BREAKING in row.tokens for row in rows):
@@ -93,69 +128,162 @@ class FakeStepper:
         self.fed = result.tokens()
         return result
 
+    def capture(self, row: Row) -> None:
+        """Return None: there is nothing to make ready."""
+
+    def is_ready(self, row: Row) -> bool:
+        """Say yes."""
+        return True
+
     def close(self) -> None:
-        """Do nothing."""
-
-    def make_captures(self, window: int) -> dict[int, np.ndarray]:
-        """Allocate what nothing is written to."""
-        return {0: np.zeros((1, window, 1, 8), np.float32)}
-
-    def evict(self, row: Row, options: SnapKv) -> dict[int, np.ndarray]:
-        """Keep what `keep_of` says."""
-        held = self._read("full", row, range(row.logical))
-        keep = keep_of(row.logical, options)
-        for slot, position in enumerate(keep):
-            self._write("full", row, slot, held[position])
-        return {0: np.array([len(keep)], np.int32)}
+        """Take note of it."""
+        self.is_closed = True
 
     def _feed(self, row: Row) -> np.ndarray:
         physical = int(row.physical[0][0]) if 0 in row.physical else row.logical
         end = row.logical + len(row.tokens)
         history = {}
-        for kind in self._plan.kinds:
-            first = row.logical if kind.is_ring else physical
+        for kind in self._pages.plan.kinds:
+            pages, first = row.pages[kind.name], physical if kind.grows else row.logical
             for offset, token in enumerate(row.tokens):
-                self._write(kind.name, row, first + offset, token)
-            oldest = max(0, end - kind.window) if kind.is_ring else 0
-            history[kind.name] = self._read(kind.name, row, range(oldest, first + len(row.tokens)))
+                self._pages.write(kind.name, pages, first + offset, token)
+            oldest = 0 if kind.grows else max(0, end - kind.window)
+            history[kind.name] = self._pages.read(kind.name, pages, range(oldest, first + len(row.tokens)))
         if NUMBERLESS in row.tokens:
             return np.full(VOCABULARY, np.nan, np.float32)
         return digest_logits(history["full"], history.get(f"window_{WINDOW}", []), row.variant)
 
-    def _place(self, name: str, row: Row, position: int) -> tuple[int, int]:
-        size = self._plan.page_size
-        kind = next(k for k in self._plan.kinds if k.name == name)
-        capacity = kind.table_pages * size
-        sink = self._sink
-        slot = position if position < sink else sink + (position - sink) % (capacity - sink)
-        return row.pages[name][slot // size], slot % size
 
-    def _write(self, name: str, row: Row, position: int, token: int) -> None:
-        self._pages[name][self._place(name, row, position)] = token
+class FakeSaved:
+    """A file of a sequence that has read tokens, and evicted them where it has options for that."""
 
-    def _read(self, name: str, row: Row, positions: Sequence[int]) -> list[int]:
-        tokens = [int(self._pages[name][self._place(name, row, p)]) for p in positions]
-        assert UNWRITTEN not in tokens, "an empty slot is read"
-        return tokens
+    def __init__(self, tokens: Sequence[int], options: Eviction | None = None) -> None:
+        self.tokens, self.options = list(tokens), options
+        self.closed = 0
+
+    @property
+    def full(self) -> list[int]:
+        """What full-attention caches hold."""
+        count = len(self.tokens)
+        return self.tokens if self.options is None else [self.tokens[i] for i in keep_of(count, self.options)]
+
+    def fill(self, sequence: TokenSequence, rope_limits: Sequence[int]) -> None:
+        """Let a sequence without tokens begin with those of the file, as an engine does."""
+        count = len(self.tokens)
+        sequence.tokens[:0] = self.tokens
+        sequence.lengths.logical = sequence.lengths.highest = count
+        sequence.is_stored, sequence.variant = True, rope_variant(rope_limits, count)
+        if self.options is not None:
+            sequence.lengths.counts = {0: np.array([len(self.full)], np.int32)}
+            sequence.lengths.evicted_at = count
+            sequence.is_unrepeatable = True
+
+    def close(self) -> None:
+        """Count how often this is called."""
+        self.closed += 1
 
 
-def expected_tokens(manifest: Manifest, prompt: Sequence[int], count: int, snapkv: SnapKv | None = None) -> list[int]:
-    """Continue a prompt alone, greedily, by the definition of the fake model."""
-    tokens, kept, evicted_at = list(prompt), list(prompt), 0
-    has_rings = len(manifest.layers) > 1
+class FakePools:
+    """What an engine does with the pages besides steps."""
+
+    def __init__(self, pages: FakePages) -> None:
+        self._pages = pages
+        self.bytes = pages.plan.bytes
+        self.begun = 0
+
+    def make_captures(self, sequence: TokenSequence) -> dict[int, np.ndarray]:
+        """Allocate what nothing is written to."""
+        return {0: np.zeros((1, sequence.eviction.captured_queries, 1, 8), np.float32)}
+
+    def begin(self, sequence: TokenSequence) -> None:
+        """Empty a sequence's pages, which hold nothing that it may read."""
+        assert sequence.fed == 0
+        self.begun += 1
+        for name, pages in sequence.pages.items():
+            self._pages.forget(name, pages)
+
+    def evict(self, sequence: TokenSequence) -> None:
+        """Keep what `keep_of` says."""
+        pages, lengths = sequence.pages["full"], sequence.lengths
+        held = self._pages.read("full", pages, range(lengths.held(0)))
+        keep = keep_of(len(held), sequence.eviction)
+        for slot, position in enumerate(keep):
+            self._pages.write("full", pages, slot, held[position])
+        lengths.record_eviction({0: np.array([keep], np.int32)}, {0: 1})
+
+    def load(self, sequence: TokenSequence, saved: FakeSaved) -> None:
+        """Write a file's tokens."""
+        assert not saved.closed
+        for kind in self._pages.plan.kinds:
+            first = 0 if kind.grows else max(0, len(saved.tokens) - kind.window)
+            for position, token in enumerate((saved.full if kind.grows else saved.tokens)[first:], first):
+                self._pages.write(kind.name, sequence.pages[kind.name], position, token)
+
+    def save(self, path: Path, sequence: TokenSequence, generation: object) -> None:
+        """Refuse: these tests have no files."""
+        raise AssertionError("nothing is saved here")
+
+
+def make_core(
+    manifest: Manifest, pages: int = 64, overcommit: float = 1.0, *, runs_ahead: bool = False, **options: int
+) -> EngineCore:
+    """Make the core of an engine of that many full-attention pages."""
+    memory = FakePages(manifest, make_plan(manifest, pages, **options))
+    return EngineCore(Scheduler(memory.plan, overcommit), FakeStepper(memory, runs_ahead=runs_ahead), FakePools(memory))
+
+
+def make_engine(
+    manifest: Manifest,
+    pages: int = 64,
+    overcommit: float = 1.0,
+    *,
+    runs_ahead: bool = False,
+    detokenize: Detokenize | None = None,
+    **options: int,
+) -> Engine:
+    """Make an engine of that many full-attention pages; `stepper` is its stepper."""
+    memory = FakePages(manifest, make_plan(manifest, pages, **options))
+    parts = EngineParts(
+        manifest=manifest,
+        plan=memory.plan,
+        stepper=FakeStepper(memory, runs_ahead=runs_ahead),
+        pools=FakePools(memory),
+        check_eviction=lambda options: None,
+        detokenize=detokenize or _no_tokenizer,
+        identify=dict,
+    )
+    return Engine.of(parts, overcommit)
+
+
+def _no_tokenizer() -> None:
+    raise AssertionError("no test decodes text without a tokenizer")
+
+
+def expected_tokens(
+    manifest: Manifest,
+    prompt: Sequence[int],
+    count: int,
+    snapkv: Eviction | None = None,
+    saved: FakeSaved | None = None,
+) -> list[int]:
+    """Continue a prompt alone, greedily, by the definition of the fake model; it may follow the tokens of a file."""
+    before = saved.tokens if saved else []
+    tokens = [*before, *prompt]
+    kept, evicted_at = (saved.full, len(before)) if saved and saved.options else ([], 0)
+    known, has_rings = len(tokens), len(manifest.layers) > 1
     for _ in range(count):
-        full = kept + tokens[evicted_at:] if evicted_at else tokens
-        variant = next(i for i, limit in enumerate(manifest.rope_limits) if limit >= len(tokens))
+        full = kept + tokens[evicted_at:]
+        variant = rope_variant(manifest.rope_limits, len(tokens))
         logits = digest_logits(full, tokens[-WINDOW:] if has_rings else [], variant)
-        if snapkv is not None and not evicted_at and len(prompt) > snapkv.budget:
-            kept, evicted_at = [prompt[i] for i in keep_of(len(prompt), snapkv)], len(prompt)
+        if snapkv is not None and len(tokens) == known and len(full) > snapkv.budget:
+            kept, evicted_at = [full[i] for i in keep_of(len(full), snapkv)], known
         tokens.append(int(np.argmax(logits)))
-    return tokens[len(prompt) :]
+    return tokens[known:]
 
 
-def make_plan(manifest: Manifest, pages: int, *, max_sequences: int = 4, chunk_tokens: int = 24) -> EnginePlan:
+def make_plan(manifest: Manifest, pages: int, *, max_sequences: int = 4, chunk_tokens: int = 24) -> CachePlan:
     """Plan pools with a given number of full-attention pages."""
-    generous = plan_engine(manifest, max_sequences, None, chunk_tokens)
-    rings = sum(kind.bytes for kind in generous.kinds if kind.is_ring)
-    page_bytes = next(kind.page_bytes for kind in generous.kinds if not kind.is_ring)
-    return plan_engine(manifest, max_sequences, rings + pages * page_bytes, chunk_tokens)
+    generous = plan_pools(manifest, max_sequences, None, chunk_tokens)
+    rings = sum(kind.bytes for kind in generous.kinds if not kind.grows)
+    page_bytes = next(kind.page_bytes for kind in generous.kinds if kind.grows)
+    return plan_pools(manifest, max_sequences, rings + pages * page_bytes, chunk_tokens)

@@ -252,8 +252,14 @@ def check_fits(plan: CachePlan, sequence: TokenSequence) -> None:
     """Refuse a sequence that could not finish alone.
 
     Raises:
-        CapacityError: it may need more pages than a whole pool has.
+        CapacityError: it may need more pages than a whole pool has, or it cannot be read anew and may have to be.
     """
+    longest = plan.rope_limits[sequence.variant]
+    if sequence.is_unrepeatable and sequence.max_length > longest:
+        raise CapacityError(
+            f"the request may need {sequence.max_length} tokens; past {longest} this model rotates all keys anew, but "
+            "some were evicted before the sequence was saved; shorten the prompt or max_new_tokens"
+        )
     for kind in plan.kinds:
         needed = sequence.most_pages(kind)
         if needed > kind.num_pages:

@@ -88,7 +88,9 @@ class Worker:
             error.__cause__ = failure
         with self._condition:
             self._closed = closed
-            self._run_calls(core)
+            while self._calls:
+                with contextlib.suppress(BaseException):  # one that fails keeps no reader from learning of the end
+                    self._calls.popleft()(core)
             core.cancel_all(error)
             self._core = None
         with contextlib.suppress(OrtolanError):  # a device that failed has told every reader already
@@ -101,9 +103,6 @@ class Worker:
                 self._condition.wait()
             if self._stopping:
                 return False
-        self._run_calls(core)
-        return True
-
-    def _run_calls(self, core: EngineCore) -> None:
         while self._calls:
             self._calls.popleft()(core)
+        return True

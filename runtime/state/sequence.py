@@ -45,9 +45,10 @@ class SequenceState:
         return self.tokens[self.lengths.logical :]
 
     def read(self, tokens: list[int]) -> None:
-        """Count tokens as read, which are those that were pending or take their place."""
-        if self.tokens[self.lengths.logical :] != tokens:
-            self.tokens[self.lengths.logical :] = tokens
+        """Count tokens as read: the first of those that were pending, or others that take the place of all of them."""
+        begin = self.lengths.logical
+        if self.tokens[begin : begin + len(tokens)] != tokens:
+            self.tokens[begin:] = tokens
         self.lengths.advance(len(tokens))
 
     def forget_pending(self) -> None:

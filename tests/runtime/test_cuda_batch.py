@@ -1,56 +1,21 @@
 """The engine's steps for CUDA on a device of NumPy arrays, against those of the host."""
 
-import itertools
+import dataclasses
 import weakref
 
 import numpy as np
 import pytest
-from fake_cuda import TOTAL_BYTES, FakeCuda
+from fake_cuda import TOTAL_BYTES, FakeSampler, on_fake_cuda
 
 from ortolan import Engine, Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError
-from ortolan.runtime import cuda_batch
-from ortolan.runtime.cuda_batch import CudaBatchStepper, batch_sizes, draw_rules
-from ortolan.runtime.device_session import DeviceModel
-from ortolan.runtime.engine.request import make_choice
-from ortolan.runtime.engine_plan import plan_engine
-from ortolan.runtime.sampler import distribution, penalize
+from ortolan.runtime.caches.plan import plan_pools
+from ortolan.runtime.caches.store import CacheStore
+from ortolan.runtime.steps import bucket, cuda
+from ortolan.runtime.steps.cuda import batch_sizes
+from ortolan.runtime.steps.row import Row
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
-
-
-class FakeBatchChooser:
-    """Chooses as the kernels do, with NumPy's random numbers."""
-
-    def __init__(self, device, logits, state):
-        self._logits, self._state = logits, state
-
-    def start(self, sampling, histories):
-        assert len(sampling) == len(histories) == len(self._logits)
-        self._sampling, self._seen = list(sampling), [set(history) for history in histories]
-        assert all(token >= 0 for seen in self._seen for token in seen)
-        self._rules = None
-
-    def reseed(self, rules):
-        self._rules = rules
-
-    def choose(self, produced, draw, advance_tokens):
-        assert draw == 0
-        for b, options in enumerate(self._sampling):
-            produced[b] = self._choose(b, options) if np.isfinite(self._logits[b]).all() else -1
-            self._seen[b].add(int(produced[b]))
-            self._state.token_ids[b] = max(0, produced[b])
-        for lengths in (self._state.positions, self._state.past_len, self._state.kv_len):
-            lengths += advance_tokens
-
-    def _choose(self, b, options):
-        logits = self._logits[b]
-        if options.repetition_penalty != 1.0:
-            logits = penalize(logits, sorted(self._seen[b]), options.repetition_penalty)
-        if options.temperature == 0.0:
-            return int(np.argmax(logits))
-        generator = np.random.default_rng(int(self._rules["seed"][b]))
-        return int(generator.choice(len(logits), p=distribution(logits, options)))
 
 
 @pytest.fixture(params=["paged", "paged_mixed"])
@@ -58,25 +23,52 @@ def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 
 
+class SpoiledSession:
+    """ONNX Runtime's session of the decoder, whose logits hold NaN in row 1 from a run on."""
+
+    def __init__(self, session, device, monkeypatch):
+        self._session, self._bind_output = session, device.bind_output
+        self._logits = {}
+        self.runs_left = None  # sound runs; None: all are
+        monkeypatch.setattr(device, "bind_output", self.bind_output)
+
+    def __getattr__(self, name):
+        return getattr(self._session, name)
+
+    def bind_output(self, binding, name, array):
+        self._logits[id(binding)] = array
+        self._bind_output(binding, name, array)
+
+    def run_with_iobinding(self, binding, options):
+        self._session.run_with_iobinding(binding, options)
+        if self.runs_left is not None:
+            self.runs_left -= 1
+            if self.runs_left < 0:
+                self._logits[id(binding)][1:2] = np.nan
+
+
 @pytest.fixture
-def make_engine(monkeypatch):
-    """Make an engine on the stand-in; the CPU's operators refuse rows of nobody, so that every batch size is whole."""
-    monkeypatch.setattr(cuda_batch, "TokenChooser", FakeBatchChooser)
-    monkeypatch.setattr(cuda_batch, "batch_sizes", lambda most: tuple(range(1, most + 1)))
+def fake(model, monkeypatch):
+    """The model on the stand-in; the CPU's operators refuse rows of nobody, so that every batch size is whole."""
+    monkeypatch.setattr(cuda, "batch_sizes", lambda most: tuple(range(1, most + 1)))
+    return on_fake_cuda(model, monkeypatch)
+
+
+@pytest.fixture
+def make_engine(fake):
     engines = []
 
-    def make(model, max_sequences=4, max_cache_bytes=None, chunk_tokens=24, overcommit=1.0):
-        plan = plan_engine(model.manifest, max_sequences, max_cache_bytes, chunk_tokens, cuda=True)
-        stepper = CudaBatchStepper(
-            model._session, model._evict_session, model.manifest, plan, FakeCuda(), itertools.count(1)
-        )
-        engines.append(Engine._of(model.manifest, plan, stepper, overcommit))
-        engines[-1].stepper = stepper
+    def make(max_sequences=4, max_cache_bytes=None, chunk_tokens=24, overcommit=1.0):
+        engines.append(Engine(fake, max_sequences, max_cache_bytes, chunk_tokens, overcommit=overcommit))
         return engines[-1]
 
     yield make
     for engine in engines:
         engine.close()
+
+
+def core_of(engine):
+    return engine.worker.ask(lambda core: core)
 
 
 def serve(engine, prompts, new=30, options=(), **more):
@@ -86,7 +78,7 @@ def serve(engine, prompts, new=30, options=(), **more):
             for i, prompt in enumerate(prompts)
         ]
 
-    streams = engine._worker.ask(submit_all)  # between two steps
+    streams = engine.worker.ask(submit_all)  # between two steps
     results = [stream.result() for stream in streams]
     assert engine.memory().held_bytes == 0
     return results
@@ -94,7 +86,7 @@ def serve(engine, prompts, new=30, options=(), **more):
 
 def test_tokens_are_those_of_the_host(model, make_engine, draw_tokens):
     prompts = [draw_tokens(count, seed=count) for count in (1, 15, 16, 17, 90, 200, 33)]
-    results = serve(make_engine(model), prompts)
+    results = serve(make_engine(), prompts)
     with Engine(model, 4, chunk_tokens=24) as host:
         assert results == serve(host, prompts)
 
@@ -102,9 +94,9 @@ def test_tokens_are_those_of_the_host(model, make_engine, draw_tokens):
 def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, draw_tokens):
     prompts = [draw_tokens(80, seed=seed) for seed in range(6)]
     snapkv = [SNAPKV if seed % 2 else None for seed in range(6)]
-    plan = plan_engine(model.manifest, 6, None, 32, cuda=True)
-    budget = sum((6 * kind.pages_for(512) if kind.is_ring else 33) * kind.page_bytes for kind in plan.kinds)
-    engine = make_engine(model, 6, budget, 32, overcommit=5.0)
+    plan = plan_pools(model.manifest, 6, None, 32, cuda=True)
+    budget = sum((33 if kind.grows else 6 * kind.pages_for(512)) * kind.page_bytes for kind in plan.kinds)
+    engine = make_engine(6, budget, 32, overcommit=5.0)
     results = serve(engine, prompts, 120, snapkv=snapkv)
     assert engine.stats().preemptions > 0
     assert engine.stats().evictions >= 3
@@ -112,17 +104,18 @@ def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, dra
         assert results == serve(host, prompts, 120, snapkv=snapkv)
 
 
-def test_closing_gives_the_memory_back(model, make_engine, draw_tokens):
-    engine = make_engine(model)
+def test_closing_gives_the_memory_back(fake, make_engine, draw_tokens):
+    engine = make_engine()
     serve(engine, [draw_tokens(20)], 5)
+    core, trims = core_of(engine), fake.device.cuda.trims
     engine.close()
-    assert engine.stepper._device.trims == 1
-    assert engine.stepper.cache_bytes == 0
+    assert fake.device.cuda.trims == trims + 1
+    assert core.pools.bytes == 0
 
 
 def test_many_evict_in_one_step(model, make_engine, draw_tokens):
     prompts = [draw_tokens(60, seed=seed) for seed in range(8)]
-    results = serve(make_engine(model, 8, None, 500), prompts, 20, snapkv=[SNAPKV] * 8)
+    results = serve(make_engine(8, None, 500), prompts, 20, snapkv=[SNAPKV] * 8)
     with Engine(model, 8, chunk_tokens=500) as host:
         assert results == serve(host, prompts, 20, snapkv=[SNAPKV] * 8)
 
@@ -130,18 +123,24 @@ def test_many_evict_in_one_step(model, make_engine, draw_tokens):
 def test_draws_depend_on_seed_and_place_alone(model, make_engine, draw_tokens):
     options = Sampling(temperature=1.5, top_k=30, repetition_penalty=1.2, seed=4)
     prompt = draw_tokens(50)
-    alone = make_engine(model).submit(prompt, 40, options, ignore_eos=True).result()
-    engine = make_engine(model)
+    alone = make_engine().submit(prompt, 40, options, ignore_eos=True).result()
+    engine = make_engine()
     others = [engine.submit(draw_tokens(30 + i, seed=i), 10 + 7 * i) for i in range(3)]
     assert engine.submit(prompt, 40, options, ignore_eos=True).result() == alone
     assert all(other.result() is not None for other in others)
     assert len(set(alone)) > 5
 
 
-def test_a_penalty_sees_all_tokens_while_prompts_are_read(model, make_engine, draw_tokens):
-    """The histories of the penalty are whole at every step, as the stand-in's chooser asserts."""
+def test_a_penalty_sees_all_tokens_while_prompts_are_read(model, make_engine, draw_tokens, monkeypatch):
+    start, unknown = FakeSampler.start, []
+
+    def note(sampler, draws):
+        unknown.extend(token for draw in draws if draw is not None for token in draw.seen if token < 0)
+        start(sampler, draws)
+
+    monkeypatch.setattr(FakeSampler, "start", note)
     options = Sampling(repetition_penalty=1.3)
-    engine = make_engine(model)
+    engine = make_engine()
 
     def submit_both(_):
         return [
@@ -149,7 +148,8 @@ def test_a_penalty_sees_all_tokens_while_prompts_are_read(model, make_engine, dr
             engine.submit(draw_tokens(400, seed=1), 30, ignore_eos=True),
         ]
 
-    results = [stream.result() for stream in engine._worker.ask(submit_both)]
+    results = [stream.result() for stream in engine.worker.ask(submit_both)]
+    assert not unknown
     with Engine(model, 4, chunk_tokens=24) as host:
         assert results[0] == host.submit(draw_tokens(10), 60, options, ignore_eos=True).result()
         assert results[1] == host.submit(draw_tokens(400, seed=1), 30, ignore_eos=True).result()
@@ -157,14 +157,15 @@ def test_a_penalty_sees_all_tokens_while_prompts_are_read(model, make_engine, dr
 
 def test_steps_do_not_wait_for_those_before(model, make_engine, draw_tokens, monkeypatch):
     """Prompts and decodes that join and leave feed what the step before chose, from the device."""
-    engine = make_engine(model)
-    sources, run = [], engine.stepper.run
+    engine = make_engine()
+    stepper = core_of(engine).stepper
+    sources, run = [], stepper.run
 
     def note(rows):
         sources.append([row.source for row in rows])
         return run(rows)
 
-    monkeypatch.setattr(engine.stepper, "run", note)
+    monkeypatch.setattr(stepper, "run", note)
     prompts = [draw_tokens(count, seed=count) for count in (20, 22, 70, 9)]
     results = serve(engine, prompts, 40)
     decoding = [source for row in sources for source in row]
@@ -178,14 +179,14 @@ def test_steps_do_not_wait_for_those_before(model, make_engine, draw_tokens, mon
 def test_the_host_writes_nothing_but_pages_while_the_same_sequences_decode(
     model, make_engine, draw_tokens, monkeypatch
 ):
-    engine, written = make_engine(model), []
-    write = cuda_batch.Bucket.write
+    engine, written = make_engine(), []
+    write = bucket.Bucket.write
 
-    def note(bucket, begin, end):
+    def note(target, begin, end):
         written.append(begin == 0)
-        write(bucket, begin, end)
+        write(target, begin, end)
 
-    monkeypatch.setattr(cuda_batch.Bucket, "write", note)
+    monkeypatch.setattr(bucket.Bucket, "write", note)
     serve(engine, [draw_tokens(20 + i, seed=i) for i in range(3)], 60)
     steps = engine.stats().steps
     assert written.count(True) <= 4
@@ -207,10 +208,10 @@ def refuse(monkeypatch, target, name, calls):
 
 
 def test_a_batch_size_that_was_not_bound_for_want_of_memory_is_bound_by_the_next_step(
-    model, make_engine, draw_tokens, monkeypatch
+    model, fake, make_engine, draw_tokens, monkeypatch
 ):
-    engine = make_engine(model)
-    made = refuse(monkeypatch, engine.stepper._pools, "make_captures", {1})  # after the prompt's
+    engine = make_engine()
+    made = refuse(monkeypatch, fake.device.cuda, "bind_output", {1})  # after the prompt's
     results = serve(engine, [draw_tokens(20)], 30)
     assert len(made) >= 3
     with Engine(model, 4, chunk_tokens=24) as host:
@@ -218,14 +219,20 @@ def test_a_batch_size_that_was_not_bound_for_want_of_memory_is_bound_by_the_next
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [("pools", "make_captures"), ("chooser", "start"), ("chooser", "choose"), ("device", "event")]
+    ("owner", "name", "call"),
+    [
+        ("store", "make_captures", 0),
+        ("sampler", "start", 0),
+        ("sampler", "choose", 0),
+        ("device", "bind_output", 0),
+        ("device", "event", 1),
+    ],
 )
 def test_a_step_that_fails_waits_for_what_reads_its_pinned_memory(
-    model, make_engine, draw_tokens, monkeypatch, owner, name
+    fake, make_engine, draw_tokens, monkeypatch, owner, name, call
 ):
-    engine = make_engine(model)
-    device = engine.stepper._device
-    owners = {"pools": engine.stepper._pools, "chooser": FakeBatchChooser, "device": device}
+    engine, device = make_engine(), fake.device.cuda
+    owners = {"store": CacheStore, "sampler": FakeSampler, "device": device}
     pinned, held = [], []
     pin, synchronize = device.pinned, device.synchronize
 
@@ -235,12 +242,12 @@ def test_a_step_that_fails_waits_for_what_reads_its_pinned_memory(
         return array
 
     def note_held():
-        held.append(pinned[cuda_batch.STAGING_BUFFERS]() is not None)  # the step's inputs, after the bucket's own
+        held.append(pinned[bucket.STAGING_BUFFERS]() is not None)  # the step's inputs, after the bucket's own
         synchronize()
 
     monkeypatch.setattr(device, "pinned", note_pinned)
     monkeypatch.setattr(device, "synchronize", note_held)
-    refuse(monkeypatch, owners[owner], name, {0})
+    refuse(monkeypatch, owners[owner], name, {call})
     with pytest.raises(CapacityError):
         serve(engine, [draw_tokens(20)], 30)
     assert held == [True]
@@ -248,30 +255,59 @@ def test_a_step_that_fails_waits_for_what_reads_its_pinned_memory(
 
 
 @pytest.mark.parametrize("when", [0, 1, 5])
-def test_logits_that_are_no_numbers_fail_their_request_alone(model, make_engine, draw_tokens, monkeypatch, when):
-    engine = make_engine(model)
+def test_logits_that_are_no_numbers_fail_their_request_alone(fake, make_engine, draw_tokens, monkeypatch, when):
+    session = SpoiledSession(fake.decoder.session, fake.device.cuda, monkeypatch)
+    fake.decoder = dataclasses.replace(fake.decoder, session=session)
+    engine = make_engine()
     wanted = serve(engine, [draw_tokens(20)], 30)[0]
-    run, count = engine.stepper._run, itertools.count()
-
-    def spoil(binding, options):
-        run(binding, options)
-        if next(count) >= when:
-            engine.stepper._logits[1] = np.nan
-
-    monkeypatch.setattr(engine.stepper, "_run", spoil)
-    core = engine._worker.ask(lambda core: core)
-    first, second = [], []
 
     def submit_both(_):
-        first.append(engine.submit(draw_tokens(20), 30, ignore_eos=True))
-        second.append(engine.submit(draw_tokens(21, seed=1), 30, ignore_eos=True))
+        session.runs_left = when
+        return [engine.submit(draw_tokens(20 + i, seed=i), 30, ignore_eos=True) for i in range(2)]
 
-    engine._worker.ask(submit_both)
+    first, second = engine.worker.ask(submit_both)
     with pytest.raises(NumericError):
-        second[0].result()
-    assert len(second[0].tokens) <= when
-    assert first[0].result() == wanted
-    assert core.scheduler.held_bytes == 0
+        second.result()
+    assert len(second.tokens) <= when
+    assert first.result() == wanted
+    assert core_of(engine).scheduler.held_bytes == 0
+
+
+def test_log_probabilities_of_some_of_a_batch_are_those_of_the_host(model, make_engine, draw_tokens):
+    prompts = [draw_tokens(20 + 9 * seed, seed=seed) for seed in range(3)]
+    counts = (5, None, 0)
+
+    def serve_all(engine):
+        streams = [engine.submit(prompts[i], 30, ignore_eos=True, logprobs=counts[i]) for i in range(3)]
+        return [(stream.result(), stream.logprobs) for stream in streams]
+
+    results = serve_all(make_engine())
+    with Engine(model, 4, chunk_tokens=24) as host:
+        assert results == serve_all(host)
+    assert [len(logprobs) for _, logprobs in results] == [30, 0, 30]
+
+
+@pytest.mark.parametrize("width", [2, 5, 16, 17])
+def test_steps_of_several_tokens_of_each_give_all_their_logits(model, fake, draw_tokens, width):
+    """Up to 16 tokens replay one graph per batch size and width; longer ones run kernel by kernel."""
+    plan = plan_pools(model.manifest, 3, None, 64, 256, cuda=True)
+    tokens = draw_tokens(3 * 4 * width)
+    pages = [{k.name: list(range(b, 3 * k.pages_for(256), 3)) for k in plan.kinds} for b in range(3)]
+    results = []
+    for place in (model, fake):
+        _, stepper = place.pool_stepper(plan)
+        logits = []
+        for step, count in enumerate((3, 3, 2, 2)):
+            chunks = [tokens[(4 * b + step) * width :][:width] for b in range(3)]
+            rows = [
+                Row(tokens=chunks[b], logical=step * width, pages=pages[b], draws=(None,) * width) for b in range(count)
+            ]
+            logits.append(stepper.run(rows).logits().copy())
+        results.append(logits)
+        stepper.close()
+    for host, device in zip(*results, strict=True):
+        np.testing.assert_array_equal(host, device)
+    assert next(fake.decoder.graph_ids) == (3 if width <= 16 else 1)
 
 
 def test_batch_sizes_cover_every_number_of_sequences():
@@ -281,35 +317,22 @@ def test_batch_sizes_cover_every_number_of_sequences():
     assert batch_sizes(64) == (1, 2, 4, 8, 16, 32, 64)
 
 
-def test_rules_of_a_draw_change_with_length_and_seed():
-    choices = [make_choice(Sampling(temperature=1.0, seed=seed), [1] * length) for seed, length in
-               ((1, 5), (1, 6), (2, 5), (1, 5))]  # fmt: skip
-    seeds = draw_rules([*choices, None])["seed"].tolist()
-    assert len(set(seeds[:3])) == 3
-    assert seeds[0] == seeds[3]
-    assert seeds[4] != seeds[0]
-
-
 @pytest.fixture
-def device(model, monkeypatch):
-    """A stand-in that the model believes to be its device, and that nothing may be allocated on."""
-    device = FakeCuda()
-    monkeypatch.setattr(device, "allocate", lambda *_: pytest.fail("memory is taken"))
-    monkeypatch.setattr(model, "_device", DeviceModel(device, itertools.count(1), TOTAL_BYTES, 0))
-    # A library without CUDA kernels cannot answer; for float32 the answer is 0.
-    monkeypatch.setattr("ortolan.runtime.model.decode_scratch_bytes", lambda query: 0)
-    return device
+def device(fake, monkeypatch):
+    """A stand-in that nothing may be allocated on."""
+    monkeypatch.setattr(fake.device.cuda, "allocate", lambda *_: pytest.fail("memory is taken"))
+    return fake.device.cuda
 
 
-def test_pools_that_do_not_fit_are_refused_before_any_is_made(model, device):
+def test_pools_that_do_not_fit_are_refused_before_any_is_made(fake, device):
     free = f"{TOTAL_BYTES} of {TOTAL_BYTES} are free"
     with pytest.raises(CapacityError, match=rf"of page pools and 0 of .* scratch memory on cuda:0; {free}"):
-        Engine(model, 10**6, 2 * TOTAL_BYTES)
+        Engine(fake, 10**6, 2 * TOTAL_BYTES)
     assert device.trims
 
 
-def test_a_full_device_is_named(model, device, monkeypatch):
+def test_a_full_device_is_named(fake, device, monkeypatch):
     monkeypatch.setattr(device, "memory", lambda: (10, TOTAL_BYTES))
     with pytest.raises(CapacityError, match="cuda:0 has 10 bytes free, too few for an engine"):
-        Engine(model, 4)
+        Engine(fake, 4)
     assert device.trims

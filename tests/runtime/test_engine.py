@@ -3,14 +3,17 @@
 import asyncio
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
-from fake_batch import BREAKING, FakeStepper, expected_tokens, make_manifest, make_plan
+from fake_batch import BREAKING, expected_tokens, make_manifest
+from fake_batch import make_engine as make_fake_engine
 
-from ortolan import Engine, SnapKv
+from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, EngineClosedError, OrtolanError, RequestCancelledError
 
+SNAPKV = SnapKv(budget=20, window=8, sink=2)
 LONG = 200  # tokens: no request of a test ends by itself before it is cancelled
 
 
@@ -28,8 +31,7 @@ def make_engine(manifest):
     engines = []
 
     def make(pages=64, overcommit=1.0, **options):
-        plan = make_plan(manifest, pages, **options)
-        engines.append(Engine._of(manifest, plan, FakeStepper(manifest, plan), overcommit))
+        engines.append(make_fake_engine(manifest, pages, overcommit, **options))
         return engines[-1]
 
     yield make
@@ -41,7 +43,7 @@ def make_engine(manifest):
 def held(make_engine):
     """An engine that takes only as many steps as `allow` was told, until `release` is called."""
     engine, permits, free = make_engine(), threading.Semaphore(0), threading.Event()
-    core = engine._worker.ask(lambda core: core)
+    core = core_of(engine)
     run = core.stepper.run
 
     def wait_and_run(rows):
@@ -57,6 +59,10 @@ def held(make_engine):
     engine.allow, engine.release = permits.release, release
     yield engine
     release()
+
+
+def core_of(engine):
+    return engine.worker.ask(lambda core: core)
 
 
 def assert_nothing_held(engine):
@@ -239,7 +245,9 @@ def test_bad_requests_are_refused_alone(make_engine, manifest):
         (ConfigError, "stop", {"token_ids": [1], "stop": [99]}),
         (ConfigError, "sampling", {"token_ids": [1], "sampling": 0.7}),
         (ConfigError, "ignore_eos", {"token_ids": [1], "ignore_eos": "no"}),
-        (ConfigError, "snapkv", {"token_ids": [1], "snapkv": {"budget": 100}}),
+        (ConfigError, "eviction is", {"token_ids": [1], "snapkv": {"budget": 100}}),
+        (ConfigError, "the same option", {"token_ids": [1], "snapkv": SNAPKV, "eviction": SNAPKV}),
+        (ConfigError, "logprobs", {"token_ids": [1], "logprobs": 65}),
         (CapacityError, "max_context", {"token_ids": [1] * 257}),
         (CapacityError, "pages of 'full'", {"token_ids": [1] * 90, "max_new_tokens": 20}),
     ]
@@ -253,12 +261,20 @@ def test_bad_requests_are_refused_alone(make_engine, manifest):
     assert_nothing_held(engine)
 
 
+def is_closing(engine):
+    try:
+        engine.worker.send(lambda core: None)
+    except EngineClosedError:
+        return True
+    return False
+
+
 def test_closing_ends_all_requests(held):
     streams = [held.submit(draw_prompt(20, i), LONG) for i in range(6)]
     closing = threading.Thread(target=held.close)
     closing.start()
-    while not held._worker._stopping:
-        pass
+    while not is_closing(held):
+        time.sleep(0.001)
     held.release()
     closing.join()
     held.close()
@@ -272,9 +288,9 @@ def test_closing_ends_all_requests(held):
 
 
 def test_an_engine_that_is_dropped_ends_its_thread(manifest):
-    plan = make_plan(manifest, 32)
-    engine = Engine._of(manifest, plan, FakeStepper(manifest, plan))
-    thread = engine._worker._thread
+    others = set(threading.enumerate())
+    engine = make_fake_engine(manifest, 32)
+    (thread,) = set(threading.enumerate()) - others
     stream = engine.submit([1, 2], 5)
     stream.result()
     del engine
@@ -286,17 +302,45 @@ def test_an_engine_that_is_dropped_ends_its_thread(manifest):
     assert not thread.is_alive()
 
 
-def test_a_bug_reaches_every_reader(held):
-    engine = held
-    core = engine._worker.ask(lambda core: core)
-    core.stepper.fail_next = True
-    streams = [engine.submit(draw_prompt(9, i), LONG) for i in range(3)]
-    engine.release()
+@pytest.mark.parametrize("failure", [ValueError("a bug"), SystemExit("a bug"), KeyboardInterrupt("a bug")], ids=repr)
+@pytest.mark.parametrize("where", ["stepper", "pools", "call"])
+def test_what_ends_the_thread_reaches_every_reader(held, where, failure):
+    """Those that run, those that wait, and who sent what it did not come to."""
+    core = core_of(held)
+
+    def fail(*_):
+        raise failure
+
+    def submit_all(_):  # before the next step
+        streams = [held.submit(draw_prompt(9, i), LONG) for i in range(6)]
+        if where == "call":
+            held.worker.send(fail)
+            held.worker.send(fail)  # a second one keeps nobody from learning of the first
+        return streams
+
+    if where == "stepper":
+        core.stepper.failure = failure
+    if where == "pools":
+        core.pools.begin = fail
+    streams = held.worker.ask(submit_all)
+    held.release()
     for stream in streams:
-        with pytest.raises(EngineClosedError, match="a bug"):
+        with pytest.raises(EngineClosedError, match="a bug") as caught:
             stream.result()
-    with pytest.raises(EngineClosedError, match=r"^the engine is closed, .*a bug"):
-        engine.submit([1])
+        assert caught.value.__cause__ is failure
+        assert stream.finish_reason is None
+    for call in (lambda: held.submit([1]), held.stats, held.memory):
+        with pytest.raises(EngineClosedError, match=r"^the engine is closed, .*a bug"):
+            call()
+    held.close()
+    assert core.stepper.is_closed
+    assert core.scheduler.held_bytes == 0
+
+
+def test_who_waits_for_an_answer_learns_that_the_thread_ended(make_engine):
+    engine = make_engine()
+    with pytest.raises(EngineClosedError, match="ZeroDivisionError"):
+        engine.worker.ask(lambda core: 1 // 0)
 
 
 def test_prefixes_serve_later_requests(make_engine, manifest):
@@ -306,14 +350,13 @@ def test_prefixes_serve_later_requests(make_engine, manifest):
         assert engine.submit([*prompt, *tail], 10).result() == expected_tokens(manifest, [*prompt, *tail], 10)
     assert engine.stats().reused_tokens == 2 * 48
     assert engine.memory().kept_bytes > 0
-    evicting = engine.submit(prompt, 10, snapkv=SnapKv(budget=20, window=8, sink=2))
-    assert evicting.result() == expected_tokens(manifest, prompt, 10, SnapKv(budget=20, window=8, sink=2))
+    assert engine.submit(prompt, 10, snapkv=SNAPKV).result() == expected_tokens(manifest, prompt, 10, SNAPKV)
     assert engine.stats().reused_tokens == 2 * 48
     assert_nothing_held(engine)
 
 
 def test_pages_grow_with_the_sequence_and_are_given_back(held):
-    core = held._worker.ask(lambda core: core)
+    core = core_of(held)
     held.allow(1)
     stream = held.submit(draw_prompt(17), 40)
     page = held.plan.kinds[0].page_bytes
@@ -326,33 +369,3 @@ def test_pages_grow_with_the_sequence_and_are_given_back(held):
     held.release()
     stream.result()
     assert_nothing_held(held)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "error"),
-    [
-        ({"max_sequences": 0}, ConfigError),
-        ({"chunk_tokens": -3}, ConfigError),
-        ({"max_context": 100000}, ConfigError),
-        ({"max_cache_bytes": 10}, CapacityError),
-        ({"max_cache_bytes": 1.5}, ConfigError),
-        ({"overcommit": 0.5}, ConfigError),
-        ({"overcommit": float("nan")}, ConfigError),
-        ({"overcommit": float("inf")}, ConfigError),
-        ({"overcommit": "2"}, ConfigError),
-        ({"overcommit": 10**400}, ConfigError),
-    ],
-)
-def test_plans_that_make_no_sense_are_refused(paged_model, numbers, error):
-    with pytest.raises(error):
-        Engine(paged_model, **numbers)
-
-
-def test_what_is_no_model_is_refused():
-    with pytest.raises(ConfigError, match=r"ortolan\.load"):
-        Engine("model_dir")
-
-
-def test_a_model_without_pages_is_refused(full_model):
-    with pytest.raises(ConfigError, match="paged=True"):
-        Engine(full_model)

@@ -4,46 +4,37 @@ import dataclasses
 
 import numpy as np
 import pytest
-from fake_batch import BREAKING, NUMBERLESS, FakeStepper, expected_tokens, make_manifest, make_plan
+from fake_batch import BREAKING, NUMBERLESS, FakeSaved, digest_logits, expected_tokens, make_core, make_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError, OrtolanError, RequestCancelledError
-from ortolan.runtime.engine.core import EngineCore
-from ortolan.runtime.engine.request import Request, make_choice
-from ortolan.runtime.engine.scheduler import Scheduler
+from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.engine.stream import Outbox
-from ortolan.runtime.generate.stops import StopFilter
+from ortolan.runtime.generate.logprobs import top_logprobs
+from ortolan.runtime.generate.turn import Turn, TurnOptions
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
 
 
-def make_request(manifest, number, prompt, new, *, snapkv=None, sampling=None, stop=(), max_context=256):
-    sampling, tokens = sampling or Sampling(), list(prompt)
+def make_request(manifest, number, prompt, new, *, eviction=None, saved=None, max_context=256, **options):
+    """Make a request, which may follow what a file holds; other options are those of a turn."""
+    tokens = list(prompt)
+    sequence = TokenSequence(number=number, tokens=tokens, prompt_length=0, max_length=0, eviction=eviction)
+    if saved is not None:
+        saved.fill(sequence, manifest.rope_limits)
+    sequence.prompt_length = len(tokens)
+    sequence.max_length = min(len(tokens) + new - 1, max_context)
+    turn = TurnOptions(max_new_tokens=new, eos_token_ids=frozenset(manifest.eos_token_ids), **options)
     return Request(
-        sequence=TokenSequence(
-            number=number,
-            tokens=tokens,
-            prompt_length=len(prompt),
-            max_length=min(len(prompt) + new - 1, max_context),
-            snapkv=snapkv,
-        ),
-        choice=make_choice(sampling, tokens),
-        stops=StopFilter(stop, manifest.vocab_size),
-        eos_token_ids=frozenset(manifest.eos_token_ids),
-        max_new_tokens=new,
+        sequence=sequence,
+        turn=Turn(turn, manifest.vocab_size),
         max_context=max_context,
         outbox=Outbox(),
+        saved=saved,
     )
-
-
-def make_core(manifest, pages=64, overcommit=1.0, *, runs_ahead=False, **options):
-    plan = make_plan(manifest, pages, **options)
-    core = EngineCore(Scheduler(plan, overcommit), FakeStepper(manifest, plan))
-    core.stepper.runs_ahead = runs_ahead
-    return core
 
 
 def drain(core):
@@ -58,8 +49,28 @@ def draw_prompt(count, seed):
     return np.random.default_rng(seed).integers(0, 50, count).tolist()
 
 
-jobs = st.tuples(st.integers(1, 100), st.integers(1, 30), st.booleans(), st.integers(0, 3))
-short_lists = st.lists(st.one_of(jobs, st.integers(0, 30), st.none(), st.none()), max_size=40)
+class Job:
+    """A request whose prompt is drawn by a seed: equal seeds begin alike."""
+
+    def __init__(self, manifest, number, count, new, evicts, seed, half):
+        prompt, options = draw_prompt(count, seed), SNAPKV if evicts else None
+        self.saved = None
+        if half and count > 1:
+            read, prompt = prompt[: count // 2], prompt[count // 2 :]
+            self.saved = FakeSaved(read, SNAPKV if half == "evicted" and len(read) > SNAPKV.budget else None)
+        self.expected = expected_tokens(manifest, prompt, new, options, self.saved)
+        self.request = make_request(manifest, number, prompt, new, eviction=options, saved=self.saved)
+        lost = 0 if self.saved is None else len(self.saved.tokens) - len(self.saved.full)
+        at_prompt, at_end = count - lost, self.request.sequence.max_length - lost
+        evicts = evicts and at_prompt > SNAPKV.budget
+        self.most_slots = max(at_prompt, SNAPKV.budget + at_end - at_prompt) if evicts else at_end
+        limits, sequence = manifest.rope_limits, self.request.sequence
+        self.outgrows_rope = sequence.is_unrepeatable and sequence.max_length > limits[sequence.variant]
+
+
+stored = st.sampled_from([None, None, "whole", "evicted"])  # what of the prompt's first half a file holds
+job_draws = st.tuples(st.integers(1, 100), st.integers(1, 30), st.booleans(), st.integers(0, 3), stored)
+short_lists = st.lists(st.one_of(job_draws, st.integers(0, 30), st.none(), st.none()), max_size=40)
 
 
 def draw_actions(seed):
@@ -68,9 +79,9 @@ def draw_actions(seed):
     draws = []
     for kind in rng.integers(0, 10, 60):
         if kind < 4:
-            draws.append(
-                (int(rng.integers(1, 101)), int(rng.integers(1, 31)), bool(rng.integers(2)), int(rng.integers(4)))
-            )
+            half = [None, None, "whole", "evicted"][rng.integers(4)]
+            count, new, evicts, other = (int(rng.integers(*range_)) for range_ in ((1, 101), (1, 31), (2,), (4,)))
+            draws.append((count, new, bool(evicts), other, half))
         else:
             draws.append(None if kind < 9 else int(rng.integers(30)))
     return draws
@@ -95,38 +106,33 @@ def test_every_request_gets_the_tokens_that_it_gets_alone(
 ):
     manifest = make_manifest(rings=rings, rope_limits=rope_limits)
     core = make_core(manifest, pages, overcommit, runs_ahead=runs_ahead, chunk_tokens=chunk)
-    slots = 16 * next(kind.num_pages for kind in core.scheduler.plan.kinds if not kind.is_ring)
-    requests, cancelled = [], set()
+    jobs, cancelled = [], set()
     for action in actions:
         if action is None:
             core.step()
         elif isinstance(action, int):
-            if requests:
-                request = requests[action % len(requests)]
+            if jobs:
+                request = jobs[action % len(jobs)].request
                 if not request.outbox.is_ended:
                     cancelled.add(request)
                 core.cancel(request, RequestCancelledError("cancelled"))
         else:
-            count, new, evicts, seed = action  # equal seeds begin alike
-            prompt = draw_prompt(count, seed)
-            request = make_request(manifest, len(requests), prompt, new, snapkv=SNAPKV if evicts else None)
-            requests.append(request)
-            core.add(request)
+            jobs.append(Job(manifest, len(jobs), *action))
+            core.add(jobs[-1].request)
     drain(core)
-    for request in requests:
-        sequence, outbox = request.sequence, request.outbox
-        wanted = expected_tokens(
-            manifest, sequence.tokens[: sequence.prompt_length], request.max_new_tokens, sequence.snapkv
-        )
+    slots = 16 * next(kind.num_pages for kind in core.scheduler.plan.kinds if kind.grows)
+    for job in jobs:
+        request, outbox = job.request, job.request.outbox
         if request in cancelled:
             assert isinstance(outbox.error, RequestCancelledError)
-            assert outbox.tokens == wanted[: len(outbox.tokens)]
-        elif sequence.max_length > slots and not (sequence.snapkv and sequence.prompt_length > SNAPKV.budget):
+            assert outbox.tokens == job.expected[: len(outbox.tokens)]
+        elif job.most_slots > slots or job.outgrows_rope:
             assert isinstance(outbox.error, CapacityError)
         else:
-            assert (outbox.tokens, outbox.reason, outbox.error) == (wanted, "length", None)
+            assert (outbox.tokens, outbox.reason, outbox.error) == (job.expected, "length", None)
+        assert job.saved is None or job.saved.closed == 1
     assert core.scheduler.held_bytes == 0
-    assert core.stats().finished + core.stats().failed == len(requests)
+    assert core.stats().finished + core.stats().failed == len(jobs)
     assert overcommit > 1 or core.stats().preemptions == 0
 
 
@@ -190,10 +196,12 @@ def test_requests_that_would_wait_for_ever_fail(monkeypatch, runs_ahead):
     manifest = make_manifest(rings=False)
     core = make_core(manifest, runs_ahead=runs_ahead)
     requests = [make_request(manifest, i, draw_prompt(20 + i, i), 10) for i in range(3)]
-    fits = core.scheduler._fits
-    monkeypatch.setattr(
-        core.scheduler, "_fits", lambda sequence, prefix: sequence.number != 1 and fits(sequence, prefix)
-    )
+    plan_step = core.scheduler.next_step
+
+    def leave_one_out():  # once nothing else is left, nothing runs
+        return tuple(chunk for chunk in plan_step() if chunk.sequence.number != 1)
+
+    monkeypatch.setattr(core.scheduler, "next_step", leave_one_out)
     for request in requests:
         core.add(request)
     drain(core)
@@ -206,11 +214,11 @@ def test_an_eviction_that_fails_ends_its_request_alone(monkeypatch):
     manifest = make_manifest(rings=False)
     core = make_core(manifest)
 
-    def fail(row, options):
+    def fail(sequence):
         raise OrtolanError("the eviction graph failed")
 
-    monkeypatch.setattr(core.stepper, "evict", fail)
-    requests = [make_request(manifest, i, draw_prompt(40, i), 5, snapkv=SNAPKV if i else None) for i in range(2)]
+    monkeypatch.setattr(core.pools, "evict", fail)
+    requests = [make_request(manifest, i, draw_prompt(40, i), 5, eviction=SNAPKV if i else None) for i in range(2)]
     for request in requests:
         core.add(request)
     drain(core)
@@ -270,3 +278,40 @@ def test_seeds_fix_tokens_whatever_else_runs():
         assert others == 0 or core.stats().preemptions > 0
     assert results[0] == results[1]
     assert len(set(results[0])) > 5
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_only_who_asks_gets_log_probabilities(runs_ahead):
+    manifest = make_manifest(rings=False)
+    core = make_core(manifest, runs_ahead=runs_ahead)
+    prompts, counts = [draw_prompt(20 + seed, seed) for seed in range(3)], (3, None, 0)
+    requests = [
+        make_request(manifest, i, prompt, 10, logprobs=count)
+        for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    for request in requests:
+        core.add(request)
+    drain(core)
+    for request, prompt, count in zip(requests, prompts, counts, strict=True):
+        tokens = expected_tokens(manifest, prompt, 10)
+        logits = np.stack([digest_logits([*prompt, *tokens[:n]], [], 0) for n in range(10)])
+        assert request.outbox.tokens == tokens
+        assert request.outbox.logprobs == ([] if count is None else top_logprobs(logits, tokens, count))
+
+
+def test_what_cannot_be_read_again_is_refused_where_rope_would_change():
+    """Its keys would have to be rotated anew, and some were evicted; a session refuses that, too."""
+    manifest = make_manifest(rings=False, rope_limits=(60, 256))
+    read = draw_prompt(40, 0)
+    for options, new, reason in ((SNAPKV, 11, "length"), (SNAPKV, 12, None), (None, 12, "length")):
+        core, saved = make_core(manifest), FakeSaved(read, options)
+        request = make_request(manifest, 0, draw_prompt(10, 1), new, saved=saved)
+        core.add(request)
+        drain(core)
+        assert request.outbox.reason == reason
+        assert saved.closed == 1
+        if reason is None:
+            assert isinstance(request.outbox.error, CapacityError)
+            assert "evicted before the sequence was saved" in str(request.outbox.error)
+        else:
+            assert request.outbox.tokens == expected_tokens(manifest, draw_prompt(10, 1), new, None, saved)

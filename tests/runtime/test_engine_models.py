@@ -9,7 +9,7 @@ import pytest
 
 import ortolan
 from ortolan import Engine, Eviction, Sampling, SnapKv, runtime
-from ortolan.errors import ConfigError
+from ortolan.errors import CapacityError, ConfigError
 from ortolan.policies import POLICIES
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
@@ -75,11 +75,11 @@ def test_one_of_a_batch_evicts(model, draw_tokens, assert_same, policy):
 
 def test_evicted_sequences_give_way_and_come_back(model, draw_tokens, assert_same):
     plan = model.plan_engine(6, None, 32, 512)
-    budget = sum((6 * kind.pages_for(512) if kind.is_ring else 33) * kind.page_bytes for kind in plan.kinds)
+    budget = sum((33 if kind.grows else 6 * kind.pages_for(512)) * kind.page_bytes for kind in plan.kinds)
     prompts = [draw_tokens(80, seed=seed) for seed in range(6)]
     options = [SNAPKV if seed % 2 else None for seed in range(6)]
     with Engine(model, 6, budget, 32, overcommit=5.0) as engine:
-        streams = engine._worker.ask(  # all of them between two steps
+        streams = engine.worker.ask(  # all of them between two steps
             lambda _: [
                 engine.submit(prompt, 120, ignore_eos=True, snapkv=snapkv)
                 for prompt, snapkv in zip(prompts, options, strict=True)
@@ -109,15 +109,12 @@ def test_no_prefix_is_shared_where_rings_overwrite(paged_mixed_model, draw_token
     assert first == second
 
 
-def test_sampling_draws_as_a_session_does(model, draw_tokens):
+def test_sampling_draws_as_a_session_does(endless, draw_tokens):
     options = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=3)
-    kept = model.manifest.eos_token_ids
-    object.__setattr__(model.manifest, "eos_token_ids", ())
-    expected = list(model.session().generate(draw_tokens(50), 20, options))
-    object.__setattr__(model.manifest, "eos_token_ids", kept)
-    with Engine(model, 4) as engine:
+    expected = list(endless.session().generate(draw_tokens(50), 20, options))
+    with Engine(endless, 4) as engine:
         others = [engine.submit(draw_tokens(40, seed=seed), 20) for seed in (1, 2)]
-        assert engine.submit(draw_tokens(50), 20, options, ignore_eos=True).result() == expected
+        assert engine.submit(draw_tokens(50), 20, options).result() == expected
         for other in others:
             other.result()
 
@@ -197,3 +194,33 @@ def test_a_soak_reports_what_is_wrong(soak, paged_model, draw_tokens, assert_sam
     assert soak.is_sound(report | {"differences": {}})
     assert not soak.is_sound(report | {"differences": {0: "token 3"}})
     assert not soak.is_sound(report | {"differences": {}, "memory_after": clean | {"held_bytes": 8}})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ({"max_sequences": 0}, ConfigError),
+        ({"chunk_tokens": -3}, ConfigError),
+        ({"max_context": 100000}, ConfigError),
+        ({"max_cache_bytes": 10}, CapacityError),
+        ({"max_cache_bytes": 1.5}, ConfigError),
+        ({"overcommit": 0.5}, ConfigError),
+        ({"overcommit": float("nan")}, ConfigError),
+        ({"overcommit": float("inf")}, ConfigError),
+        ({"overcommit": "2"}, ConfigError),
+        ({"overcommit": 10**400}, ConfigError),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(paged_model, numbers, error):
+    with pytest.raises(error):
+        Engine(paged_model, **numbers)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ConfigError, match=r"ortolan\.load"):
+        Engine("model_dir")
+
+
+def test_a_model_without_pages_is_refused(full_model):
+    with pytest.raises(ConfigError, match="paged=True"):
+        Engine(full_model)

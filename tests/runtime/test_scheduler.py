@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError
+from ortolan.runtime.caches.plan import CachePlan, KindPlan, rope_variant
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
-from ortolan.runtime.engine_plan import EnginePlan, KindPlan
 
 PAGE = 4
 SNAPKV = SnapKv(budget=8, window=4, sink=1)
@@ -22,22 +22,35 @@ ADAKV = Eviction(policy="adakv", budget=8, window=4, sink=1)
 def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limits=(64,)):
     kinds = [KindPlan(name="full", window=-1, page_size=PAGE, table_pages=16, num_pages=pages, page_bytes=100)]
     if rings:
-        kinds.append(KindPlan(name="window_6", window=6, page_size=PAGE, table_pages=4, num_pages=rings, page_bytes=30))
-    return EnginePlan(
+        ring = {"window": 6, "table_pages": 4, "grows": False, "is_shareable": False}
+        kinds.append(KindPlan(name="window_6", page_size=PAGE, num_pages=rings, page_bytes=30, **ring))
+    return CachePlan(
         max_sequences=max_sequences,
         max_context=64,
-        chunk_tokens=chunk_tokens,
+        chunk_size=chunk_tokens,
+        layers=(),
         page_size=PAGE,
         kinds=tuple(kinds),
         rope_limits=rope_limits,
     )
 
 
-def make_sequence(number, prompt, new=4, snapkv=None):
+def make_sequence(number, prompt, new=4, eviction=None):
     tokens = list(prompt) if not isinstance(prompt, int) else [1000 * number + i for i in range(prompt)]
     return TokenSequence(
-        number=number, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens) + new - 1, snapkv=snapkv
+        number=number, tokens=tokens, prompt_length=len(tokens), max_length=len(tokens) + new - 1, eviction=eviction
     )
+
+
+def store(sequence, plan, count, held=None):
+    """Let a file hold a sequence's first tokens; `held` are what an eviction left of them in full attention."""
+    lengths = sequence.lengths
+    lengths.logical = lengths.highest = count
+    sequence.is_stored, sequence.variant = True, rope_variant(plan.rope_limits, count)
+    if held is not None:
+        lengths.evicted_at, lengths.counts = count, {0: np.array([held], np.int32)}
+        sequence.is_unrepeatable = True
+    return sequence
 
 
 class Driver:
@@ -53,11 +66,12 @@ class Driver:
     def step(self):
         plan, scheduler = self.plan, self.scheduler
         ready = [s for s in scheduler.admitted if s.needs_one]
-        before = scheduler.preemptions
+        before, unrepeatable = scheduler.preemptions, {s for s in scheduler.admitted if s.is_unrepeatable}
         chunks = scheduler.next_step()
+        assert set(scheduler.admitted) >= unrepeatable, "what cannot be read again gave its pages back"
         self.log.append([(c.sequence.number, c.begin, c.end) for c in chunks])
         counts = collections.Counter(c.end - c.begin for c in chunks)
-        assert sum(size * n for size, n in counts.items()) <= max(plan.chunk_tokens, len(ready) + 1)
+        assert sum(size * n for size, n in counts.items()) <= max(plan.chunk_size, len(ready) + 1)
         if scheduler.preemptions == before and len(plan.rope_limits) == 1:
             assert {s.number for s in ready} <= {c.sequence.number for c in chunks}
         for chunk in chunks:
@@ -76,6 +90,8 @@ class Driver:
             pages = sequence.pages[kind.name]
             assert len(pages) >= kind.pages_for(sequence.slots_at(kind, chunk.end))
             assert len(set(pages)) == len(pages)
+        if sequence.is_stored:
+            self.load(sequence)
         if sequence.evicted_at:
             return
         for position in range(chunk.begin, chunk.end):
@@ -86,13 +102,20 @@ class Driver:
             page = sequence.pages["full"][position // PAGE]
             assert self.contents[page, position % PAGE] == (sequence.tokens[position], sequence.variant)
 
+    def load(self, sequence):
+        sequence.is_stored = False
+        for position in range(sequence.fed if not sequence.evicted_at else 0):
+            page = sequence.pages["full"][position // PAGE]
+            self.contents[page, position % PAGE] = (sequence.tokens[position], sequence.variant)
+
     def finish_chunk(self, chunk):
         sequence = chunk.sequence
         if chunk.evicts:
             assert chunk.captures
-            extra = 3 if sequence.snapkv.policy == "adakv" else 0
-            kept = min(sequence.snapkv.budget + extra, sequence.prompt_length)
-            self.scheduler.record_eviction(sequence, kept)
+            extra = 3 if sequence.eviction.policy == "adakv" else 0
+            kept = min(sequence.eviction.budget + extra, sequence.lengths.held(0))
+            sequence.lengths.record_eviction({0: np.arange(kept, dtype=np.int32)[None]}, {0: 1})
+            self.scheduler.release_evicted(sequence)
         if not chunk.samples:
             return
         if len(sequence.tokens) > sequence.max_length:
@@ -118,8 +141,10 @@ class Driver:
         raise AssertionError("the sequences do not end")
 
 
+EVICTIONS = [None, None, SNAPKV, ADAKV]
+STORED = [None, None, "whole", "evicted"]  # what of a prompt's first half a file holds
 requests = st.tuples(
-    st.integers(1, 40), st.integers(1, 24), st.sampled_from([None, None, SNAPKV, ADAKV]), st.booleans()
+    st.integers(1, 40), st.integers(1, 24), st.sampled_from(EVICTIONS), st.booleans(), st.sampled_from(STORED)
 )
 short_lists = st.lists(st.one_of(requests, st.integers(0, 40), st.just("step"), st.just("step")), max_size=60)
 
@@ -130,8 +155,8 @@ def draw_actions(seed):
     draws = []
     for kind in rng.integers(0, 10, 80):
         if kind < 4:
-            snapkv = [None, None, SNAPKV, ADAKV][rng.integers(4)]
-            draws.append((int(rng.integers(1, 41)), int(rng.integers(1, 25)), snapkv, bool(rng.integers(3) == 0)))
+            eviction, stored, shares = EVICTIONS[rng.integers(4)], STORED[rng.integers(4)], rng.integers(3) == 0
+            draws.append((int(rng.integers(1, 41)), int(rng.integers(1, 25)), eviction, bool(shares), stored))
         else:
             draws.append("step" if kind < 9 else int(rng.integers(0, 40)))
     return draws
@@ -152,10 +177,13 @@ def play(actions, plan, overcommit):
                 driver.scheduler.remove(live[action % len(live)])
                 driver.check_pages()
         else:
-            prompt, new, snapkv, shares = action
+            prompt, new, eviction, shares, stored = action
             new = min(new, 64 - prompt + 1)
             tokens = range(5000, 5000 + prompt) if shares else prompt
-            sequence = make_sequence(len(sequences), tokens, new, snapkv)
+            sequence = make_sequence(len(sequences), tokens, new, eviction)
+            if stored and prompt > 1:
+                read = prompt // 2
+                store(sequence, plan, read, min(read, SNAPKV.budget) if stored == "evicted" else None)
             with contextlib.suppress(CapacityError):  # it could not finish alone
                 driver.scheduler.add(sequence)
                 sequences.append(sequence)
@@ -242,16 +270,16 @@ def test_a_request_larger_than_the_pool_is_refused():
     with pytest.raises(CapacityError, match="'full'"):
         scheduler.add(make_sequence(0, 10, new=12))
     scheduler.add(make_sequence(0, 10, new=11))
-    scheduler.add(make_sequence(1, 20, new=11, snapkv=SNAPKV))
+    scheduler.add(make_sequence(1, 20, new=11, eviction=SNAPKV))
     assert len(scheduler.waiting) == 2
     with pytest.raises(CapacityError, match="'full'"):
-        scheduler.add(make_sequence(2, 20, new=2, snapkv=ADAKV))
+        scheduler.add(make_sequence(2, 20, new=2, eviction=ADAKV))
 
 
 def test_a_long_prompt_is_promised_its_pages_before_the_eviction():
     driver = Driver(make_plan(18))
     for number in range(2):
-        driver.scheduler.add(make_sequence(number, 40, new=20, snapkv=SNAPKV))
+        driver.scheduler.add(make_sequence(number, 40, new=20, eviction=SNAPKV))
     driver.step()
     assert [s.number for s in driver.scheduler.waiting] == [1]
     driver.drain()
@@ -260,7 +288,7 @@ def test_a_long_prompt_is_promised_its_pages_before_the_eviction():
 
 def test_an_eviction_frees_pages():
     driver = Driver(make_plan(24, chunk_tokens=64))
-    sequence = make_sequence(0, 40, new=6, snapkv=SNAPKV)
+    sequence = make_sequence(0, 40, new=6, eviction=SNAPKV)
     driver.scheduler.add(sequence)
     driver.step()
     assert len(sequence.pages["full"]) == 2
@@ -275,7 +303,7 @@ def test_an_evicted_sequence_longer_than_the_pool_is_read_again(overcommit, rope
     """It fits in the pool only because it evicts, also when it comes back; the other one takes pages meanwhile."""
     driver = Driver(make_plan(11, chunk_tokens=64, rope_limits=rope_limits), overcommit)
     driver.scheduler.add(make_sequence(0, 4, new=28))
-    evicted = make_sequence(1, 40, new=22, snapkv=SNAPKV)
+    evicted = make_sequence(1, 40, new=22, eviction=SNAPKV)
     driver.scheduler.add(evicted)
     driver.drain()
     assert sorted(driver.finished) == [0, 1]
@@ -287,7 +315,7 @@ def test_an_evicted_sequence_longer_than_the_pool_is_read_again(overcommit, rope
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])
 def test_known_tokens_take_no_more_pages_than_all_that_are_to_come(policy):
     kind = make_plan(40).kinds[0]
-    sequence = make_sequence(0, 40, new=22, snapkv=Eviction(policy=policy, budget=8, window=4, sink=1))
+    sequence = make_sequence(0, 40, new=22, eviction=Eviction(policy=policy, budget=8, window=4, sink=1))
     known = []
     while len(sequence.tokens) <= sequence.max_length:
         known.append(sequence.known_pages(kind))
@@ -331,11 +359,11 @@ def test_shared_prefixes_are_read_once():
     assert driver.scheduler.pools["full"].kept > 0
 
 
-@pytest.mark.parametrize("why", ["ring", "snapkv"])
+@pytest.mark.parametrize("why", ["ring", "eviction"])
 def test_prefixes_are_private_where_pages_are_written_over(why):
     driver = Driver(make_plan(40, rings=12 if why == "ring" else 0, chunk_tokens=64))
     for number in range(2):
-        driver.scheduler.add(make_sequence(number, range(30), snapkv=SNAPKV if why == "snapkv" else None))
+        driver.scheduler.add(make_sequence(number, range(30), eviction=SNAPKV if why == "eviction" else None))
         driver.drain()
     assert driver.scheduler.reused_tokens == 0
     assert driver.scheduler.pools["full"].kept == 0
