@@ -42,6 +42,7 @@ class Generation(Iterator[int]):
         self._owner, self._state, self._chain, self._max_context = owner, state, chain, max_context
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
         self._ready: deque[Shown] = deque()
+        self._is_closed = False
 
     @property
     def text(self) -> str | None:
@@ -58,7 +59,13 @@ class Generation(Iterator[int]):
         """Whether all that the next token depends on is still there."""
         return self.turn.can_go_on and (self._chosen is not None or bool(self._state.pending))
 
+    def close(self) -> None:
+        """Yield no more; what is left can be taken up by `Session.resume`, as after any generation left early."""
+        self._is_closed = True
+
     def __next__(self) -> int:
+        if self._is_closed:
+            raise StopIteration
         if self._owner.generation is not self:
             if self.finish_reason is not None:  # it was taken to its end
                 raise StopIteration
