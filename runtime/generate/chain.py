@@ -9,7 +9,7 @@ from ortolan.errors import OrtolanError
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Turn
 from ortolan.runtime.steps.feeder import Feeder, Wanted
-from ortolan.runtime.steps.reader import NO_TOKENS, Reader
+from ortolan.runtime.steps.reader import Reader
 from ortolan.runtime.steps.stepper import BAD, StepResult
 
 Chosen = tuple[int, TokenLogprobs | None]
@@ -41,8 +41,7 @@ class Chain:
     def next(self, turn: Turn) -> Chosen:
         """Feed the token that waits, where no step under way does, and return the one after it."""
         if not self._waiting:
-            tokens = self._reader.with_pending(NO_TOKENS)
-            result = self._reader.decode(tokens, self.wanted(turn, len(self._state.tokens)))
+            result = self._reader.decode_pending(self.wanted(turn, len(self._state.tokens)))
         else:
             result = self._take()
         return result.tokens()[0], result.logprobs()[0]

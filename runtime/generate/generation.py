@@ -100,6 +100,10 @@ class Generation(Iterator[int]):
 
     def _advance(self) -> None:
         """Get one more token chosen, and let the device go on meanwhile."""
+        if not self.can_go_on:
+            raise ConfigError(
+                "the last step was interrupted, and the token that it chose is lost; start a new generate"
+            )
         token, logprobs = self._chosen or self._chain.next(self.turn)
         self._chosen = None
         shown = self.turn.accept(token, self._state.fed + 1, self._max_context, logprobs)

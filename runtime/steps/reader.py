@@ -61,14 +61,14 @@ class Reader:
         self._evicting.evict_if_due()
         return result
 
-    def decode(self, tokens: Tokens, wanted: Wanted = NOTHING) -> StepResult:
-        """Feed few tokens and count them as decoded."""
-        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
+    def decode(self, tokens: Tokens) -> StepResult:
+        """Feed few tokens that a caller gave, and count them as decoded."""
         with self._ending_at_what_was_read():
-            result = self._feed(tokens, None, wanted)
-        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
-        self._stats.decode_tokens += len(tokens)
-        return result
+            return self._decode(tokens, NOTHING)
+
+    def decode_pending(self, wanted: Wanted) -> StepResult:
+        """Feed the token that waits, and count it as decoded; where that fails, it still waits."""
+        return self._decode(self.with_pending(NO_TOKENS), wanted)
 
     def can_go_on(self, ahead: int) -> bool:
         """Say whether a step can feed one more token after `ahead` under way: nothing else must happen before it."""
@@ -78,6 +78,13 @@ class Reader:
         if self._feeder.rooms() <= ahead and self._feeder.room.is_cheap and self._plan.bound is None:
             self._feeder.make_room(ahead + 1)
         return self._feeder.rooms() > ahead
+
+    def _decode(self, tokens: Tokens, wanted: Wanted) -> StepResult:
+        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
+        result = self._feed(tokens, None, wanted)
+        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
+        self._stats.decode_tokens += len(tokens)
+        return result
 
     def _feed(self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted) -> StepResult:
         variant = rope_variant(self._rope_limits, self._state.fed + len(tokens))
