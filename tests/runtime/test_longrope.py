@@ -1,8 +1,12 @@
 """Models whose RoPE frequencies depend on the sequence's length."""
 
+import numpy as np
 import pytest
+import torch
+from fake_cuda import on_fake_cuda
 from families import FAMILIES, tiny_checkpoint
 from parity import oracle_logits, relative_difference
+from sessions import DEVICES
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
 import ortolan
@@ -64,6 +68,26 @@ def test_going_back_below_the_limit_reads_again_too(model, draw_tokens):
     session.rewind(40)
     expected = model.session().prefill([*draw_tokens(40), 9])
     assert relative_difference(session.step(9), expected) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("read", [0, 10])
+def test_a_text_is_scored_past_the_limit(model, folders, draw_tokens, monkeypatch, read, device):
+    """The chunk that passes it is scored with the frequencies of the longer sequence, however that is read again."""
+    tokens = draw_tokens(70)
+    session = (on_fake_cuda(model, monkeypatch) if device == "device" else model).session()
+    if read:
+        session.prefill(tokens[:read])
+    scored = session.score(tokens[read:])
+    last = read + (LIMIT - read) // 16 * 16  # where the chunk begins that passes the limit
+    logits = np.concatenate(
+        [oracle_logits(folders[0], tokens[:LIMIT])[:last], oracle_logits(folders[0], tokens)[last:]]
+    )
+    rows = torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()[read:-1]
+    expected = rows[np.arange(len(rows)), tokens[read + 1 :]]
+    assert [each.token for each in scored] == tokens[read + 1 :]
+    assert [each.logprob for each in scored] == pytest.approx(expected.tolist(), abs=1e-3)
+    assert session.state.history == tokens
 
 
 def test_past_the_limit_after_an_eviction_is_refused(model, draw_tokens):
