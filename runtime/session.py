@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,8 @@ class Session:
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
         self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
-        self._evicting.on_lost = self._settle
+        settle = weakref.WeakMethod(self._settle)  # a cycle would keep the caches until they are collected
+        self._evicting.on_lost = lambda: (call := settle()) and call()
         self._reader = Reader(self.feeder, self._evicting)
         self._chain = Chain(self.feeder, self._reader)
 

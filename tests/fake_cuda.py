@@ -141,6 +141,7 @@ class FakeSampler:
         return np.zeros((len(self._logits), 2 + 2 * k), np.int32)
 
     def score(self, tokens, k: int):
+        assert len(tokens), "a kernel without blocks cannot be launched"
         words = np.zeros((len(tokens), 2 + 2 * k), np.int32)
         self._fill(words, tokens)
         return words

@@ -18,12 +18,13 @@ class Visibility:
 
     def __init__(self, session: ortolan.Session, length: int) -> None:
         causal = np.tril(np.ones((length, length), bool))
-        layers = session.feeder.manifest.layers
+        manifest = session.feeder.manifest
+        layers = manifest.layers
         self._masks = [np.repeat(causal[None], layer.num_kv_heads, axis=0) for layer in layers]
         for mask, layer in zip(self._masks, layers, strict=True):
             if layer.window > 0:
                 behind = np.tril(np.ones((length, length), bool), -layer.window)
-                behind[:, : session.feeder.manifest.sink] = False
+                behind[:, : manifest.sink] = False
                 mask &= ~behind
         self._evictable = [i for i, layer in enumerate(layers) if layer.evictable]
 

@@ -8,44 +8,52 @@ import numpy as np
 from conversation import LONGEST, Conversation
 
 from ortolan.errors import CapacityError
-from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.paged_caches import NO_PAGE, PageTable
 
 BFLOAT16_NAN = 0xFFFF  # the bits, which stand for the type where arrays have none
 
 
-def tables_of(session) -> list[PageTable]:
-    return list(session._caches._tables.values())
+def pages_in_use(session) -> list[int]:
+    """Count the pages of each cache kind."""
+    return [len(pages) for pages in session.state.pages.values()]
 
 
 def check_pages(session) -> None:
-    """Every page is free or in the table once, the table says which, and full layers hold no more than they need."""
-    page, on_device = session.plan.page_size, isinstance(session._caches.buffers, CudaBuffers)
-    for kind in session._manifest.cache_kinds:
-        table = session._caches._tables[kind.name]
-        pool = session._caches.layers[kind.layers[0]].key.shape[0]
-        assert sorted(table._free + table._pages) == list(range(pool))
-        array = session._caches.buffers.download(table.array) if on_device else table.array
-        assert np.array_equal(array[0], table._pages + [NO_PAGE] * (pool - table.used))
-        held = max(session._lengths.held().get(i, 0) for i in kind.layers)
+    """Every page is free or the session's, once, and full layers have no more than they need."""
+    page, caches = session.plan.page_size, session.feeder.caches
+    for kind in session.feeder.manifest.cache_kinds:
+        pages, pool = session.state.pages[kind.name], session.feeder.room.pools[kind.name]
+        assert all(list(caches.page_numbers(layer)) == pages for layer in kind.layers)
+        assert {len(array) for layer in kind.layers for array in caches.store.tensors[layer].values()} == {
+            pool.num_pages
+        }
+        assert len(set(pages)) == len(pages)
+        assert [pool.holders(number) for number in range(pool.num_pages)] == [
+            int(number in pages) for number in range(pool.num_pages)
+        ]
+        assert pool.free == pool.num_pages - len(pages)
+        held = max(session.feeder.held().get(layer, 0) for layer in kind.layers)
         if kind.window < 0:
-            assert -(-held // page) <= table.used <= -(-(held + session.plan.growth_room) // page) + 1
+            assert -(-held // page) <= len(pages) <= -(-(held + session.plan.growth_room) // page) + 1
         else:
-            assert table.free == 0
+            assert pool.free == 0
 
 
 def poison_free_pages(session) -> None:
     """Fill pages that hold nothing with NaN: whoever reads one gives it away."""
-    with session._caches.buffers.scope():
-        for index, layer in enumerate(session._caches.layers):
-            free = session._caches._table(index)._free
-            for pool in (layer.key, layer.value):
-                pool[free] = np.nan if pool.dtype.kind == "f" else BFLOAT16_NAN
+    caches = session.feeder.caches
+    with caches.buffers.scope():
+        for index, tensors in caches.store.tensors.items():
+            for array in tensors.values():
+                free = sorted(set(range(len(array))) - set(caches.page_numbers(index)))
+                array[free] = np.nan if array.dtype.kind == "f" else BFLOAT16_NAN
 
 
 def shuffle_free_pages(session, rng: random.Random) -> None:
-    for table in tables_of(session):
-        rng.shuffle(table._free)
+    for pool in session.feeder.room.pools.values():
+        pages = [pool.take() for _ in range(pool.available)]
+        rng.shuffle(pages)
+        for page in pages:
+            pool.release(page)
 
 
 def outcome(action):

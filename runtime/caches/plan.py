@@ -13,7 +13,7 @@ from ortolan.runtime.caches.attention import RING_TILE
 from ortolan.runtime.caches.layer_state import SLOTS, Sizes, kind_of
 
 CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
-STEPS_AHEAD = 2  # decode steps on CUDA that may be under way past the last token read; rings hold room for them
+STEPS_AHEAD = 2  # decode steps on CUDA that may be under way when another is run; rings hold room for all of them
 CUDA_CHUNK = 16_384  # tokens of a prefill step; larger steps spare kernels' beginnings and ends, and take more memory
 CUDA_GROWTH_ROOM = 1024  # slots; each growth captures the decode graph anew
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -39,9 +40,11 @@ class Generation(Iterator[int]):
     ) -> None:
         self.turn, self.tokens = turn, list[int]()
         self.logprobs: list[TokenLogprobs] = []
-        self._owner, self._state, self._chain, self._max_context = owner, state, chain, max_context
+        self._owner = weakref.ref(owner)  # who lets go of both frees the caches at once; gone, it is used no more
+        self._state, self._chain, self._max_context = state, chain, max_context
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
         self._ready: deque[Shown] = deque()
+        self._is_closed = False
 
     @property
     def text(self) -> str | None:
@@ -58,16 +61,23 @@ class Generation(Iterator[int]):
         """Whether all that the next token depends on is still there."""
         return self.turn.can_go_on and (self._chosen is not None or bool(self._state.pending))
 
+    def close(self) -> None:
+        """Yield no more; what is left can be taken up by `Session.resume`, as after any generation left early."""
+        self._is_closed = True
+
     def __next__(self) -> int:
-        if self._owner.generation is not self:
+        if self._is_closed:
+            raise StopIteration
+        owner = self._owner()
+        if owner is not None and owner.generation is not self:
             if self.finish_reason is not None:  # it was taken to its end
                 raise StopIteration
             raise ConfigError("the session was used otherwise since the last token; start a new generate")
         while not self._ready:
             if self.turn.finish_reason is not None:
-                self._owner.finish_reason = self.turn.finish_reason
-                if not self.turn.can_go_on:
-                    self._owner.generation = None
+                if owner is not None:
+                    owner.finish_reason = self.turn.finish_reason
+                    owner.generation = self if self.turn.can_go_on else None
                 raise StopIteration
             self._advance()
         shown = self._ready.popleft()
@@ -93,6 +103,10 @@ class Generation(Iterator[int]):
 
     def _advance(self) -> None:
         """Get one more token chosen; what follows it is under way meanwhile, but for the first."""
+        if not self.can_go_on:
+            raise ConfigError(
+                "the last step was interrupted, and the token that it chose is lost; start a new generate"
+            )
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             self._chain.fill(self.turn)

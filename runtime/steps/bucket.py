@@ -115,6 +115,8 @@ class Bucket:
 
     def score(self, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
         """Wait, and return the log-probabilities of one token and of the k best for each of the first logit rows."""
+        if not tokens:
+            return []  # a kernel of no rows cannot be launched
         targets = self._device.pinned((len(tokens),), np.int32)
         targets[:] = tokens
         words = self._sampler.score(targets, k)

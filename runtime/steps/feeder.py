@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,7 @@ class Wanted:
     """What is wanted of the last tokens that are fed.
 
     Attributes:
-        draws: how the token after each of them is chosen; None: not wanted.
+        draws: how the token after each of them is chosen; None: not wanted. At most as many as a chunk has tokens.
         logprobs: as in `Row`.
     """
 
@@ -139,7 +139,7 @@ class Feeder:
         if self.state.fed == 0:
             self.caches.clear(self.state.lengths)
         try:
-            for begin, end in split_chunks(len(tokens), self.plan.chunk_size):
+            for begin, end in self._chunks(len(tokens), len(wanted.draws)):
                 if len(reading) > self.stepper.depth:
                     self._confirm(reading, note)
                 is_last = end == len(tokens)
@@ -198,6 +198,13 @@ class Feeder:
             f"the logits after position {self.state.fed + count - 1} contain NaN or infinity; "
             "rewind, or export the model with a wider dtype"
         )
+
+    def _chunks(self, count: int, wanted: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of chunks; the last one holds all tokens whose logits are wanted."""
+        size = self.plan.chunk_size
+        last = count - max(wanted, (count - 1) % size + 1)
+        yield from split_chunks(last, size)
+        yield last, count
 
     def _enqueue(self, reading: deque[_Chunk], tokens: Tokens, wanted: Wanted) -> _Chunk:
         """Enqueue a chunk behind those under way."""

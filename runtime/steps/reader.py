@@ -61,13 +61,13 @@ class Reader:
         self._evicting.evict_if_due()
         return result
 
-    def decode(self, tokens: Tokens, wanted: Wanted = NOTHING) -> StepResult:
-        """Feed few tokens and count them as decoded."""
+    def decode(self, tokens: Tokens) -> StepResult:
+        """Feed few tokens that a caller gave, and count them as decoded."""
         with self._ending_at_what_was_read():
-            return self._decode(tokens, wanted)
+            return self._decode(tokens, NOTHING)
 
     def decode_pending(self, wanted: Wanted) -> StepResult:
-        """Feed the token that waits; where that fails, it still does, unless tokens before it are lost."""
+        """Feed the token that waits, and count it as decoded; where that fails, it still waits."""
         return self._decode(self.with_pending(NO_TOKENS), wanted)
 
     def can_go_on(self, ahead: int) -> bool:

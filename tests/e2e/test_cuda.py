@@ -10,6 +10,7 @@ import pytest
 from cuda_models import ELEMENTS, FAMILIES, GRAPHS, allowed_logit_error, draw_tokens, open_pair
 from families import FAMILIES as ALL_FAMILIES
 from parity import oracle_logits, relative_difference
+from sessions import open_with_room
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
@@ -111,9 +112,8 @@ def test_an_unchosen_chunk_grows_where_no_ring_grows_with_it(tmp_path, family, e
 
 def run_turns(model, *, captures, snapkv=None):
     """Prefill, decode past a ring's wrap and, after an eviction, past a growth; return all logits."""
-    session = model.session(snapkv=snapkv)
-    session.plan = dataclasses.replace(session.plan, growth_room=20)
-    session._stepper.captures = captures
+    session = open_with_room(model, 20, snapkv=snapkv)
+    session.feeder.stepper.captures_graphs = captures
     rows = [session.prefill(draw_tokens(100))]
     rows += [session.step(token) for token in draw_tokens(140, seed=1)]
     rows += [session.prefill(draw_tokens(20, seed=2))]
@@ -140,13 +140,13 @@ def test_a_captured_graph_equals_eager_steps_bit_for_bit(family, dtype, policy, 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_after_evictions_equal_the_hosts(float32, policy):
     options = Eviction(policy=policy, budget=40, window=8, sink=2)
-    session, host = float32.device.session(snapkv=options), float32.host.session(snapkv=options)
-    session.plan = dataclasses.replace(session.plan, growth_room=10)
+    session, host = open_with_room(float32.device, 10, snapkv=options), float32.host.session(snapkv=options)
     for turn, count in enumerate((PROMPT, 21, 1)):
         prompt = draw_tokens(count, seed=turn)
         assert list(session.generate(prompt, 30)) == list(host.generate(prompt, 30))
-        for layer, held in host._lengths.physical.items():
-            np.testing.assert_array_equal(session._lengths.physical[layer], held)
+        assert session.feeder.held() == host.feeder.held()
+        for layer in range(len(host.plan.layers)):
+            np.testing.assert_array_equal(*(each.state.lengths.counts.get(layer, ()) for each in (session, host)))
             np.testing.assert_array_equal(session.kept_positions(layer), host.kept_positions(layer))
     assert session.stats.evictions == 3
     assert session.cache_bytes < session.plan.bytes
@@ -212,9 +212,10 @@ def test_a_session_moves_between_threads(pair):
 def test_logits_that_are_no_numbers_are_an_error(pair):
     session = pair.device.session()
     session.prefill(draw_tokens(40))
-    with session._device.scope():
-        session._caches.layers[1].value.view("uint8").fill(0xFF)
-    session._device.synchronize()
+    buffers = pair.device.device.cuda
+    with buffers.scope():
+        session.feeder.caches.store.tensors[1]["value"].view("uint8").fill(0xFF)
+    buffers.synchronize()
     with pytest.raises(NumericError):
         session.step(5)
     assert session.logical_length == 40
@@ -225,15 +226,14 @@ def test_logits_that_are_no_numbers_are_an_error(pair):
 
 def test_the_memory_report_adds_up(pair):
     """To what the driver says, but for the granularity of its allocations."""
-    session = pair.device.session(snapkv=SNAPKV)
-    session.plan = dataclasses.replace(session.plan, growth_room=20)
+    session = open_with_room(pair.device, 20, snapkv=SNAPKV)
     session.prefill(draw_tokens(300))
     report = session.memory_report()
     named = (report.weights_bytes, report.cache_bytes, report.capture_bytes, report.step_bytes)
     assert report.used_bytes == sum(named) + report.other_session_bytes + report.arena_bytes
     assert all(size > 0 for size in named)
     assert report.cache_bytes < report.planned_cache_bytes == session.plan.bytes
-    assert abs(report.used_bytes - pair.device._device.used_bytes()) < 64 * 2**20
+    assert abs(report.used_bytes - pair.device.memory.used_bytes()) < 64 * 2**20
     assert 0 < report.free_bytes < report.total_bytes
 
 
@@ -250,18 +250,18 @@ def test_a_plan_that_does_not_fit_is_refused_at_once(pair):
 
 
 def test_memory_that_runs_out_is_a_capacity_error(pair):
-    with pytest.raises(CapacityError, match="no memory for an array"):
-        pair.device._buffers.allocate((2**40,), np.uint8)
+    with pytest.raises(CapacityError, match="cannot allocate an array of 1099511627776 bytes"):
+        pair.device.device.cuda.allocate((2**40,), np.uint8)
 
 
 def test_memory_comes_back_after_an_eviction_and_with_the_session(pair):
     model = pair.device
-    pool = model._buffers
+    pool = model.device.cuda
     before = pool.pool_bytes
     session = model.session(snapkv=SNAPKV)
     session.prefill(draw_tokens(300))
     held = pool.pool_bytes - before
-    assert held < session.plan.bytes + session._stepper.bytes + session._chooser.bytes + 2**20
+    assert held < session.plan.bytes + session.feeder.stepper.bytes + 2**20
     del session
     pool.trim()
     assert pool.pool_bytes <= before + 2**20

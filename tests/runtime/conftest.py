@@ -82,6 +82,12 @@ def endless(model):
 
 
 @pytest.fixture
+def endless_mixed(mixed_model):
+    with without_end_tokens(mixed_model) as changed:
+        yield changed
+
+
+@pytest.fixture
 def endless_full(full_model):
     with without_end_tokens(full_model) as changed:
         yield changed

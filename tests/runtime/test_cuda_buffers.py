@@ -1,6 +1,7 @@
 """What CUDA reports becomes Ortolan's errors, whichever call of the buffers meets it."""
 
 import contextlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,35 +32,48 @@ class PoolError(MemoryError):
 
 
 class Failing:
-    """An array, pool, event or stream, each call of which fails."""
+    """An array, event or pool, each call of which fails."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def _fail(self, *_, **__):
+    def fail(self, *_, **__):
         raise self._error
 
-    set = get = malloc = record = synchronize = free_all_blocks = _fail
+    set = get = malloc = record = synchronize = free_all_blocks = fail
 
 
-def make_buffers(error: Exception) -> CudaBuffers:
-    """Make buffers on a device where all that can fail does."""
-    failing = Failing(error)
-    runtime = SimpleNamespace(CUDARuntimeError=CudaRuntimeError, memGetInfo=failing._fail)
-    cuda = SimpleNamespace(
-        runtime=runtime,
-        driver=SimpleNamespace(CUDADriverError=CudaDriverError),
-        memory=SimpleNamespace(OutOfMemoryError=PoolError),
-        Event=failing._fail,
-        get_elapsed_time=failing._fail,
-    )
-    buffers = CudaBuffers.__new__(CudaBuffers)
-    buffers.device_id = 0
-    buffers._cupy = SimpleNamespace(cuda=cuda)
-    buffers._device = contextlib.nullcontext()
-    buffers._stream = contextlib.nullcontext()
-    buffers._pool = buffers._pinned_pool = failing
-    return buffers
+class Stream(Failing):
+    """A stream that can be made current, and nothing else."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def make_buffers(monkeypatch):
+    """Return a function that makes buffers on a device where all that can fail does."""
+
+    def make(error: Exception) -> CudaBuffers:
+        failing = Failing(error)
+        cuda = SimpleNamespace(
+            runtime=SimpleNamespace(CUDARuntimeError=CudaRuntimeError, memGetInfo=failing.fail),
+            driver=SimpleNamespace(CUDADriverError=CudaDriverError),
+            memory=SimpleNamespace(OutOfMemoryError=PoolError),
+            Device=lambda number: contextlib.nullcontext(),
+            Stream=lambda non_blocking: Stream(error),
+            MemoryPool=lambda: failing,
+            PinnedMemoryPool=lambda: failing,
+            Event=failing.fail,
+            get_elapsed_time=failing.fail,
+        )
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+        return CudaBuffers(0)
+
+    return make
 
 
 def compute(buffers: CudaBuffers, array: Failing) -> None:
@@ -78,6 +92,8 @@ CALLS = {
     "record": lambda buffers, failing: buffers.record(failing),
     "wait": lambda buffers, failing: buffers.wait(failing),
     "seconds_between": lambda buffers, failing: buffers.seconds_between(failing, failing),
+    "synchronize": lambda buffers, failing: buffers.synchronize(),
+    "trim": lambda buffers, failing: buffers.trim(),
     "memory": lambda buffers, failing: buffers.memory(),
     "arithmetic": compute,
 }
@@ -85,19 +101,19 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", [CudaRuntimeError, CudaDriverError])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_fault_of_the_device_is_named(call, kind):
+def test_a_fault_of_the_device_is_named(make_buffers, call, kind):
     error = kind(716)  # a misaligned address
     with pytest.raises(OrtolanError, match="cuda:0 failed: status 716; start a new process") as raised:
         CALLS[call](make_buffers(error), Failing(error))
     assert not isinstance(raised.value, CapacityError)
 
 
-def test_pinned_memory_that_there_is_none_of_is_no_fault_of_the_device():
-    with pytest.raises(CapacityError, match="no memory of the host for an array of 12 bytes"):
+def test_pinned_memory_that_there_is_none_of_is_no_fault_of_the_device(make_buffers):
+    with pytest.raises(CapacityError, match="cannot allocate 12 bytes of pinned host memory"):
         make_buffers(CudaRuntimeError(2)).pinned((3,), np.float32)
 
 
 @pytest.mark.parametrize("error", [CudaRuntimeError(2), CudaDriverError(2), PoolError("none")])
-def test_memory_that_there_is_none_of_for_arithmetic_is_no_fault_of_the_device(error):
+def test_memory_that_there_is_none_of_for_arithmetic_is_no_fault_of_the_device(make_buffers, error):
     with pytest.raises(CapacityError, match="cuda:0 has no memory left for this"):
         compute(make_buffers(error), Failing(error))

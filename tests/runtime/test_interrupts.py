@@ -1,17 +1,14 @@
 """Reading that is cut short leaves the first `logical_length` tokens of the sequence, and nothing that waits behind."""
 
-import contextlib
-import dataclasses
-
 import numpy as np
 import pytest
 from fake_cuda import make_session
 from families import tiny_checkpoint
 from parity import relative_difference
+from sessions import failing_step
 from tolerances import SAME_LOGITS
 
 import ortolan
-import ortolan.runtime.generating as generating_module
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, OrtolanError
 
@@ -42,32 +39,12 @@ def open_session(request, monkeypatch):
     return lambda model, snapkv=None: make_session(model, monkeypatch, chunk_size=CHUNK, snapkv=snapkv)
 
 
-@contextlib.contextmanager
-def failing_chunk(session, number, error):
-    """Let a session's chunk `number`, counted from 1, fail after it wrote to the caches."""
-    stepper, calls = session._stepper, []
-    name = "enqueue_chunk" if hasattr(stepper, "enqueue_chunk") else "run"
-    run = getattr(stepper, name)
-
-    def fail(*arguments):
-        result = run(*arguments)
-        calls.append(1)
-        if len(calls) == number:
-            raise error
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepper, name, fail)
-        with pytest.raises(error):
-            yield
-
-
 def assert_goes_on(session, everything, fresh):
     """Assert that what follows `logical_length` completes a sequence, as if it had been read at once."""
     read = session.logical_length
-    assert session._history == everything[:read]
+    assert session.state.tokens == everything[:read]
     logits = session.prefill(everything[read:])
-    assert session._history == everything
+    assert session.state.history == everything
     assert relative_difference(logits, fresh.prefill(everything)) <= SAME_LOGITS
 
 
@@ -80,8 +57,8 @@ def test_a_generation_that_is_cut_short_at_a_rope_limit_is_not_resumed(
     session, prompt = open_session(dynamic_model), draw_tokens(60)
     stream = session.generate(prompt, 20)
     yielded = [next(stream) for _ in range(5)]
-    assert (session.logical_length, session._pending) == (LIMIT, yielded[-1:])
-    with failing_chunk(session, number, error):
+    assert (session.logical_length, session.state.pending) == (LIMIT, yielded[-1:])
+    with failing_step(session, number, error), pytest.raises(error):
         next(stream)
     assert session.logical_length <= (number - 1) * CHUNK
     with pytest.raises(ConfigError, match="no generation can be resumed"):
@@ -94,7 +71,7 @@ def test_a_generation_that_is_cut_short_at_a_rope_limit_is_not_resumed(
 def test_a_turn_that_is_cut_short_at_a_rope_limit_goes_on(dynamic_model, open_session, draw_tokens, number, error):
     session, prompt, turn = open_session(dynamic_model), draw_tokens(60), draw_tokens(20, seed=1)
     yielded = list(session.generate(prompt, 2))
-    with failing_chunk(session, number, error):
+    with failing_step(session, number, error), pytest.raises(error):
         session.prefill(turn)
     assert_goes_on(session, [*prompt, *yielded, *turn], dynamic_model.session())
 
@@ -110,7 +87,7 @@ def test_queries_that_are_captured_again_can_be_cut_short(full_model, open_sessi
     session.rewind(40)
     yielded = list(session.generate([7, 8], 1))
     everything = [*prompt[:40], 7, 8, *yielded, *turn]
-    with failing_chunk(session, number, error):
+    with failing_step(session, number, error), pytest.raises(error):
         session.prefill(turn)
     assert session.logical_length < 43 or number == 3
     fresh = full_model.session(snapkv=SNAPKV)
@@ -123,22 +100,14 @@ def test_queries_that_are_captured_again_can_be_cut_short(full_model, open_sessi
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("feed", ["prefill", "step", "generate"])
 def test_a_token_that_waits_is_the_callers_again_where_its_turn_is_cut_short(
-    full_model, open_session, draw_tokens, monkeypatch, feed, error
+    endless_full, open_session, draw_tokens, feed, error
 ):
-    monkeypatch.setattr(full_model, "manifest", dataclasses.replace(full_model.manifest, eos_token_ids=()))
-    session, prompt = open_session(full_model), draw_tokens(20)
+    session, prompt = open_session(endless_full), draw_tokens(20)
     yielded, turn = list(session.generate(prompt, 3)), draw_tokens(1 if feed == "step" else 30, seed=1)
-    name = "_run" if type(session) is ortolan.Session else "_prepare"
-
-    def fail(*_):
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session, name, fail)
-        with pytest.raises(error):
-            session.step(turn[0]) if feed == "step" else getattr(session, feed)(turn)
+    with failing_step(session, 1, error), pytest.raises(error):
+        session.step(turn[0]) if feed == "step" else getattr(session, feed)(turn)
     assert session.logical_length == 22
-    assert_goes_on(session, [*prompt, *yielded, *turn], full_model.session())
+    assert_goes_on(session, [*prompt, *yielded, *turn], endless_full.session())
 
 
 def test_a_token_that_waits_still_does_where_a_turn_is_refused(dynamic_model, open_session, draw_tokens):
@@ -148,34 +117,25 @@ def test_a_token_that_waits_still_does_where_a_turn_is_refused(dynamic_model, op
     for refused, kind in (([131], ConfigError), ([5] * 80, CapacityError), ([5] * 4, CapacityError)):
         with pytest.raises(kind):
             session.prefill(refused)
-        assert session._pending == yielded[-1:]
+        assert session.state.pending == yielded[-1:]
     session.step(5)
-    assert session._history[60:] == [*yielded, 5]
+    assert session.state.history[60:] == [*yielded, 5]
 
 
-def test_a_step_that_fails_leaves_its_generation_to_be_resumed(full_model, open_session, draw_tokens, monkeypatch):
+def test_a_step_that_fails_leaves_its_generation_to_be_resumed(endless_full, open_session, draw_tokens):
     """Nothing was taken back, so the token that waits is fed again."""
-    monkeypatch.setattr(full_model, "manifest", dataclasses.replace(full_model.manifest, eos_token_ids=()))
-    expected = list(open_session(full_model).generate(draw_tokens(20), 8))
-    session = open_session(full_model)
+    expected = list(open_session(endless_full).generate(draw_tokens(20), 8))
+    session = open_session(endless_full)
     stream = session.generate(draw_tokens(20), 8)
     first = [next(stream) for _ in range(3)]
-    name = "run" if type(session) is ortolan.Session else "enqueue_step"
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session._stepper, name, fail)
-        with pytest.raises(KeyboardInterrupt):
-            next(stream)
+    with failing_step(session, 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        next(stream)
     assert first + list(session.resume()) == expected
 
 
-def test_a_choice_that_is_interrupted_is_not_resumed(full_model, draw_tokens, monkeypatch, tmp_path):
-    """Its token was not chosen, and the logits are gone."""
-    monkeypatch.setattr(full_model, "manifest", dataclasses.replace(full_model.manifest, eos_token_ids=()))
-    session = full_model.session()
+def test_a_token_that_is_lost_on_its_way_is_not_skipped(endless_full, open_session, draw_tokens, monkeypatch, tmp_path):
+    """It was chosen, the one before it counts as read, and the logits are gone."""
+    session = open_session(endless_full)
     stream = session.generate(draw_tokens(20), 8)
     yielded = [next(stream) for _ in range(3)]
 
@@ -183,11 +143,15 @@ def test_a_choice_that_is_interrupted_is_not_resumed(full_model, draw_tokens, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(generating_module.Sampler, "choose", interrupt)
+        patch.setattr(session.generation.turn, "accept", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
+    with pytest.raises(ConfigError, match="token that it chose is lost"):
+        next(stream)
     session.save(tmp_path / "session")
-    for each in (session, full_model.restore(tmp_path / "session")):
+    for each in (session, endless_full.restore(tmp_path / "session")):
         with pytest.raises(ConfigError, match="no generation can be resumed"):
             each.resume()
-    assert session._history == [*draw_tokens(20), *yielded]
+        assert each.state.tokens == each.state.history == [*draw_tokens(20), *yielded]
+    expected = endless_full.session().prefill([*draw_tokens(20), *yielded, 5])
+    assert relative_difference(session.step(5), expected) <= SAME_LOGITS

@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
+from fake_cuda import on_fake_cuda
 from families import FAMILIES, tiny_checkpoint
 from parity import oracle_logits, relative_difference
+from sessions import DEVICES
 from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import CapacityError
+from ortolan.runtime.steps.row import Row
 
 LIMIT = 64
 
@@ -52,15 +56,10 @@ def test_the_limit_matters(model, folders, draw_tokens):
     assert relative_difference(short, oracle_logits(folders[0], draw_tokens(LIMIT))[-1]) <= LOGITS_RELATIVE
     session = model.session()
     session.prefill(draw_tokens(LIMIT + 1))
-    session.rewind(LIMIT)
-    stale = session._stepper.run(*_last_step(session, draw_tokens(LIMIT)[-1]))
-    assert relative_difference(stale, short) > 100 * LOGITS_RELATIVE
-
-
-def _last_step(session, token):
-    """Feed the last token again, with the frequencies of the longer sequence."""
-    physical = {layer: lengths - 1 for layer, lengths in session._lengths.physical.items()}
-    return np.array([token]), session.logical_length - 1, physical, 1
+    session.rewind(LIMIT - 1)
+    stale = Row(tokens=draw_tokens(LIMIT)[-1:], logical=LIMIT - 1, variant=1, captures=session.state.captures)
+    logits = session.feeder.stepper.run([stale]).logits()[0]  # with the frequencies of the longer sequence
+    assert relative_difference(logits, short) > 100 * LOGITS_RELATIVE
 
 
 def test_going_back_below_the_limit_reads_again_too(model, draw_tokens):
@@ -69,6 +68,26 @@ def test_going_back_below_the_limit_reads_again_too(model, draw_tokens):
     session.rewind(40)
     expected = model.session().prefill([*draw_tokens(40), 9])
     assert relative_difference(session.step(9), expected) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("read", [0, 10])
+def test_a_text_is_scored_past_the_limit(model, folders, draw_tokens, monkeypatch, read, device):
+    """The chunk that passes it is scored with the frequencies of the longer sequence, however that is read again."""
+    tokens = draw_tokens(70)
+    session = (on_fake_cuda(model, monkeypatch) if device == "device" else model).session()
+    if read:
+        session.prefill(tokens[:read])
+    scored = session.score(tokens[read:])
+    last = read + (LIMIT - read) // 16 * 16  # where the chunk begins that passes the limit
+    logits = np.concatenate(
+        [oracle_logits(folders[0], tokens[:LIMIT])[:last], oracle_logits(folders[0], tokens)[last:]]
+    )
+    rows = torch.log_softmax(torch.from_numpy(logits), dim=-1).numpy()[read:-1]
+    expected = rows[np.arange(len(rows)), tokens[read + 1 :]]
+    assert [each.token for each in scored] == tokens[read + 1 :]
+    assert [each.logprob for each in scored] == pytest.approx(expected.tolist(), abs=1e-3)
+    assert session.state.history == tokens
 
 
 def test_past_the_limit_after_an_eviction_is_refused(model, draw_tokens):

@@ -5,16 +5,15 @@ import random
 
 import numpy as np
 import pytest
-from fake_cuda import make_session
+from fake_cuda import make_session, on_fake_cuda
 from families import FAMILIES, tiny_checkpoint
-from paged_sessions import check_pages, poison_free_pages, tables_of, talk_in_step
-from saved_sessions import DEVICES, place
+from paged_sessions import check_pages, pages_in_use, poison_free_pages, shuffle_free_pages, talk_in_step
+from sessions import DEVICES, open_with_room
 
 import ortolan
 from ortolan import Eviction, SnapKv
 from ortolan.errors import CapacityError, ConfigError, ContractMismatchError
 from ortolan.policies import POLICIES
-from ortolan.runtime.paged_caches import PageTable
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_CONTEXT, SINK = 512, 2
@@ -35,14 +34,13 @@ def exported(tmp_path_factory):
                 checkpoint, root / name / "model", max_context=MAX_CONTEXT, chunk_size=16, sink=sink, **pages, **options
             )
             models[key] = ortolan.load(folder, device="cpu", num_threads=1)
-            manifest = dataclasses.replace(models[key].manifest, eos_token_ids=())
-            models[key].manifest = manifest
+            object.__setattr__(models[key].manifest, "eos_token_ids", ())
         return models[key]
 
     return open_model
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(30))
 def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device):
     rng = random.Random(seed)
@@ -55,10 +53,8 @@ def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device
     snapkv = Eviction(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy, during_prefill=bounded)
     options = {"chunk_size": chunk_size, "snapkv": rng.choice([None, snapkv]) if evicts else None}
     if device == "device":
-        sessions = [make_session(model, monkeypatch, **options) for model in models]
-        room = rng.choice([0, 7, 60])
-        for session in sessions:
-            session.plan = dataclasses.replace(session.plan, growth_room=room)
+        models, room = [on_fake_cuda(model, monkeypatch) for model in models], rng.choice([0, 7, 60])
+        sessions = [open_with_room(model, room, **options) for model in models]
     else:
         sessions = [model.session(**options) for model in models]
     talk_in_step(sessions, seed)
@@ -67,7 +63,6 @@ def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_a_device_captures_its_graph_once_though_pages_are_added(exported, monkeypatch, draw_tokens, page_size):
     sessions = [make_session(exported("gemma3", size), monkeypatch) for size in (0, page_size)]
-    sessions[1].plan = dataclasses.replace(sessions[1].plan, growth_room=0)
     expected, got = (list(session.generate(draw_tokens(20), 400)) for session in sessions)
     assert got == expected
     assert sessions[1].stats.graph_captures == 1
@@ -94,10 +89,10 @@ def test_full_layers_grow_page_by_page_and_rings_never(exported, draw_tokens, pa
 def test_a_rewind_frees_pages(exported, draw_tokens):
     session = exported("llama", 16).session()
     session.prefill(draw_tokens(100))
-    assert [table.used for table in tables_of(session)] == [7]
+    assert pages_in_use(session) == [7]
     for length, pages in ((97, 7), (96, 6), (33, 3), (32, 2), (1, 1), (0, 0)):
         session.rewind(length)
-        assert [table.used for table in tables_of(session)] == [pages]
+        assert pages_in_use(session) == [pages]
     assert session.cache_bytes == 0
 
 
@@ -105,12 +100,12 @@ def test_an_eviction_frees_pages(exported, draw_tokens):
     session = exported("llama", 16).session(snapkv=SnapKv(budget=40, window=8))
     logits = session.prefill(draw_tokens(200))
     assert session.physical_length(0) == 40
-    assert [table.used for table in tables_of(session)] == [3]
+    assert pages_in_use(session) == [3]
     poison_free_pages(session)
     for token in draw_tokens(30, 1):
         logits = session.step(token)
     assert np.isfinite(logits).all()
-    assert [table.used for table in tables_of(session)] == [5]
+    assert pages_in_use(session) == [5]
 
 
 def test_heads_of_different_lengths_keep_the_pages_of_the_longest(exported, draw_tokens):
@@ -118,7 +113,7 @@ def test_heads_of_different_lengths_keep_the_pages_of_the_longest(exported, draw
     session.prefill(draw_tokens(200))
     longest = max(session.physical_length(layer) for layer in range(4))
     assert longest > 40
-    assert [table.used for table in tables_of(session)] == [-(-longest // 16)]
+    assert pages_in_use(session) == [-(-longest // 16)]
 
 
 def test_the_context_limit_is_the_end(exported, draw_tokens):
@@ -128,7 +123,7 @@ def test_the_context_limit_is_the_end(exported, draw_tokens):
     assert session.finish_reason == "context"
     with pytest.raises(CapacityError, match="max_context = 100"):
         session.prefill([3])
-    assert [table.used for table in tables_of(session)] == [2]
+    assert pages_in_use(session) == [2]
 
 
 def test_longrope_reads_a_paged_sequence_again(tmp_path, draw_tokens):
@@ -146,11 +141,12 @@ def test_longrope_reads_a_paged_sequence_again(tmp_path, draw_tokens):
 
 
 def test_a_pool_that_is_too_small_is_refused(exported):
-    table = PageTable(3, exported("llama", 16).session()._caches.buffers)
-    table.resize(2)
+    session = exported("llama", 16).session(max_context=48)
+    room, pool = session.feeder.room, session.feeder.room.pools["full"]
+    room.fit(dict.fromkeys(range(4), 32), dict.fromkeys(range(4), 0))
     with pytest.raises(CapacityError, match="4 pages are needed, the pool has 3"):
-        table.resize(4)
-    assert (table.used, table.free) == (2, 1)
+        room.fit(dict.fromkeys(range(4), 64), dict.fromkeys(range(4), 0))
+    assert (pages_in_use(session), pool.free) == ([2], 1)
 
 
 def test_a_graph_of_other_pages_than_the_manifest_is_refused(exported, monkeypatch):
@@ -177,16 +173,16 @@ def test_other_page_sizes_are_refused(tmp_path, page_size):
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
 def test_a_layer_that_needs_few_pages_takes_none_from_another(exported, order):
     """The layers of a kind share pages, so the one that holds most decides, in whatever order they are named."""
-    caches = exported("llama", 16).session()._caches
-    table = caches._tables["full"]
+    session = exported("llama", 16).session()
+    room, pages = session.feeder.room, session.state.pages["full"]
     held = {0: 100, 1: 20, 2: 5, 3: 5}
-    caches.fit(dict.fromkeys(order, 112), held)
-    table._free.reverse()
-    pages = list(table._pages)
-    caches.fit({i: max(held[i], 17) for i in order}, held)
-    assert table._pages == pages
-    caches.release({i: min(held[i], 40) for i in order}, dict.fromkeys(order, 5))
-    assert table._pages == pages[:3]
+    room.fit(dict.fromkeys(order, 112), held)
+    shuffle_free_pages(session, random.Random(0))
+    before = list(pages)
+    room.fit({i: max(held[i], 17) for i in order}, held)
+    assert pages == before
+    room.release({i: min(held[i], 40) for i in order}, dict.fromkeys(order, 5))
+    assert pages == before[:3]
 
 
 @pytest.mark.parametrize("evicted", [False, True])
@@ -195,7 +191,9 @@ def test_a_layer_that_needs_few_pages_takes_none_from_another(exported, order):
 def test_a_saved_paged_session_goes_on_bit_for_bit(
     exported, tmp_path, draw_tokens, monkeypatch, page_size, evicted, device
 ):
-    model = place(exported("gemma3", page_size), device, monkeypatch)
+    model = exported("gemma3", page_size)
+    if device == "device":
+        model = on_fake_cuda(model, monkeypatch)
     session = model.session(snapkv=SnapKv(budget=40, window=8) if evicted else None)
     session.prefill(draw_tokens(150))
     session.step(5)

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.policies import Eviction, SnapKv
-from ortolan.runtime.caches.plan import LayerPlan, plan_caches, ring_keeps, rope_variant, split_chunks
+from ortolan.runtime.caches.attention import ring_keeps
+from ortolan.runtime.caches.plan import plan_caches, rope_variant, split_chunks
 from ortolan.runtime.device.memory import estimate_evict_bytes, fit_chunk
 
 SIZES = st.integers(1, 40)
 
 
 def manifest_of(window: int = 12, sink: int = 0, max_context: int = 512, dtype: str = "float32") -> Manifest:
-    layers = tuple(LayerInfo(window=w, num_kv_heads=2, head_size=8, evictable=w < 0) for w in (window, -1))
+    layers = tuple(LayerInfo(window=w, num_heads=4, num_kv_heads=2, head_size=8, evictable=w < 0) for w in (window, -1))
     return Manifest(
         architecture="test",
         dtype=dtype,
         vocab_size=10,
-        num_heads=4,
         max_context=max_context,
         chunk_size=64,
         sink=sink,
@@ -166,8 +166,7 @@ def test_ring_keeps_agrees_with_brute_force(sink, window, spare, highest, back):
         held[slot(position, sink, capacity)] = position
     seen = [p for p in range(length) if p < sink or p > length - window]
     whole = all(held[slot(p, sink, capacity)] == p for p in seen)
-    layer = LayerPlan(kind="ring", window=window, capacity=capacity, slot_bytes=1, full_length_bytes=1)
-    assert ring_keeps(length, highest, layer, sink) == whole
+    assert ring_keeps(length, highest, window, capacity, sink) == whole
 
 
 def test_an_eviction_is_counted_by_the_largest_cache_that_it_reads():

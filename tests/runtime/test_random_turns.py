@@ -1,13 +1,13 @@
 """Random turns, rewinds and evictions leave a session as if only what was not taken back had ever been read."""
 
-import dataclasses
 import random
 
 import numpy as np
 import pytest
 from conversation import LONGEST, Conversation
-from fake_cuda import make_session
+from fake_cuda import on_fake_cuda
 from parity import relative_difference
+from sessions import DEVICES, open_with_room
 from tolerances import LOGITS_RELATIVE
 
 from ortolan import Eviction
@@ -16,15 +16,14 @@ from ortolan.policies import POLICIES
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_was_taken_back_leaves_no_trace(request, monkeypatch, seed, device, policy):
     rng = random.Random(seed)
-    model = request.getfixturevalue(rng.choice(["full_model", "mixed_model"]))
-    monkeypatch.setattr(model, "manifest", dataclasses.replace(model.manifest, eos_token_ids=()))
+    model = request.getfixturevalue(rng.choice(["endless_full", "endless_mixed"]))
     snapkv = Eviction(budget=rng.choice([24, 40]), window=8, sink=2, policy=policy)
-    session = make_session(model, monkeypatch, snapkv=snapkv) if device == "device" else model.session(snapkv=snapkv)
-    session.plan = dataclasses.replace(session.plan, growth_room=rng.choice([5, 20, 60]))
+    placed = on_fake_cuda(model, monkeypatch) if device == "device" else model
+    session = open_with_room(placed, rng.choice([5, 20, 60]), snapkv=snapkv)
     talk = Conversation(session, rng)
     for _ in range(rng.randint(3, 14)):
         if session.logical_length > LONGEST:

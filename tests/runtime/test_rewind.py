@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from parity import relative_difference
+from sessions import failing_step
 from tolerances import SAME_LOGITS
 
 from ortolan import SnapKv
@@ -91,24 +92,19 @@ def test_rewinding_to_the_start_forgets_evictions(full_model, draw_tokens):
     np.testing.assert_array_equal(session.kept_positions(2), expected.kept_positions(2))
 
 
-def fail_once(session, monkeypatch, tokens: list[int]) -> None:
+def fail_once(session, tokens: list[int]) -> None:
     """Feed tokens in a step that writes to the caches and then fails."""
-    run = session._stepper.run
-
-    def failing(*arguments):
-        run(*arguments)
-        raise OrtolanError("the decoder graph failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session._stepper, "run", failing)
-        with pytest.raises(OrtolanError, match="failed"):
-            session.prefill(tokens)
+    with (
+        failing_step(session, 1, OrtolanError("the decoder graph failed")),
+        pytest.raises(OrtolanError, match="failed"),
+    ):
+        session.prefill(tokens)
 
 
-def test_a_failed_chunk_counts_for_what_a_ring_lost(mixed_model, draw_tokens, monkeypatch):
+def test_a_failed_chunk_counts_for_what_a_ring_lost(mixed_model, draw_tokens):
     session = mixed_model.session()
     session.prefill(draw_tokens(140))
-    fail_once(session, monkeypatch, draw_tokens(16, seed=1))
+    fail_once(session, draw_tokens(16, seed=1))
     with pytest.raises(CapacityError, match="ring"):
         session.rewind(112)
     session.rewind(113)
@@ -116,11 +112,11 @@ def test_a_failed_chunk_counts_for_what_a_ring_lost(mixed_model, draw_tokens, mo
     assert relative_difference(session.step(9), expected) <= SAME_LOGITS
 
 
-def test_a_failed_chunk_counts_for_the_captured_queries(full_model, draw_tokens, monkeypatch):
+def test_a_failed_chunk_counts_for_the_captured_queries(full_model, draw_tokens):
     session, straight = full_model.session(snapkv=SNAPKV), full_model.session(snapkv=SNAPKV)
     session.prefill(draw_tokens(38))
-    fail_once(session, monkeypatch, [5])
-    fail_once(session, monkeypatch, draw_tokens(7, seed=1))
+    fail_once(session, [5])
+    fail_once(session, draw_tokens(7, seed=1))
     straight.prefill(draw_tokens(38))
     question = draw_tokens(3, seed=2)
     logits, expected = session.prefill(question), straight.prefill(question)

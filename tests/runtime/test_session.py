@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from parity import relative_difference
+from sessions import failing_step, numberless_step
 from tolerances import SAME_LOGITS
 
 from ortolan import Sampling, SnapKv
@@ -211,36 +212,25 @@ def test_numbers_of_numpy_are_numbers(endless, draw_tokens):
 
 
 @pytest.mark.parametrize("kind", ["error", "nan"])
-def test_a_failed_chunk_leaves_what_was_read_before_it(model, draw_tokens, monkeypatch, kind):
+def test_a_failed_chunk_leaves_what_was_read_before_it(model, draw_tokens, kind):
     """Three chunks; the second fails after it wrote to the caches. The session goes on from the first."""
-    session = model.session()
-    run, calls = session._stepper.run, []
-
-    def failing(*arguments):
-        logits = run(*arguments)
-        calls.append(len(arguments[0]))
-        if len(calls) != 2:
-            return logits
-        if kind == "error":
-            raise OrtolanError("the decoder graph failed")
-        return np.full_like(logits, np.nan)
-
-    monkeypatch.setattr(session._stepper, "run", failing)
-    prompt = draw_tokens(40)
-    with pytest.raises(NumericError if kind == "nan" else OrtolanError):
-        session.prefill(prompt)
+    session, prompt = model.session(), draw_tokens(40)
+    if kind == "error":
+        with failing_step(session, 2, OrtolanError("the decoder graph failed")), pytest.raises(OrtolanError):
+            session.prefill(prompt)
+    else:
+        with numberless_step(session, 2), pytest.raises(NumericError):
+            session.prefill(prompt)
     assert session.logical_length == 16
     logits = session.prefill(prompt[16:])
     assert relative_difference(logits, model.session().prefill(prompt)) <= SAME_LOGITS
 
 
-def test_a_failed_step_of_generate_keeps_the_token(endless, draw_tokens, monkeypatch):
+def test_a_failed_step_of_generate_keeps_the_token(endless, draw_tokens):
     session = endless.session()
     tokens = session.generate(draw_tokens(10))
     token = next(tokens)
-    with monkeypatch.context() as patch:
-        patch.setattr(session._stepper, "run", lambda *_: np.full(131, np.inf, np.float32))
-        with pytest.raises(NumericError, match="position 10"):
-            next(tokens)
+    with numberless_step(session, 1, np.inf), pytest.raises(NumericError, match="position 10"):
+        next(tokens)
     expected = endless.session().prefill([*draw_tokens(10), token, 8])
     assert relative_difference(session.step(8), expected) <= SAME_LOGITS
