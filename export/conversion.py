@@ -109,7 +109,7 @@ def convert(
         StorageError: the disk is full, or writing failed otherwise; what was in `target` is still there.
         UnsupportedModelError: a node of the graph cannot be converted; the message names it.
         CheckpointError: weights or other files are missing, truncated, or cannot be read.
-        ContractMismatchError: the file is no ONNX model.
+        ContractMismatchError: the file is not an ONNX model.
     """
     arguments = ConvertArguments(
         max_context=max_context,

@@ -81,7 +81,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not os.path.exists(target):  # unlike Path's, it takes names that are too long
         return
     if not target.is_dir():
-        raise ConfigError(f"{target} exists and is no folder; choose another output folder")
+        raise ConfigError(f"{target} exists and is not a folder; choose another output folder")
     try:
         is_empty = not any(target.iterdir())
         is_model = os.path.isfile(target / MANIFEST_FILE)

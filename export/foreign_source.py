@@ -63,7 +63,7 @@ def open_source(path: Path) -> ForeignSource:
         ConfigError: there is no such folder or file, or it is a model folder already.
         CheckpointError: its configuration cannot be read, or the file of its weights is missing or truncated.
         UnsupportedModelError: the model is split into several graphs.
-        ContractMismatchError: the file is no ONNX model.
+        ContractMismatchError: the file is not an ONNX model.
     """
     if not os.path.exists(path):  # unlike Path's, it takes names that are too long
         raise ConfigError(f"{path} does not exist; give the folder of a model, or its .onnx file")

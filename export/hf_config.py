@@ -68,7 +68,7 @@ class HfConfig:
         """Return a list of finite numbers above 0, none where it is absent.
 
         Raises:
-            CheckpointError: the value is no such list.
+            CheckpointError: the value is not such a list.
         """
         return [_above_zero(key, _finite(key, value)) for value in self.sequence(key, object, [])]
 
@@ -76,7 +76,7 @@ class HfConfig:
         """Return the keys of an object, none where it is absent.
 
         Raises:
-            CheckpointError: the value is no object.
+            CheckpointError: the value is not an object.
         """
         value = self.get(key, {})
         if not isinstance(value, dict):
@@ -87,7 +87,7 @@ class HfConfig:
         """Return a list whose items are all of one kind.
 
         Raises:
-            CheckpointError: the value is no such list.
+            CheckpointError: the value is not such a list.
         """
         value = self.get(key, list(default))
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
@@ -165,11 +165,11 @@ def read_hf_config(folder: Path) -> HfConfig:
     those of a chat's turns often stand in the former alone.
 
     Raises:
-        CheckpointError: the folder has no config.json, or one of the two cannot be read or is no JSON object.
+        CheckpointError: the folder has no config.json, or one of the two cannot be read or is not a JSON object.
     """
     path = folder / CONFIG_FILE
     if not is_file(path):
-        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder} does not contain {CONFIG_FILE}; give the folder of a Hugging Face checkpoint")
     config = HfConfig(_read_object(path))
     if not is_file(folder / GENERATION_FILE):
         return config

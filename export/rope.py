@@ -48,8 +48,8 @@ def read_rope_spec(
             the others turn whole heads all the same, and fail where the rope is scaled.
 
     Raises:
-        UnsupportedModelError: the RoPE type is none of `ROPE_TYPES`, or scaled and partial where the family is not.
-        CheckpointError: a parameter is no number, or outside its range.
+        UnsupportedModelError: the RoPE type is not one of `ROPE_TYPES`, or scaled and partial where the family is not.
+        CheckpointError: a parameter is not a number, or outside its range.
     """
     parameters = HfConfig(_parameters(config, layer_type))
     rope_type = str(parameters.get("rope_type", parameters.get("type", "default")))

@@ -43,7 +43,7 @@ def load_structure(path: Path) -> onnx.ModelProto:
     except Exception as error:  # protobuf's own exception types differ between its versions
         raise ContractMismatchError(f"{path} cannot be read as an ONNX model: {error}") from error
     if not is_sound:
-        raise ContractMismatchError(f"{path} cannot be read as an ONNX model: a name in it is no UTF-8 text")
+        raise ContractMismatchError(f"{path} cannot be read as an ONNX model: a name in it is not UTF-8 text")
     return model
 
 

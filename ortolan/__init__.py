@@ -74,10 +74,10 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
 
     Raises:
-        ContractMismatchError: the folder is no model, is incomplete, or was made by another version.
+        ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: the device has no such spelling, or none for the model's dtype; num_threads is no such number, or
-            fused no truth.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused
+            has a value that is not allowed.
     """
     from ortolan import runtime
 

@@ -32,7 +32,7 @@ class ContractMismatchError(OrtolanError, ValueError):
 
 
 class SessionFileError(OrtolanError, ValueError):
-    """A file is no saved session, or is truncated or altered."""
+    """A file is not a saved session, or is truncated or altered."""
 
 
 class StorageError(OrtolanError, OSError):
@@ -56,7 +56,7 @@ class ContextLengthError(CapacityError, ValueError):
 
 
 class NumericError(OrtolanError, ArithmeticError):
-    """A model produced logits that are not numbers."""
+    """A model produced logits that contain NaN or infinity."""
 
 
 class RequestCancelledError(OrtolanError, RuntimeError):
@@ -77,7 +77,7 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         most: largest one; None: there is none.
 
     Raises:
-        ConfigError: it is no whole number, or outside its range.
+        ConfigError: it is not a whole number, or outside its range.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def one_of(name: str, value: object, allowed: abc.Collection[str]) -> str:
     """Return an argument that is one of some words.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is not one of them.
     """
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")

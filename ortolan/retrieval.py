@@ -144,7 +144,7 @@ def load_corpus(split: str = "eval", root: Path | None = None) -> Corpus:
     texts = (_read_ascii(folder / path) for path in chosen)
     files = tuple(text for text in texts if len(text) >= _MIN_FILE_BYTES)
     if not files:
-        raise ConfigError(f"{folder} holds no ASCII Python file for split {split!r}; pass another root")
+        raise ConfigError(f"{folder} does not contain an ASCII Python file for split {split!r}; pass another root")
     return Corpus(files)
 
 

@@ -2,7 +2,7 @@
 
 1. Every weight is external, with a length; where its bytes really lie is kept aside. So is every other tensor of a
    type that onnx-graphsurgeon would change, as NumPy has not got it.
-2. Constant nodes are initializers, and initializers are no inputs, as they are in graphs of older exporters.
+2. Constant nodes are initializers, and initializers are not inputs, as they are in graphs of older exporters.
 3. An `If` that chooses between tables of RoPE by the sequence's length is one table, with a note of the limit.
 4. Every node has a name of its own, and no value has a name that the converted graph needs.
 """

@@ -54,7 +54,7 @@ class Rows:
 
 
 class Kind(Enum):
-    """A value that holds no tokens."""
+    """A value that does not contain tokens."""
 
     CONSTANT = "constant"
     LENGTHS = "computed from the attention mask, from shapes or from another input"

@@ -73,7 +73,7 @@ def shipped_model() -> Path:
     """
     folder = Path(__file__).resolve().parents[1] / SHIPPED_MODEL
     if not (folder / "config.json").is_file():
-        raise OrtolanError(f"{folder} holds no model; install ortolan again")
+        raise OrtolanError(f"{folder} does not contain a model; install ortolan again")
     return folder
 
 
@@ -94,7 +94,7 @@ def _model_folder(keep: Path | None) -> Iterator[Path]:
     """Give the folder to export to: the caller's, or a temporary one that is removed."""
     if keep is not None:
         if os.path.exists(keep) and not os.path.isdir(keep):
-            raise ConfigError(f"--keep-dir {keep} exists and is no folder; choose another one")
+            raise ConfigError(f"--keep-dir {keep} exists and is not a folder; choose another one")
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix="ortolan-demo-") as folder:

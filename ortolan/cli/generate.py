@@ -209,7 +209,7 @@ def _read_prompt(options: argparse.Namespace) -> str:
     else:
         try:
             file = options.prompt_file
-            text = file.read_text(encoding="utf-8-sig") if file else _read_standard_input()  # a mark is no text
+            text = file.read_text(encoding="utf-8-sig") if file else _read_standard_input()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
     if not text and not options.load_session:

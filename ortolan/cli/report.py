@@ -22,7 +22,7 @@ def check_report_target(target: str | None) -> None:
     if os.path.isdir(target):
         raise ConfigError(f"{target} is a folder; give the name of the file to write")
     if not os.path.isdir(Path(target).parent):
-        raise ConfigError(f"{Path(target).parent} is no folder; make it, or give another name than {target}")
+        raise ConfigError(f"{Path(target).parent} is not a folder; create it, or give another name than {target}")
     is_there = os.path.exists(target)
     if not (os.access(target, os.W_OK) if is_there else os.access(Path(target).parent, os.W_OK | os.X_OK)):
         raise ConfigError(f"{target if is_there else Path(target).parent} may not be written to; give another file")

@@ -19,7 +19,7 @@ def resolve_device(device: str | None) -> str:
     """Return the provider for a device name; None takes CUDA where it is usable.
 
     Raises:
-        ConfigError: the name is none of "cpu", "cuda", "cuda:N".
+        ConfigError: the name is not "cpu", "cuda" or "cuda:N".
         DeviceError: CUDA is asked for and something of it is missing.
     """
     if device is None:

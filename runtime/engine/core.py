@@ -232,7 +232,7 @@ class EngineCore:
         return next(each.row for each in self._ahead if each.chunk.sequence is sequence)
 
     def _check(self, ran: Ran) -> bool:
-        """Fail a request whose logits are no numbers; its pages serve nobody else."""
+        """Fail a request whose logits contain NaN or infinity; its pages serve nobody else."""
         if ran.result.tokens()[ran.row] != BAD:
             return True
         place = f"the logits after position {ran.chunk.end - 1}"

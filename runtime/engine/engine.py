@@ -206,7 +206,7 @@ class Engine:
             The tokens that come now; those before are not repeated.
 
         Raises:
-            ConfigError: max_new_tokens is below 1, or the file holds no generation that can go on.
+            ConfigError: max_new_tokens is below 1, or the file does not contain a generation that can go on.
             SessionFileError: the file cannot be read, is not a saved session, or is truncated or altered.
             ContractMismatchError: another model or another version of the format wrote it.
             CapacityError: it could not finish in the whole pool.
@@ -290,7 +290,7 @@ class Engine:
         """Rebuild a saved generation, and hand on what it had chosen and not shown."""
         described, outbox = saved.generation, Outbox()
         if described is None:
-            raise ConfigError(f"{path} holds no generation to go on with; submit a prompt with session={str(path)!r}")
+            raise _nothing_to_restore(path)
         turn = Turn.from_description(described["turn"], self._parts.manifest.vocab_size, self._parts.detokenize)
         sequence, context = self._sequence([], saved.eviction, saved), self.plan.max_context
         outbox.put([Shown.from_list(each) for each in described["ready"]], turn.text)
@@ -304,7 +304,7 @@ class Engine:
         if turn.finish_reason is not None:
             outbox.finish(turn.finish_reason)
         elif not sequence.pending:
-            raise ConfigError(f"{path} holds no generation to go on with; submit a prompt with session={str(path)!r}")
+            raise _nothing_to_restore(path)
         return turn, sequence, outbox
 
     def _submit(self, request: Request, prompt_tokens: int) -> Stream:
@@ -333,4 +333,10 @@ def _count_memory(core: EngineCore) -> EngineMemory:
         held_bytes=sum(pool.held * bytes_of[pool.name] for pool in pools),
         kept_bytes=sum(pool.kept * bytes_of[pool.name] for pool in pools),
         free_bytes=sum(pool.free * bytes_of[pool.name] for pool in pools),
+    )
+
+
+def _nothing_to_restore(path: str | Path) -> ConfigError:
+    return ConfigError(
+        f"{path} does not contain a generation that can go on; submit a prompt with session={str(path)!r}"
     )

@@ -46,7 +46,7 @@ class StopFilter:
         self.text = "" if strings else None
 
     def push(self, token: int) -> tuple[list[int], bool]:
-        """Take a token; returns the tokens that are no part of a stop for sure, and whether one is whole."""
+        """Take a token; returns the tokens that certainly are not part of a stop, and whether one is whole."""
         if not self._stops and self._texts is None:
             return [token], False
         self._held.append(token)

@@ -30,7 +30,7 @@ def render_chat(template: str, messages: Sequence[Mapping[str, Any]], variables:
         variables: further names that the template may use.
 
     Raises:
-        ConfigError: messages are no mappings, or the template refuses them.
+        ConfigError: messages are not mappings, or the template refuses them.
     """
     if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
         raise ConfigError("messages must be a list of mappings, each with a role and a content")

@@ -29,7 +29,7 @@ class Tokenizer:
         try:
             self._tokenizer = HfTokenizer.from_file(str(path))
         except Exception as error:  # the binding has no type of its own
-            raise ContractMismatchError(f"{path} is no tokenizer: {error}") from error
+            raise ContractMismatchError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
         self._tokenizer.no_padding()
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -43,13 +43,13 @@ class Tokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:  # also for halves of surrogate pairs
-            raise ConfigError(f"{reprlib.repr(text)} is no text that UTF-8 can hold: {error}") from error
+            raise ConfigError(f"{reprlib.repr(text)} is not a text that UTF-8 can encode: {error}") from error
 
     def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, or of one; ids that mean nothing have none.
 
         Raises:
-            ConfigError: these are no token ids.
+            ConfigError: these are not token ids.
         """
         return str(self._tokenizer.decode(_listed(ids), skip_special_tokens=skip_special_tokens))
 
@@ -74,7 +74,7 @@ class Tokenizer:
             variables: further names that the template may use.
 
         Raises:
-            ConfigError: the model has no chat template, messages are no mappings, or the template refuses them.
+            ConfigError: the model has no chat template, messages are not mappings, or the template refuses them.
         """
         template = choose_template(self._config.get("chat_template"), variables.get("tools"))
         if template is None:
@@ -124,9 +124,9 @@ def _listed(ids: int | Sequence[int]) -> list[int]:
     try:
         listed = [operator.index(token) for token in given]
     except TypeError as error:
-        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: {error}") from error
+        raise ConfigError(f"invalid token ids {reprlib.repr(ids)}: {error}") from error
     if not all(0 <= token <= _MAX_ID for token in listed):
-        raise ConfigError(f"{reprlib.repr(ids)} are no token ids: one is negative, or larger than any")
+        raise ConfigError(f"invalid token ids {reprlib.repr(ids)}: one is negative, or larger than any token id")
     return listed
 
 
