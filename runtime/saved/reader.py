@@ -17,7 +17,7 @@ from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.saved.file import SessionFile
 from ortolan.runtime.saved.fingerprint import Fingerprint, difference
-from ortolan.runtime.saved.state import SlotRuns, capture_runs
+from ortolan.runtime.saved.state import capture_runs
 from ortolan.runtime.state.sequence import SequenceState
 
 # Of a file's description: a class, members of a dict, the form of a list's elements, or a choice of forms.
@@ -192,26 +192,29 @@ class SavedSequence:
         return first + layer.window - 1 if layer.kind == "ring" and first > sink else 0
 
     def _load_captures(self, state: SequenceState, caches: SequenceCaches) -> None:
+        """Load the latest queries that the file holds and the buffers have room for."""
         lengths = state.lengths
         for index, capture in state.captures.items():
-            rows, name = capture.shape[1], f"layer.{index}.capture"
-            if name in self._file:
-                self._write_rows(caches, name, capture, capture_runs(lengths.captured_from, lengths.logical, rows))
-            else:
-                lengths.captured_from = lengths.logical
+            count = self._load_rows(caches, f"layer.{index}.capture", capture, lengths.logical)
+            lengths.captured_from = max(lengths.captured_from, lengths.logical - count)
             name = f"layer.{index}.captured_at_eviction"
             if name in self._file and lengths.evicted_at:
                 with caches.buffers.scope():
                     copy = state.captured_at_eviction[index] = capture.copy()
-                self._write_rows(caches, name, copy, capture_runs(0, lengths.evicted_at, rows))
+                    copy[:] = 0  # which favours no position, where the file holds fewer
+                self._load_rows(caches, name, copy, lengths.evicted_at)
 
-    def _write_rows(self, caches: SequenceCaches, name: str, capture: Array, runs: SlotRuns) -> None:
-        begin = 0
-        for slot, count in runs:
+    def _load_rows(self, caches: SequenceCaches, name: str, capture: Array, end: int) -> int:
+        """Load the queries of the last positions before `end`; returns their number."""
+        held = self._file.shape(name)[0] if name in self._file else 0
+        count = min(held, capture.shape[1])
+        begin = held - count
+        for slot, rows in capture_runs(end - count, end, capture.shape[1]):
             with caches.buffers.scope():
-                target = capture[0, slot : slot + count]
-            caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + count))
-            begin += count
+                target = capture[0, slot : slot + rows]
+            caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + rows))
+            begin += rows
+        return count
 
 
 def _has_form(value: object, form: Any) -> bool:
