@@ -86,7 +86,7 @@ class Generation(Iterator[int]):
         self._chosen, self._ready = other._chosen, other._ready
 
     def take_description(self, described: Mapping[str, Any]) -> None:
-        """Take over what `describe` said. Raises TypeError, ValueError or KeyError where it did not say it."""
+        """Take over what `describe` said. Raises ContractMismatchError where it did not say it."""
         if described["chosen"] is not None:
             self._chosen = Shown.from_list(described["chosen"])
         self._ready = deque(Shown.from_list(each) for each in described["ready"])

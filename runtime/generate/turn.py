@@ -33,9 +33,18 @@ class Shown(NamedTuple):
 
     @classmethod
     def from_list(cls, described: Sequence[Any]) -> Shown:
-        """Rebuild what `as_list` returned. Raises TypeError or ValueError where it is something else."""
-        token, logprobs = described
-        return cls(int(token), None if logprobs is None else TokenLogprobs.from_list(logprobs))
+        """Rebuild what `as_list` returned. Raises ContractMismatchError where it is something else."""
+        try:
+            token, logprobs = described
+            return cls(whole_number("token", token, 0), logprobs and TokenLogprobs.from_list(logprobs))
+        except (TypeError, ValueError) as error:
+            raise _unreadable(error) from error
+
+
+def _unreadable(error: Exception) -> ContractMismatchError:
+    return ContractMismatchError(
+        f"a saved generation cannot be read ({error!r}); save it again with this version of Ortolan"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +204,7 @@ class Turn:
             tokens = [whole_number("token", token, 0) for token in description["tokens"]]
             held = [None if each is None else TokenLogprobs.from_list(each) for each in description["held"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise ContractMismatchError(
-                f"a saved generation cannot be read ({error!r}); save it again with this version of Ortolan"
-            ) from error
+            raise _unreadable(error) from error
         turn = cls(options, vocab_size, detokenize)
         turn.count, turn.finish_reason = count, reason
         turn._tokens, turn._held = tokens, deque(held)
