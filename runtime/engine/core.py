@@ -127,13 +127,16 @@ class EngineCore:
         """Write an unfinished request to a file, between two steps.
 
         Raises:
-            ConfigError: it has ended, or has read nothing yet; besides, as `Session.save`.
+            ConfigError: it has ended, has read nothing yet, or is still to be evicted after its prompt, whose captured
+                queries no file holds; besides, as `Session.save`.
         """
         if self._ahead:
             self._take_ahead()
         sequence = request.sequence
         if sequence not in self._requests or not sequence.fed or not sequence.pages:
             raise ConfigError("a request can be saved while it runs; this one has ended, or still waits")
+        if sequence.will_evict:
+            raise ConfigError("a request that evicts can be saved once its prompt is read; wait for its first token")
         self.pools.save(path, sequence, {"turn": request.turn.describe(), "chosen": None, "ready": []})
 
     def _can_follow(self, chunks: Sequence[Chunk]) -> bool:
@@ -207,14 +210,14 @@ class EngineCore:
 
     def _row(self, chunk: Chunk) -> Row:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]
+        if chunk.captures and not sequence.captures:
+            sequence.captures = self.pools.make_captures(sequence)
         if sequence.is_stored and request.saved is not None:
             self.pools.load(sequence, request.saved)
             sequence.is_stored = False
             request.close()
         if chunk.begin == 0:
             self.pools.begin(sequence)
-        if chunk.captures and not sequence.captures:
-            sequence.captures = self.pools.make_captures(sequence)
         tokens = sequence.tokens[chunk.begin : chunk.end]
         return Row(
             tokens=tokens,
@@ -235,8 +238,8 @@ class EngineCore:
         """Fail a request whose logits contain NaN or infinity; its pages serve nobody else."""
         if ran.result.tokens()[ran.row] != BAD:
             return True
-        place = f"the logits after position {ran.chunk.end - 1}"
-        message = f"{place} contain NaN or infinity; export the model with a wider dtype"
+        place = ran.chunk.end - 1
+        message = f"the logits after position {place} contain NaN or infinity; export the model with a wider dtype"
         self.scheduler.forget_prefix(ran.chunk.sequence)
         self._fail(self._requests[ran.chunk.sequence], NumericError(message))
         return False

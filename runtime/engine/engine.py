@@ -165,7 +165,8 @@ class Engine:
                 yielded, nor is a token in which a text begins; `Stream.text` has what comes before it.
             ignore_eos: generate past end-of-sequence tokens.
             snapkv: the same as `eviction`.
-            eviction: after the prompt; None never evicts. Its pages beyond the budget become free then.
+            eviction: after the prompt; None never evicts. Its pages beyond the budget become free then. A prompt after
+                a saved session that is shorter than the window is scored with fewer queries where the file lacks them.
             logprobs: how many most likely tokens come with each token's log-probability, in `Stream.logprobs`; None: no
                 log-probabilities.
             session: file of a saved session or request, whose sequence the prompt follows; None begins a new one.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from ortolan.errors import RequestCancelledError, file_path
+from ortolan.errors import ConfigError, RequestCancelledError, file_path
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown
 
@@ -150,11 +150,15 @@ class Stream:
         `Engine.restore` and `Model.restore` go on from it as this request does.
 
         Raises:
-            ConfigError: the request has ended or read nothing yet, or no file can have that name or may be made there.
+            ConfigError: the request has ended, has read nothing yet or evicts and has not read all of its prompt, or no
+                file can have that name or may be made there.
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
             EngineClosedError: the engine is closed.
         """
-        self._save(file_path("path", path))
+        file = file_path("path", path)
+        if self._outbox.is_ended:
+            raise ConfigError("a request can be saved while it runs; this one has ended")
+        self._save(file)
 
     def cancel(self) -> None:
         """End the request; its pages are free before the next step. Who reads on gets RequestCancelledError."""

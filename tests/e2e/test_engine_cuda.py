@@ -44,7 +44,7 @@ def serve(engine, prompts, new, options=None, snapkv=()):
             for i, prompt in enumerate(prompts)
         ]
 
-    streams = engine._worker.ask(submit_all)  # between two steps
+    streams = engine.worker.ask(submit_all)  # between two steps
     results = [stream.result() for stream in streams]
     memory = engine.memory()
     assert memory.held_bytes == 0
@@ -80,7 +80,7 @@ def test_captured_steps_equal_eager_ones(model):
     results = []
     for captures in (False, True):
         with Engine(model, 6, chunk_tokens=40) as engine:
-            engine._worker.ask(lambda core: core).stepper.captures_graphs = captures
+            engine.worker.ask(lambda core: core).stepper.captures_graphs = captures
             results.append(serve(engine, prompts, 40))
     assert results[0] == results[1]
 
@@ -98,7 +98,7 @@ def test_some_of_a_batch_evict(model, policy):
 
 def test_sequences_give_way_and_come_back(model):
     plan = model.plan_engine(6, None, 32, 512)
-    budget = sum((6 * kind.pages_for(512) if kind.is_ring else 33) * kind.page_bytes for kind in plan.kinds)
+    budget = sum((33 if kind.grows else 6 * kind.pages_for(512)) * kind.page_bytes for kind in plan.kinds)
     prompts = [draw_tokens(80, seed=seed) for seed in range(6)]
     snapkv = [SnapKv(budget=40, window=8, sink=2) if seed % 2 else None for seed in range(6)]
     with Engine(model, 6, budget, 32, overcommit=5.0) as engine:
@@ -148,7 +148,7 @@ def test_prefixes_serve_later_requests(graph):
 
 
 def test_a_pool_larger_than_the_device_is_refused(model):
-    free, total = model._device.buffers.memory()
+    free, total = model.device.cuda.memory()
     with pytest.raises(CapacityError):
         Engine(model, 10**6, 2 * total)
     with Engine(model, 2) as engine:
@@ -157,7 +157,7 @@ def test_a_pool_larger_than_the_device_is_refused(model):
 
 
 def test_closing_gives_the_memory_back(model):
-    buffers = model._device.buffers
+    buffers = model.device.cuda
     buffers.trim()
     before = buffers.pool_bytes
     with Engine(model, 4, chunk_tokens=64) as engine:
@@ -168,24 +168,30 @@ def test_closing_gives_the_memory_back(model):
     assert buffers.pool_bytes <= before
 
 
-def test_a_spoiled_cache_fails_its_request_alone():
+def test_a_spoiled_cache_fails_its_request_alone(monkeypatch):
     """NaN in the pages of one sequence reaches no other."""
     model = open_device("llama", "float32", "plain", page_size=16, sink=2)
+    pool_stepper, stores = model.pool_stepper, []
+
+    def note_store(plan):
+        store, stepper = pool_stepper(plan)
+        stores.append(store)
+        return store, stepper
+
+    def spoil(core):
+        (sequence, *_others) = core.scheduler.admitted
+        with model.device.cuda.scope():
+            stores[0].tensors[0]["value"][sequence.pages["full"][0]] = float("nan")
+
+    monkeypatch.setattr(model, "pool_stepper", note_store)
     with Engine(model, 4, chunk_tokens=64) as engine:
-        core = engine._worker.ask(lambda core: core)
-        pools = core.stepper._pools.layers[0]
-
-        def spoil(_):
-            (sequence, *_others) = core.scheduler.admitted
-            with model._device.buffers.scope():
-                pools.value[sequence.pages["full"][0]] = float("nan")
-
         victim = engine.submit(draw_tokens(40), 400, ignore_eos=True)
         other = engine.submit(draw_tokens(41, seed=1), 60, ignore_eos=True)
         next(victim)
         next(other)
-        engine._worker.ask(spoil)
+        engine.worker.ask(spoil)
         with pytest.raises(NumericError):
             victim.result()
         assert_same(model, draw_tokens(41, seed=1), other.result())
         assert engine.memory().held_bytes == 0
+    stores.clear()

@@ -1,12 +1,12 @@
 """Paged sessions on a GPU: bit for bit what contiguous ones give, with captured decode steps."""
 
-import dataclasses
 import random
 
 import numpy as np
 import pytest
 from cuda_models import ELEMENTS, GRAPHS, draw_tokens, open_device
-from paged_sessions import poison_free_pages, tables_of, talk_in_step
+from paged_sessions import pages_in_use, poison_free_pages, talk_in_step
+from sessions import open_with_room
 
 from ortolan import Eviction, SnapKv
 from ortolan.contract import PAGE_SIZES
@@ -30,10 +30,8 @@ def test_paged_equals_contiguous_bit_for_bit(seed, graph, dtype):
         if evicts and rng.random() < 0.7
         else None
     )
-    sessions = [model.session(chunk_size=16, snapkv=snapkv) for model in models]
     room = rng.choice([0, 7, 200])
-    for session in sessions:
-        session.plan = dataclasses.replace(session.plan, growth_room=room)
+    sessions = [open_with_room(model, room, snapkv=snapkv, chunk_size=16) for model in models]
     assert talk_in_step(sessions, seed) > 0
 
 
@@ -41,10 +39,8 @@ def test_paged_equals_contiguous_bit_for_bit(seed, graph, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_growing_by_pages_keeps_the_captured_graph(dtype, page_size):
     """The graph reads the table's address: 400 decoded tokens take new pages, and no new capture."""
-    contiguous, paged = (
-        open_device("gemma3", dtype, "fused", page_size=size, sink=0).session() for size in (0, page_size)
-    )
-    paged.plan = dataclasses.replace(paged.plan, growth_room=0)
+    models = [open_device("gemma3", dtype, "fused", page_size=size, sink=0) for size in (0, page_size)]
+    contiguous, paged = models[0].session(), open_with_room(models[1], 0)
     expected, got = (list(session.generate(draw_tokens(20), 400)) for session in (contiguous, paged))
     assert got == expected
     assert paged.stats.graph_captures == 1
@@ -52,12 +48,10 @@ def test_growing_by_pages_keeps_the_captured_graph(dtype, page_size):
 
 
 def test_an_eviction_frees_pages_and_the_memory_adds_up():
-    session = open_device("llama", "bfloat16", "fused", page_size=16, sink=0).session(
-        snapkv=SnapKv(budget=40, window=8, sink=2)
-    )
-    session.plan = dataclasses.replace(session.plan, growth_room=0)
+    model = open_device("llama", "bfloat16", "fused", page_size=16, sink=0)
+    session = open_with_room(model, 0, snapkv=SnapKv(budget=40, window=8, sink=2))
     session.prefill(draw_tokens(200))
-    assert [table.used for table in tables_of(session)] == [3]
+    assert pages_in_use(session) == [3]
     poison_free_pages(session)
     assert np.isfinite(session.step(5)).all()
     report = session.memory_report()

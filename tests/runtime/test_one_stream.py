@@ -3,10 +3,10 @@
 import copy
 import dataclasses
 import itertools
-import threading
 
 import pytest
 from fake_cuda import on_fake_cuda
+from saved_requests import save_midway
 
 import ortolan
 from ortolan import Engine, Sampling, SnapKv
@@ -129,31 +129,6 @@ def tight_bytes(model, sequences, pages):
     """Return the bytes of some full-attention pages, and of all the rings that sequences need."""
     plan = model.plan_engine(sequences, None, CHUNK, SHORT)
     return sum((pages if kind.grows else kind.num_pages) * kind.page_bytes for kind in plan.kinds)
-
-
-def save_midway(engine, submit, path, steps):
-    """Submit a request, and save it while the engine takes that step, so that it is saved before the next."""
-    core = engine.worker.ask(lambda core: core)
-    run, send, count = core.stepper.run, engine.worker.send, itertools.count(1)
-    reached, sent = threading.Event(), threading.Event()
-
-    def run_and_wait(rows):
-        if next(count) == steps:
-            reached.set()
-            sent.wait(60)
-        return run(rows)
-
-    def send_and_tell(call):
-        send(call)
-        sent.set()
-
-    core.stepper.run = run_and_wait
-    stream = submit()
-    assert reached.wait(60)
-    engine.worker.send = send_and_tell
-    stream.save(path)
-    engine.worker.send, core.stepper.run = send, run
-    return stream
 
 
 @pytest.mark.parametrize(("place", "other"), [*zip(PLACES[:2], PLACES[:2], strict=True), ("host", "device"),
