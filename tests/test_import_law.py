@@ -88,7 +88,8 @@ def test_import_is_light_and_loading_pulls_no_training_library(tmp_path):
 def test_what_is_imported_is_declared():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in project["dependencies"]}
-    sources = {path for name in ("cli", *ALLOWED) for path in sources_of(name)}
+    facade = Path(importlib.import_module("ortolan").__path__[0])
+    sources = {path for name in ("cli", *ALLOWED) for path in sources_of(name)} | set(facade.glob("*.py"))
     found = {module.split(".")[0] for path in sources for module in imported_modules(path)}
     assert "ml_dtypes" in found
     assert found - declared - sys.stdlib_module_names - {"ortolan", *OPTIONAL} == set()

@@ -73,8 +73,8 @@ class Chain:
         except OrtolanError:
             self.settle()
             raise
-        self._waiting.popleft()
         self._feeder.count(self._state.pending)
+        self._waiting.popleft()  # an interrupt before it leaves no token to feed, and is noticed; not so the other way
         device_seconds = result.device_seconds or 0.0
         self._stats.decode_tokens += 1
         self._stats.decode_device_seconds += device_seconds

@@ -36,21 +36,9 @@ class Shown(NamedTuple):
         """Rebuild what `as_list` returned. Raises ContractMismatchError where it is something else."""
         try:
             token, logprobs = described
-<<<<<<< HEAD
-            return cls(int(token), None if logprobs is None else TokenLogprobs.from_list(logprobs))
-        except (TypeError, ValueError) as error:
-            raise _unreadable(error) from error
-=======
             return cls(whole_number("token", token, 0), logprobs and TokenLogprobs.from_list(logprobs))
         except (TypeError, ValueError) as error:
             raise _unreadable(error) from error
-
-
-def _unreadable(error: Exception) -> ContractMismatchError:
-    return ContractMismatchError(
-        f"a saved generation cannot be read ({error!r}); save it again with this version of Ortolan"
-    )
->>>>>>> t1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,25 +192,16 @@ class SavedSequence:
         return first + layer.window - 1 if layer.kind == "ring" and first > sink else 0
 
     def _load_captures(self, state: SequenceState, caches: SequenceCaches) -> None:
-<<<<<<< HEAD
         """Fill captured queries, of which other options than the saved ones may take fewer, or more."""
         lengths = state.lengths
         for index, capture in state.captures.items():
             saved = self._write_queries(caches, f"layer.{index}.capture", capture, lengths.logical)
             if saved < capture.shape[1]:
                 lengths.captured_from = max(lengths.captured_from, lengths.logical - saved)
-=======
-        """Load the latest queries that the file holds and the buffers have room for."""
-        lengths = state.lengths
-        for index, capture in state.captures.items():
-            count = self._load_rows(caches, f"layer.{index}.capture", capture, lengths.logical)
-            lengths.captured_from = max(lengths.captured_from, lengths.logical - count)
->>>>>>> t1
             name = f"layer.{index}.captured_at_eviction"
             if name in self._file and lengths.evicted_at:
                 with caches.buffers.scope():
                     copy = state.captured_at_eviction[index] = capture.copy()
-<<<<<<< HEAD
                     copy[:] = 0  # as where none were kept
                 self._write_queries(caches, name, copy, lengths.evicted_at)
 
@@ -225,22 +216,6 @@ class SavedSequence:
             caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + count))
             begin += count
         return saved
-=======
-                    copy[:] = 0  # which favours no position, where the file holds fewer
-                self._load_rows(caches, name, copy, lengths.evicted_at)
-
-    def _load_rows(self, caches: SequenceCaches, name: str, capture: Array, end: int) -> int:
-        """Load the queries of the last positions before `end`; returns their number."""
-        held = self._file.shape(name)[0] if name in self._file else 0
-        count = min(held, capture.shape[1])
-        begin = held - count
-        for slot, rows in capture_runs(end - count, end, capture.shape[1]):
-            with caches.buffers.scope():
-                target = capture[0, slot : slot + rows]
-            caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + rows))
-            begin += rows
-        return count
->>>>>>> t1
 
 
 def _has_form(value: object, form: Any) -> bool:

@@ -234,6 +234,6 @@ class Feeder:
         assert chunk.result is not None
         if BAD in chunk.result.tokens():
             raise self.numeric_error(len(chunk.tokens))
-        reading.popleft()
         self.count(chunk.tokens)
+        reading.popleft()  # an interrupt before it counts too many tokens as written, never too few
         note(len(chunk.tokens))

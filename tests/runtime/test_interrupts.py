@@ -133,6 +133,36 @@ def test_a_step_that_fails_leaves_its_generation_to_be_resumed(endless_full, ope
     assert first + list(session.resume()) == expected
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_an_interrupt_while_a_step_is_counted_skips_no_token(
+    endless_full, open_session, draw_tokens, monkeypatch, counted
+):
+    """Before, the step is taken again; after, the token that it chose is lost, and that is said."""
+    expected = list(open_session(endless_full).generate(draw_tokens(20), 8))
+    session = open_session(endless_full)
+    stream = session.generate(draw_tokens(20), 8)
+    taken = [next(stream) for _ in range(3)]
+    count = session.feeder.count
+
+    def interrupt(tokens):
+        if counted:
+            count(tokens)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.feeder, "count", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    if not counted:
+        assert taken + list(stream) == expected
+        return
+    with pytest.raises(ConfigError, match="token that it chose is lost"):
+        next(stream)
+    assert session.state.tokens == session.state.history == [*draw_tokens(20), *taken]
+    fresh = endless_full.session().prefill([*draw_tokens(20), *taken, 5])
+    assert relative_difference(session.step(5), fresh) <= SAME_LOGITS
+
+
 def test_a_token_that_is_lost_on_its_way_is_not_skipped(endless_full, open_session, draw_tokens, monkeypatch, tmp_path):
     """It was chosen, the one before it counts as read, and the logits are gone."""
     session = open_session(endless_full)
