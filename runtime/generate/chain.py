@@ -48,13 +48,15 @@ class Chain:
 
     def fill(self, turn: Turn) -> None:
         """Enqueue the steps that lead to the tokens to come, as far as nothing else must happen before them."""
-        feeder, stepper = self._feeder, self._feeder.stepper
+        feeder, stepper, pending = self._feeder, self._feeder.stepper, self._state.pending
+        if len(pending) != 1:
+            return  # more are left of a prompt that was saved while it was read
         while stepper.depth and len(self._waiting) <= stepper.depth:
             ahead = len(self._waiting)
             if turn.count + ahead >= turn.max_new_tokens or not self._reader.can_go_on(ahead):
                 return
             wanted = self.wanted(turn, len(self._state.tokens) + ahead)
-            row = feeder.row(self._state.pending, ahead, wanted, 0 if ahead else None)
+            row = feeder.row(pending, ahead, wanted, 0 if ahead else None)
             if not stepper.is_ready(row):
                 return  # the token that is there does not wait for the capture
             try:

@@ -25,13 +25,6 @@ OPTIONS = {
 }
 
 
-class NoCopy(np.ndarray):
-    """An array for whose copy there is no memory."""
-
-    def copy(self, order="C"):
-        raise CapacityError("no memory")
-
-
 class Stop(Exception):  # noqa: N818 - a caller's own way to say enough
     """Raised between chunks."""
 
@@ -121,11 +114,13 @@ def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, ope
 def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, open_session, draw_tokens, monkeypatch):
     """They are copied for later turns, which would score by others if the eviction counted without them."""
 
+    def refuse():
+        raise CapacityError("no memory")
+
     session, straight = (open_session(full_model, SNAPKV) for _ in range(2))
     tokens = draw_tokens(120)
     with monkeypatch.context() as patch:
-        for index, capture in session.state.captures.items():
-            patch.setitem(session.state.captures, index, capture.view(NoCopy))
+        patch.setattr(session.state.captures, "copy", refuse)
         with pytest.raises(CapacityError, match="no memory"):
             session.prefill(tokens[:100])
     assert session.physical_length(0) == session.logical_length == 100

@@ -73,8 +73,7 @@ def test_steps_ahead_of_a_fork_count_as_written(placed, draw_tokens):
     for _ in range(5):
         next(stream)
     fork = session.fork()
-    ahead = session.feeder.stepper.depth + 1 if session.feeder.stepper.depth else 0
-    assert fork.state.lengths.highest == 134 + ahead
+    assert fork.state.lengths.highest == 134 + session.feeder.stepper.depth
     assert fork.logical_length == session.logical_length == 134
     question = draw_tokens(30, seed=4)
     logits = fork.prefill(question)
