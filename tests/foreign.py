@@ -313,7 +313,7 @@ def _head(writer: Writer, x: str, weight: str) -> None:
     if writer.spec.head != "softcap":
         writer.node("MatMul", [x, weight], ["logits"])
         return
-    cap = writer.constant(writer.spec.dtype(3.0))
+    cap = writer.constant(np.array(3.0, writer.spec.dtype))
     capped = writer.node("Tanh", [writer.node("Div", [writer.node("MatMul", [x, weight]), cap])])
     writer.node("Mul", [capped, cap], ["logits"])
 

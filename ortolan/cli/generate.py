@@ -14,6 +14,7 @@ from ortolan.cli.progress import token_bar
 from ortolan.cli.report import STANDARD, check_report_target, write_report
 from ortolan.errors import ConfigError, file_path
 
+QUERIES_READ_AGAIN = 256  # tokens that a short question's eviction may read again for their queries, by any policy
 ANSWER = "<<answer>>"  # stands for an answer in a chat template
 EPILOG = """examples:
   ortolan generate ./llama --prompt "Once upon a time" --max-new-tokens 100
@@ -83,14 +84,12 @@ def run(options: argparse.Namespace) -> int:
     from ortolan.runtime.text.stopping import check_stop_strings
 
     sampling, eviction = _sampling(options), read_eviction(options)
-    if options.load_session and eviction:
-        raise ConfigError("--load-session: a saved session has its own eviction options; leave these options out")
     _check_files(options)
     check_stop_strings(options.stop)
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     if options.load_session:
-        session = model.restore(options.load_session, options.max_context, options.chunk_size)
+        session = model.restore(options.load_session, options.max_context, options.chunk_size, eviction=eviction)
     else:
         session = model.session(options.max_context, options.chunk_size, eviction)
     pieces = (
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()
     sys.stdout.write("\n")
     if options.save_session:
-        session.save(options.save_session)
+        session.save(options.save_session, rewind_tokens=QUERIES_READ_AGAIN)
     if options.stats_json:
         _write_stats(options.stats_json, session)
     return 0

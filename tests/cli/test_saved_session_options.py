@@ -103,6 +103,20 @@ def test_the_next_turn_follows_the_first(run, model_dir, prompt_file, sample, tm
     assert model.tokenizer.decode(tokens) == said
 
 
+@pytest.mark.parametrize("eviction", [["--snapkv-budget", "256"], ["--evict", "expected", "--budget", "256"]])
+def test_a_question_evicts_behind_itself(run, model_dir, prompt_file, tmp_path, eviction):
+    """The text was read without an eviction, so each question may have its own."""
+    path, question = str(tmp_path / "read"), "\nx = "
+    run("--prompt-file", str(prompt_file), "--max-new-tokens", "1", "--save-session", path)
+    said = run("--load-session", path, "--prompt", question, "--max-new-tokens", "12", *eviction)
+    model = ortolan.load(model_dir, device="cpu")
+    policy = "snapkv" if eviction[0] == "--snapkv-budget" else "expected"
+    session = model.restore(path, eviction=ortolan.Eviction(policy=policy, budget=256))
+    tokens = list(session.generate(model.tokenizer.encode(question, add_special_tokens=False), 12))
+    assert model.tokenizer.decode(tokens) == said
+    assert session.stats.evictions == 1
+
+
 def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
     expected = run("--load-session", saved, "--prompt", "", "--max-new-tokens", "6")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
@@ -112,8 +126,6 @@ def test_an_empty_standard_input_resumes(run, saved, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--snapkv-budget", "512"], "own eviction options"),
-        (["--evict", "streaming"], "own eviction options"),
         (["--max-context", "8"], "max_context"),
         (["--prompt", "", "--temperature", "1"], "own sampling"),
         (["--chat"], "chat template"),
