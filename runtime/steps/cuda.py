@@ -113,6 +113,7 @@ class CudaStepper:
         for bucket in self._buckets.values():
             self._release(bucket)
         self._buckets.clear()
+        self._no_captures.clear()
         self._last = (None, 0)
         self._binding = self._logits = None
         self._store.clear()
