@@ -8,7 +8,7 @@ from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.model import Model, load
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.session import Session
-from ortolan.runtime.text.stopping import stream_text
+from ortolan.runtime.text.streaming import stream_text
 
 __all__ = [
     "CachePlan",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import ConfigError, check_progress, whole_number
+from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan, split_chunks
 from ortolan.runtime.device.memory import MemoryReport
@@ -352,7 +353,7 @@ class Session:
         return self._parts.report(self)
 
     @property
-    def _manifest(self) -> Any:
+    def _manifest(self) -> Manifest:
         return self.feeder.manifest
 
     def _turn(self, options: TurnOptions) -> Turn:

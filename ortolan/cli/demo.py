@@ -120,9 +120,9 @@ def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     print(f"question  {sample.fact.question.strip()!r}")
     start = time.perf_counter()
     with token_bar(len(token_ids)) as bar:
-        tokens = session.generate(token_ids, ANSWER_TOKENS, progress=bar.update)
+        tokens = session.generate(token_ids, ANSWER_TOKENS, progress=bar.update, stop=["\n"])
     seconds = time.perf_counter() - start
-    text = "".join(stream_text(model.tokenizer, tokens, ["\n"]))
+    text = "".join(stream_text(model.tokenizer, tokens))
     verdict = "right" if is_correct(sample, text) else f"wrong, it is {sample.answer}"
     print(f"answer    {text.strip()!r} ({verdict})")
     evicted = "evicted once" if session.stats.evictions else "nothing to evict: the document is within the budget"

@@ -81,11 +81,11 @@ def _add_saving(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
-    from ortolan.runtime.text.stopping import check_stop_strings
 
     sampling, eviction = _sampling(options), read_eviction(options)
     _check_files(options)
-    check_stop_strings(options.stop)
+    if not all(options.stop):
+        raise ConfigError("--stop is an empty text; it would stop before the first token")
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
     if options.load_session:

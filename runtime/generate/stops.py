@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from ortolan.errors import ConfigError
-from ortolan.runtime.text.stopping import first_stop, possible_stop
 from ortolan.runtime.text.tokenizer import DetokenizerStream
 
 Stops = int | str | Sequence[int | str | Sequence[int]]
@@ -147,3 +146,20 @@ def _overlap(held: list[int], stop: list[int]) -> int:
     """Return the length of the longest end of `held` that begins `stop`, but is not all of it."""
     longest = min(len(held), len(stop) - 1)
     return next(n for n in range(longest, -1, -1) if held[len(held) - n :] == stop[:n])
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first stop string begins."""
+    found = [position for position in (text.find(s) for s in stop) if position >= 0]
+    return min(found, default=None)
+
+
+def possible_stop(text: str, stop: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` with which a stop string begins."""
+    longest = 0
+    for s in stop:
+        for length in range(min(len(s) - 1, len(text)), longest, -1):
+            if text.endswith(s[:length]):
+                longest = length
+                break
+    return longest

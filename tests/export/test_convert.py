@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from pathlib import Path
 
 import foreign
 import numpy as np
 import onnx
 import pytest
-from expand_fused import expanded_folder
+from conversions import (
+    CHUNK,
+    DECODED_TOKENS,
+    LIMIT,
+    PROMPT_TOKENS,
+    SPECS,
+    WINDOW,
+    expected_rows,
+    prompt_of,
+    rows_of,
+)
 from fake_cuda import make_session
 from foreign import Foreign
 from parity import relative_difference
@@ -18,71 +26,7 @@ from tolerances import LOGITS_RELATIVE, ROUNDED_ACTIVATIONS_RELATIVE
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
-from ortolan.graphs.external_data import read_external_data
-from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
-
-WINDOW, LIMIT = 12, 40
-SPECS = {
-    "llama": Foreign(),
-    "qwen3": Foreign(head_norm=True, packed=False),
-    "qwen3_split": Foreign(head_norm=True, split=True),
-    "computed_shapes": Foreign(head_norm=True, packed=False, computed_shapes=True),
-    "mistral": Foreign(windows=(WINDOW, WINDOW)),
-    "gemma2": Foreign(windows=(WINDOW, -1), scale=0.2, softcap=20.0, head="softcap"),
-    "phi3_long": Foreign(rope_limit=LIMIT),
-    "phi_partial": Foreign(head_size=32, bias=True),
-    "gptj": Foreign(interleaved=1, packed=False),
-    "gpt_oss": Foreign(windows=(WINDOW, -1), sinks="learned", bias=True, experts=4),
-    "sinks": Foreign(windows=(WINDOW, -1), sinks="learned", bias=True),
-    "smooth": Foreign(sinks="smooth"),
-    "rope_nodes": Foreign(rope="nodes", rotary_size=8),
-    "rope_standard": Foreign(rope="standard", rotary_size=8),
-    "rope_nodes_long": Foreign(rope="nodes", rope_limit=LIMIT),
-    "no_rope": Foreign(rope="none", num_heads=8, num_kv_heads=1),
-    "tied": Foreign(head="tied"),
-    "last_gather": Foreign(head="gather"),
-    "last_slice": Foreign(head="slice", windows=(WINDOW, -1)),
-    "int4": Foreign(int4=True),
-    "int4_embedding": Foreign(int4=True, block_embedding=True),
-    "int4_mistral": Foreign(int4=True, windows=(WINDOW, WINDOW), bias=True),
-    "int4_qwen3": Foreign(int4=True, head_norm=True),
-    "int4_split": Foreign(int4=True, head_norm=True, split=True, rope="nodes"),
-    "int4_initializers": Foreign(qdq=True, bias=True),
-    "int4_phi3": Foreign(int4=True, rope_limit=LIMIT),
-}
-PROMPT_TOKENS, DECODED_TOKENS, CHUNK = 150, 12, 7
-
-
-def prompt_of(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, foreign.VOCABULARY, count).tolist()
-
-
-def rows_of(session: ortolan.Session, prompt: list[int], steps: int) -> tuple[np.ndarray, list[int]]:
-    """Return the logits after the prompt and after each of `steps` greedy tokens, and all tokens read."""
-    rows, tokens = [session.prefill(prompt)], list(prompt)
-    for _ in range(steps):
-        tokens.append(int(np.argmax(rows[-1])))
-        rows.append(session.step(tokens[-1]))
-    return np.array(rows), tokens
-
-
-def expected_rows(source: Path, spec: Foreign, tokens: list[int], first: int) -> np.ndarray:
-    """Return the source's logits after each token from `first` on, of a run each where rows depend on the length."""
-    if not spec.rope_limit and spec.head not in ("gather", "slice"):
-        return foreign.source_logits(source, tokens)[first - 1 :]
-    return np.array([foreign.source_logits(source, tokens[:n])[-1] for n in range(first, len(tokens) + 1)])
-
-
-@pytest.fixture(params=sorted(SPECS))
-def converted(request, tmp_path):
-    spec = SPECS[request.param]
-    source = foreign.write(spec, tmp_path / "source")
-    return spec, source, ortolan.convert(source, tmp_path / "model", max_context=512, chunk_size=CHUNK)
-
-
-@pytest.fixture
-def source(tmp_path):
-    return foreign.write(Foreign(), tmp_path / "source")
+from ortolan.manifest import FUSED_FILE, read_manifest
 
 
 def assert_nothing_written(tmp_path):
@@ -370,95 +314,3 @@ def test_a_converted_session_is_saved_and_restored(source, tmp_path):
     session.prefill(prompt_of(20))
     session.save(tmp_path / "session.bin")
     np.testing.assert_array_equal(model.restore(tmp_path / "session.bin").step(5), session.step(5))
-
-
-NOT_FUSED = {  # MLPs are mixtures, RoPE is interleaved, the softmax is smooth, weights are computed
-    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "smooth",
-}  # fmt: skip
-PRODUCTS = {"int4": {"FusedLinear": 1, "MatMulNBits": 10}}  # queries, keys and values are one
-
-
-def test_fused_graphs_compute_what_plain_ones_do(converted, tmp_path):
-    spec, source, folder = converted
-    name = next(name for name, each in SPECS.items() if each is spec)
-    assert (read_manifest(folder).fused_model is None) == (name in NOT_FUSED)
-    if name in NOT_FUSED:
-        with pytest.raises(ConfigError, match="no fused graph"):
-            ortolan.load(folder, device="cpu", fused=True)
-        return
-    fused = onnx.load(folder / FUSED_FILE, load_external_data=False)
-    counts = Counter(node.op_type for node in fused.graph.node)
-    expected = PRODUCTS["int4"] if spec.int4 else {"FusedLinear": 9, "MatMulNBits": 0}
-    assert {op: counts[op] for op in expected} == expected
-    assert counts["QkvRopeAppend"] == counts["SwaAttention"] == 2
-    assert counts["RotaryEmbedding"] == counts["RingKvAppend"] == 0
-    assert counts["SkipSimplifiedLayerNormalization"] == (3 if spec.int4 else 0)
-    prompt = prompt_of(PROMPT_TOKENS)
-    session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
-    rows, tokens = rows_of(session, prompt, DECODED_TOKENS)
-    assert relative_difference(rows, expected_rows(source, spec, tokens, len(prompt))) <= LOGITS_RELATIVE
-
-
-@pytest.mark.parametrize("name", ["llama", "int4_qwen3", "phi3_long", "phi_partial", "sinks"])
-def test_both_graphs_of_a_conversion_read_every_byte_once(name, tmp_path):
-    source = foreign.write(SPECS[name], tmp_path / "source")
-    folder = ortolan.convert(source, tmp_path / "model", max_context=512)
-    covered = []
-    for file in (MODEL_FILE, FUSED_FILE):
-        bytes_read = np.zeros((folder / "model.onnx.data").stat().st_size, np.uint8)
-        tensors = onnx.load(folder / file, load_external_data=False).graph.initializer
-        assert len({tensor.name for tensor in tensors}) == len(tensors)
-        for tensor in tensors:
-            if tensor.external_data:
-                place = read_external_data(tensor)
-                bytes_read[place.offset : place.end] += 1
-        assert bytes_read.max() == 1
-        covered.append(bytes_read)
-    np.testing.assert_array_equal(*covered)
-
-
-def test_conversions_of_mixed_products_keep_them_apart(tmp_path):
-    source = foreign.write(Foreign(int4=True, head_norm=True), tmp_path / "source")
-    model = onnx.load(source / "model.onnx", load_external_data=False)
-    first = next(node for node in model.graph.node if node.op_type == "MatMulNBits")
-    next(a for a in first.attribute if a.name == "accuracy_level").i = 1
-    (source / "model.onnx").write_bytes(model.SerializeToString())
-    folder = ortolan.convert(source, tmp_path / "model", max_context=512)
-    fused = onnx.load(folder / FUSED_FILE, load_external_data=False)
-    counts = Counter(node.op_type for node in fused.graph.node)
-    assert (counts["MatMulNBits"], counts["QkvRopeAppend"], counts["RingKvAppend"]) == (12, 1, 1)
-    session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
-    expected = foreign.source_logits(source, prompt_of(30))[-1]
-    assert relative_difference(session.prefill(prompt_of(30)), expected) <= LOGITS_RELATIVE
-
-
-def test_weights_that_are_read_twice_are_not_fused(tmp_path):
-    source = foreign.write(Foreign(), tmp_path / "source")
-    model = onnx.load(source / "model.onnx", load_external_data=False)
-    first, second, *_ = (node for node in model.graph.node if node.op_type == "SkipSimplifiedLayerNormalization")
-    second.input[2] = first.input[2]
-    (source / "model.onnx").write_bytes(model.SerializeToString())
-    folder = ortolan.convert(source, tmp_path / "model", max_context=64)
-    assert read_manifest(folder).fused_model is None
-    assert "MatMul" in {n.op_type for n in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.node}
-    logits = ortolan.load(folder, device="cpu").session().prefill(prompt_of(20))
-    assert relative_difference(logits, foreign.source_logits(source, prompt_of(20))[-1]) <= LOGITS_RELATIVE
-
-
-def test_the_fused_graph_can_be_left_out(source, tmp_path):
-    folder = ortolan.convert(source, tmp_path / "model", max_context=64, fuse=False)
-    assert read_manifest(folder).fused_model is None
-    assert not (folder / FUSED_FILE).exists()
-    operators = {node.op_type for node in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.node}
-    assert "MatMul" in operators, "weights stay as they are"
-    with pytest.raises(ConfigError, match="fuse"):
-        ortolan.convert(source, tmp_path / "other", fuse="yes")
-
-
-@pytest.mark.parametrize(
-    ("name", "weight_format"), [("llama", "dense"), ("int4", "mixed"), ("int4_initializers", "mixed")]
-)
-def test_the_manifest_names_the_weights_format(name, weight_format, tmp_path):
-    source = foreign.write(SPECS[name], tmp_path / "source")
-    manifest = read_manifest(ortolan.convert(source, tmp_path / "model", max_context=64))
-    assert (manifest.weight_format, manifest.cache_dtype) == (weight_format, "float32")

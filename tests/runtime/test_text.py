@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from ortolan.errors import ConfigError, ContractMismatchError
-from ortolan.runtime.text.stopping import stream_text
+from ortolan.runtime.text.streaming import stream_text
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -72,37 +72,11 @@ def test_a_cut_character_comes_out_at_the_end(tokenizer):
     assert "".join(stream_text(tokenizer, tokenizer.encode("a€")[:-1])).startswith("a\ufffd")
 
 
-@given(text=st.text(alphabet="abc€", max_size=25), stop=st.lists(st.text("abc€", min_size=1, max_size=4), max_size=3))
-def test_text_ends_before_the_first_stop_string_to_be_complete(tokenizer, text, stop):
-    expected = text
-    for end in range(len(text) + 1):
-        found = [text[:end].find(s) for s in stop if s in text[:end]]
-        if found:
-            expected = text[: min(found)]
-            break
-    pieces = list(stream_text(tokenizer, tokenizer.encode(text), stop))
-    assert "".join(pieces) == expected
+@given(text=st.text(alphabet="abc€", max_size=25))
+def test_a_stream_of_text_is_the_text_in_whole_characters(tokenizer, text):
+    pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
+    assert "".join(pieces) == text
     assert all(pieces)
-
-
-def test_nothing_of_a_stop_string_is_shown_before_it_is_ruled_out(tokenizer):
-    pieces = stream_text(tokenizer, iter(tokenizer.encode("xENDyEN")), ["ENDz"])
-    assert list(pieces) == ["x", "ENDy", "EN"]
-
-
-def test_no_token_is_taken_after_a_stop_string(tokenizer):
-    tokens = iter(tokenizer.encode("abcdef"))
-    assert "".join(stream_text(tokenizer, tokens, ["cd"])) == "ab"
-    assert tokenizer.decode(list(tokens)) == "ef"
-
-
-def test_one_stop_string_needs_no_list(tokenizer):
-    assert "".join(stream_text(tokenizer, tokenizer.encode("abcdef"), "cd")) == "ab"
-
-
-def test_an_empty_stop_string_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match="empty"):
-        list(stream_text(tokenizer, [], [""]))
 
 
 def test_special_tokens_are_left_out_unless_asked_for(tokenizer):
