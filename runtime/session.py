@@ -360,7 +360,7 @@ class Session:
         return Turn(options, self._manifest.vocab_size, self._parts.detokenize)
 
     def _start(self, turn: Turn, chosen: Chosen | None) -> Generation:
-        self.generation = Generation(self, self.state, self._chain, turn, chosen, self.plan.max_context)
+        self.generation = Generation(self, self._chain, turn, chosen)
         return self.generation
 
     def _resumable(self) -> Generation | None:

@@ -16,11 +16,16 @@ Chosen = tuple[int, TokenLogprobs | None]
 
 
 class Chain:
-    """The steps of a generation: each feeds the token that the one before it chose."""
+    """The steps of a generation: each feeds the token that the one before it chose.
+
+    Attributes:
+        state: of the sequence.
+        max_context: its longest length.
+    """
 
     def __init__(self, feeder: Feeder, reader: Reader) -> None:
         self._feeder, self._reader = feeder, reader
-        self._state, self._stats = feeder.state, feeder.stats
+        self.state, self.max_context, self._stats = feeder.state, feeder.plan.max_context, feeder.stats
         self._waiting: deque[StepResult] = deque()  # steps under way, whose tokens were not taken yet
 
     @property
@@ -30,7 +35,7 @@ class Chain:
 
     def wanted(self, turn: Turn, position: int) -> Wanted:
         """Say how the token at a position is chosen, from the logits of the one before it."""
-        seen = self._state.tokens if turn.sampling.repetition_penalty != 1.0 else ()
+        seen = self.state.tokens if turn.sampling.repetition_penalty != 1.0 else ()
         return Wanted(draws=(turn.draw(position, seen),), logprobs=turn.logprobs)
 
     def settle(self) -> None:
@@ -41,21 +46,21 @@ class Chain:
     def next(self, turn: Turn) -> Chosen:
         """Feed the token that waits, where no step under way does, and return the one after it."""
         if not self._waiting:
-            result = self._reader.decode_pending(self.wanted(turn, len(self._state.tokens)))
+            result = self._reader.decode_pending(self.wanted(turn, len(self.state.tokens)))
         else:
             result = self._take()
         return result.tokens()[0], result.logprobs()[0]
 
     def fill(self, turn: Turn) -> None:
         """Enqueue the steps that lead to the tokens to come, as far as nothing else must happen before them."""
-        feeder, stepper, pending = self._feeder, self._feeder.stepper, self._state.pending
+        feeder, stepper, pending = self._feeder, self._feeder.stepper, self.state.pending
         if len(pending) != 1:
             return  # more are left of a prompt that was saved while it was read
         while stepper.depth and len(self._waiting) <= stepper.depth:
             ahead = len(self._waiting)
             if turn.count + ahead >= turn.max_new_tokens or not self._reader.can_go_on(ahead):
                 return
-            wanted = self.wanted(turn, len(self._state.tokens) + ahead)
+            wanted = self.wanted(turn, len(self.state.tokens) + ahead)
             row = feeder.row(pending, ahead, wanted, 0 if ahead else None)
             if not stepper.is_ready(row):
                 return  # the token that is there does not wait for the capture
@@ -75,7 +80,7 @@ class Chain:
         except OrtolanError:
             self.settle()
             raise
-        self._feeder.count(self._state.pending)
+        self._feeder.count(self.state.pending)
         self._waiting.popleft()  # an interrupt before it leaves no token to feed, and is noticed; not so the other way
         device_seconds = result.device_seconds or 0.0
         self._stats.decode_tokens += 1

@@ -11,7 +11,6 @@ from ortolan.errors import ConfigError
 from ortolan.runtime.generate.chain import Chain, Chosen
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown, Turn
-from ortolan.runtime.state.sequence import SequenceState
 
 
 class Owner(Protocol):
@@ -35,13 +34,11 @@ class Generation(Iterator[int]):
         logprobs: of each of them, where they were asked for.
     """
 
-    def __init__(
-        self, owner: Owner, state: SequenceState, chain: Chain, turn: Turn, chosen: Chosen | None, max_context: int
-    ) -> None:
+    def __init__(self, owner: Owner, chain: Chain, turn: Turn, chosen: Chosen | None) -> None:
         self.turn, self.tokens = turn, list[int]()
         self.logprobs: list[TokenLogprobs] = []
         self._owner = weakref.ref(owner)  # who lets go of both frees the caches at once; gone, it is used no more
-        self._state, self._chain, self._max_context = state, chain, max_context
+        self._chain, self._state = chain, chain.state
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
         self._ready: deque[Shown] = deque()
         self._is_closed = False
@@ -112,9 +109,9 @@ class Generation(Iterator[int]):
             self._chain.fill(self.turn)
             chosen = self._chain.next(self.turn)
         token, logprobs = chosen
-        shown = self.turn.accept(token, self._state.fed + 1, self._max_context, logprobs)
+        shown = self.turn.accept(token, self._state.fed + 1, self._chain.max_context, logprobs)
         self._ready.extend(shown)
         if self.turn.can_go_on:
             self._state.tokens.append(token)
-        elif self.turn.finish_reason is not None:
+        else:
             self._chain.settle()
