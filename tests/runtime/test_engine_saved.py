@@ -212,7 +212,7 @@ def spoil_ready(description):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        (forget_generation, ConfigError, "holds no generation.*session="),
+        (forget_generation, ConfigError, "does not contain a generation.*session="),
         (spoil_turn, ContractMismatchError, "generation cannot be read"),
         (spoil_ready, ContractMismatchError, "generation cannot be read"),
     ],
