@@ -146,7 +146,7 @@ class Eviction:
 
     def keep(self, parts: Parts) -> dict[int, Kept]:
         """Build the policy's graph; returns what is kept of each evictable layer."""
-        raise NotImplementedError(f"policy {self.policy!r} does not say what it keeps")
+        raise AssertionError(f"the class of policy {self.policy!r} does not say what it keeps")
 
 
 def _registry() -> dict[str, type[Eviction]]:
