@@ -88,7 +88,7 @@ def visible_keys(case: MatrixCase, positions: np.ndarray) -> np.ndarray:
     return (j <= i) & ((case.window < 0) | (j > i - case.window) | (j < case.sink))
 
 
-def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype) -> float:
+def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype, least_size: float = 0.0) -> float:
     """Return the largest error as a share of what tolerances.py allows; NaN where a value is no number.
 
     Args:
@@ -96,7 +96,9 @@ def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype) -> f
         plain: float32.
         exact: float64.
         stored: the type whose rounding is allowed for.
+        least_size: the size of values that rounding is counted at, at least. A log-sum-exp of one key is a sum of
+            products that may cancel: its rounding is that of the products.
     """
     allowed = ERROR_FACTOR * abs(devices.rounded(plain, stored) - exact).max()
-    allowed += ROUNDING_UNITS * float(ml_dtypes.finfo(stored).eps) * abs(exact).max()
+    allowed += ROUNDING_UNITS * float(ml_dtypes.finfo(stored).eps) * max(abs(exact).max(), least_size)
     return float(abs(actual - exact).max() / allowed)
