@@ -116,9 +116,7 @@ def swa_attention(
                 past = _length(past_len, sequence, head // group)
                 length = past + int(query_start[sequence + 1] - query_start[sequence])
                 position = past + int(row - query_start[sequence])
-                seen = visible_positions(
-                    position, window, sink, length=length, causal=bool(causal), prefix_end=prefix
-                )
+                seen = visible_positions(position, window, sink, length=length, causal=bool(causal), prefix_end=prefix)
                 where = [_locate(key_cache, block_table, sequence, slot_of(j, slots, sink)) for j in seen]
                 keys = np.array([key_cache[page, head // group, r] for page, r in where], np.float64)
                 values = np.array([value_cache[page, head // group, r] for page, r in where], np.float64)
