@@ -40,7 +40,7 @@ class ModelFacts:
 
     Attributes:
         weights: by format.
-        folder_bytes: of all files that the manifest names, and the manifest itself.
+        folder_bytes: of all files that the manifest names.
         cpu_bytes: what the weights take in memory on the CPU; None where it is what the file takes.
         vocab_size: of the graph.
         tokenizer: None where there is none.
