@@ -11,6 +11,7 @@ from pathlib import Path
 
 import foreign
 import pytest
+from families import shared_checkpoint
 from foreign import Foreign
 
 import ortolan
@@ -127,6 +128,18 @@ def test_a_page_size_without_pages_is_named(command, tmp_path, capsys):
     assert main([command, str(source), str(tmp_path / "plain"), *options]) == 0
     assert capsys.readouterr().err == "ortolan: warning: --page-size has no effect without --paged\n"
     assert main([command, str(source), str(tmp_path / "paged"), *options, "--paged"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_sink_without_windows_is_named(tmp_path, capsys):
+    source = foreign.write(Foreign(), tmp_path / "source")
+    checkpoint = shared_checkpoint("llama")
+    options = ["--max-context", "64", "--sink", "4"]
+    for command, given in (("convert", source), ("export", checkpoint)):
+        assert main([command, str(given), str(tmp_path / command), *options]) == 0
+        assert "ortolan: warning: sink 4 has no effect: no layer of the model has a window" in capsys.readouterr().err
+    rings = foreign.write(Foreign(windows=(12, -1)), tmp_path / "rings")
+    assert main(["convert", str(rings), str(tmp_path / "model"), *options]) == 0
     assert capsys.readouterr().err == ""
 
 
