@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ortolan.errors import ConfigError, StorageError, file_path
+from ortolan.errors import ConfigError, ContractMismatchError, StorageError, file_path
 from ortolan.folders import CHECKPOINT_FILE, GENAI_FILE, KIND_NAMES
 from ortolan.manifest import MANIFEST_FILE, read_description
 
@@ -109,19 +109,22 @@ def model_folder(given: object, *, weights: bool = True) -> Path:
         model = HubModel(given, MANIFEST_FILE)
     except ConfigError as error:
         raise _told_apart(given, error) from error
-    names = read_description(model.folder).files
-    model.fetch([name for name in names if weights or not name.endswith(".data")])
+    names = [name for name in read_description(model.folder).files if weights or not name.endswith(".data")]
+    for name in names:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ContractMismatchError(f"{given}: its manifest names {name!r}, which is not the name of a file")
+    model.fetch(names)
     return model.folder
 
 
 def _told_apart(hub_id: str, error: ConfigError) -> ConfigError:
     """Say what a model on the hub is that has no manifest, where it is there at all."""
+    from huggingface_hub.utils import LocalEntryNotFoundError
+
     kinds = (
         (CHECKPOINT_FILE, "checkpoint", f"`ortolan export {hub_id} MODEL_DIR`"),
         (GENAI_FILE, "genai", f"`hf download {hub_id} --local-dir DIR` and `ortolan convert DIR MODEL_DIR`"),
     )
-    from huggingface_hub.utils import LocalEntryNotFoundError
-
     is_reachable = not isinstance(error.__cause__, LocalEntryNotFoundError)
     for name, kind, commands in kinds:
         with contextlib.suppress(ConfigError):

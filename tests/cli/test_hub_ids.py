@@ -73,6 +73,17 @@ def test_a_model_folder_is_run_by_its_id_and_inspected_without_its_weights(publi
     assert (cached.returncode, cached.stdout) == (0, by_id.stdout)
 
 
+@pytest.mark.parametrize("name", ["../../../../stolen", "/stolen", ".."])
+def test_a_manifest_reaches_nothing_outside_of_the_cache(name, model_dir, tmp_path):
+    folder = Path(shutil.copytree(model_dir, tmp_path / "made"))
+    manifest = json.loads((folder / "ortolan.json").read_text())
+    (folder / "ortolan.json").write_text(json.dumps(manifest | {"files": {name: 1}}))
+    with serving({"me/made": folder}) as hub:
+        result = run_ortolan("inspect", "me/made", folder=tmp_path, endpoint=hub.endpoint)
+    assert_refused(result, f"me/made: its manifest names {name!r}, which is not the name of a file")
+    assert hub.downloads == ["me/made/ortolan.json"]
+
+
 def test_a_local_folder_wins(tmp_path):
     shutil.copytree(shared_checkpoint("llama"), tmp_path / "me" / "tiny")
     with serving({"me/tiny": shared_checkpoint("qwen3")}) as hub:
