@@ -22,7 +22,9 @@ def warn_of_idle_sampling(options: argparse.Namespace, sampling: Any) -> None:
     """Warn of options of a random choice where the most likely token is taken."""
     if sampling.temperature > 0:
         return
-    idle = ["--" + name.replace("_", "-") for name, unset in _RANDOM.items() if getattr(options, name) != unset]
+    idle = [
+        "--" + name.replace("_", "-") for name, unset in _RANDOM.items() if getattr(options, name) not in (None, unset)
+    ]
     if idle:
         verb = "have" if len(idle) > 1 else "has"
         print_warning(f"{', '.join(idle)} {verb} no effect without --temperature above 0")

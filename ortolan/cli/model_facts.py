@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ContractMismatchError
-from ortolan.manifest import Manifest
 
 if TYPE_CHECKING:
     from ortolan.graphs import StoredWeights
+    from ortolan.manifest import Manifest
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
