@@ -11,6 +11,8 @@ import onnx
 from ortolan.errors import ConfigError, check_progress, file_path, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.folder import (
+    DEFAULT_CONTEXT,
+    IDLE_SINK,
     CacheOptions,
     check_numbers,
     check_target,
@@ -21,6 +23,7 @@ from ortolan.export.folder import (
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
 from ortolan.export.foreign_weights import ForeignWeights, place_foreign_weights, write_foreign_weights
+from ortolan.export.tokenizer_files import check_tokenizer
 from ortolan.export.weights import WEIGHTS_FILE, placed_bytes
 from ortolan.graphs import (
     Conversion,
@@ -35,8 +38,6 @@ from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.external_data import span_of
 from ortolan.manifest import FUSED_FILE, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
 from ortolan.version import __version__
-
-DEFAULT_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,7 @@ def convert(
     conversion = convert_model(opened.model, opened.names, _graph_options(opened, arguments))
     if sink >= conversion.max_context:
         raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")
+    check_tokenizer(opened.tokenizer_folder)
     _warn(opened, conversion)
     joints = {} if conversion.fused is None else conversion.fused.members
     placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder, joints.values())
@@ -157,6 +159,8 @@ def _warn(source: ForeignSource, conversion: Conversion) -> None:
             f"the source's configuration names a sliding window of {source.sliding_window}, which its attention does "
             "not have; it is converted as it is, to full attention (sliding_window asks for rings)"
         )
+    if conversion.options.sink and all(layer.window < 0 for layer in conversion.layers):
+        warn_caller(IDLE_SINK.format(conversion.options.sink))
     if source.context_length is not None and conversion.max_context > source.context_length:
         warn_caller(
             f"max_context {conversion.max_context} is beyond the source's context_length {source.context_length}"

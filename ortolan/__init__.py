@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ortolan.errors import (
@@ -68,7 +69,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
     """Open an exported model.
 
     Args:
-        folder: what `ortolan.export` wrote.
+        folder: what `ortolan.export` wrote, or the id of such a folder on the Hugging Face hub ("owner/name"), which
+            comes from the hub's cache or is downloaded there. A folder of that name wins.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
@@ -77,7 +79,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused
-            has a value that is not allowed.
+            has a value that is not allowed; the hub does not have the model or cannot be reached.
+        StorageError: the disk is full.
     """
     from ortolan import runtime
 
@@ -96,14 +99,30 @@ def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
 def __getattr__(name: str) -> Any:
     """Import the public names on first use, so that `import ortolan` stays light."""
     if name in _SUBPACKAGES:
-        return importlib.import_module(f"ortolan.{name}")
+        return _imported(f"ortolan.{name}")
     if name == "convert":
-        return importlib.import_module("ortolan.export.conversion").convert
+        return _imported("ortolan.export.conversion").convert
     if name in _RUNTIME_NAMES:
-        return getattr(importlib.import_module("ortolan.runtime"), name)
+        return getattr(_imported("ortolan.runtime"), name)
     if name in _POLICY_NAMES:
-        return getattr(importlib.import_module("ortolan.policies"), name)
+        return getattr(_imported("ortolan.policies"), name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Import one of the package's modules; where something is not there, say why and what to do."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        folder = Path(__file__).resolve().parents[1]
+        if not (folder / "pyproject.toml").is_file():
+            raise
+        raise ModuleNotFoundError(
+            f"{error}: Python runs Ortolan from its source folder {folder}, and Ortolan is not installed for this "
+            f"Python; run `pip install -e {folder}`, or start Python in another folder and with the environment in "
+            "which Ortolan is installed",
+            name=error.name,
+        ) from error
 
 
 def __dir__() -> list[str]:

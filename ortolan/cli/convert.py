@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ortolan.cli.making import add_cache_options, shown_progress
+from ortolan.cli.idle_options import warn_of_idle_making
+from ortolan.cli.making import DEFAULT_PAGE_SIZE, add_cache_options, shown_progress
 
 EPILOG = """examples:
   ortolan convert ./phi-3-int4 ./phi                    # what onnxruntime-genai's model builder wrote
@@ -35,7 +36,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sliding-window",
         type=int,
-        default=0,
         help="window of layers that have none in the graph, where the exporter left it out (default: none)",
     )
     add_cache_options(parser)
@@ -56,12 +56,13 @@ def run(options: argparse.Namespace) -> int:
             chunk_size=options.chunk_size,
             sink=options.sink,
             snapkv_window=options.snapkv_window,
-            sliding_window=options.sliding_window,
+            sliding_window=options.sliding_window or 0,
             paged=options.paged,
-            page_size=options.page_size,
+            page_size=DEFAULT_PAGE_SIZE if options.page_size is None else options.page_size,
             overwrite=options.overwrite,
             progress=progress,
             fuse=not options.no_fuse,
         )
+    warn_of_idle_making(options)
     print(options.target)
     return 0

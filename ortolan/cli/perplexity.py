@@ -27,13 +27,15 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     parser.add_argument("file", type=Path, help="text, UTF-8")
     parser.add_argument("--window", type=int, help="tokens that a prediction looks back on (default: max_context)")
     parser.add_argument("--stride", type=int, help="tokens between the beginnings of windows (default: window / 2)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
-    parser.add_argument("--json", metavar="FILE", help="write the figures; - for standard output, in place of the text")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures; - for standard output, in place of the text (default: none)"
+    )
     parser.set_defaults(run=run)
 
 
