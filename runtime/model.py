@@ -35,6 +35,7 @@ from ortolan.runtime.device.providers import (
 )
 from ortolan.runtime.eviction.graphs import EvictBuilder, EvictionGraphs, check_eviction, one_eviction
 from ortolan.runtime.graph_check import check_graph
+from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Session
@@ -62,6 +63,7 @@ class Model:
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
+        self._process = Process()
         self.evictions = EvictionGraphs(folder, manifest, device, evict_builder)
         self._tokenizer: Tokenizer | None = None
         self.memory = DeviceMemory(device, manifest)
@@ -123,6 +125,7 @@ class Model:
             ConfigError: a number is not allowed, the model was exported without eviction, or both options are given.
             CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
+        self._process.check("a model")
         options = one_eviction(eviction, snapkv)
         plan = self.plan(max_context, chunk_size, options)
         return make_session(self, plan if chunk_size else self._fitting(plan, options), options)
@@ -153,6 +156,7 @@ class Model:
             ConfigError: a number is not allowed, or max_context is less than what was read.
             CapacityError: there is no memory for the caches.
         """
+        self._process.check("a model")
         given = one_eviction(eviction, snapkv)
         with SavedSequence(file_path("path", path)) as saved:
             saved.check_model(self.fingerprint)
@@ -196,6 +200,7 @@ class Model:
 
     def pool_stepper(self, plan: CachePlan) -> tuple[CacheStore, Stepper]:
         """Allocate the page pools of an engine, and return them and what runs its steps. Raises CapacityError."""
+        self._process.check("a model")
         if self.device.cuda is not None:
             check_pools(plan, self.memory.scratch_bytes(plan), self.memory.free_memory(), self.device.name)
         return make_store_stepper(self, plan)

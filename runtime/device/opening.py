@@ -8,6 +8,7 @@ from typing import Any
 
 from ortolan.custom_ops import register
 from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
+from ortolan.runtime.device import forks
 from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.providers import CPU_PROVIDER, cuda_options
@@ -76,6 +77,7 @@ class Device:
                 f"ONNX Runtime cannot start {self.provider}: it offers {session.get_providers()} instead; check that "
                 "the CUDA and cuDNN libraries of onnxruntime-gpu can be loaded"
             )
+        forks.outlive_forks(session)
         return session
 
 
