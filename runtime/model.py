@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from pathlib import Path
@@ -23,7 +24,7 @@ from ortolan.runtime.assembly import make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.memory import DeviceMemory, check_pools, estimate_chunk_bytes, fit_chunk
+from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import Device
 from ortolan.runtime.device.providers import (
     CPU_PROVIDER,
@@ -158,7 +159,7 @@ class Model:
         """
         self._process.check("a model")
         given = one_eviction(eviction, snapkv)
-        with SavedSequence(file_path("path", path)) as saved:
+        with contextlib.closing(SavedSequence(file_path("path", path))) as saved:
             saved.check_model(self.fingerprint)
             options = saved.eviction if given is None else given
             context = saved.max_context if max_context is None else max_context
@@ -201,8 +202,7 @@ class Model:
     def pool_stepper(self, plan: CachePlan) -> tuple[CacheStore, Stepper]:
         """Allocate the page pools of an engine, and return them and what runs its steps. Raises CapacityError."""
         self._process.check("a model")
-        if self.device.cuda is not None:
-            check_pools(plan, self.memory.scratch_bytes(plan), self.memory.free_memory(), self.device.name)
+        self.memory.check_pools(plan)
         return make_store_stepper(self, plan)
 
     def detokenize(self) -> DetokenizerStream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,6 @@ class SavedSequence:
             raise SessionFileError(
                 f"{path} is not a session as this version of Ortolan saves it: its description has another form"
             )
-
-    def __enter__(self) -> SavedSequence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""

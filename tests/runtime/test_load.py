@@ -70,11 +70,18 @@ def test_a_manifest_of_another_graph_is_refused(folder):
         ortolan.load(folder, device="cpu")
 
 
-@pytest.mark.parametrize("change", [{"window": 7}, {"scale": 0.5}, {"num_heads": 8}, {"softcap": 3.0}])
+@pytest.mark.parametrize("change", [{"window": 7}, {"scale": 0.5}, {"softcap": 3.0}])
 def test_a_manifest_of_other_layers_is_refused(folder, change):
     layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
     change_manifest(folder, layers=[{**layers[0], **change}, *layers[1:]])
     with pytest.raises(ContractMismatchError, match="another layers"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_manifest_of_other_heads_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[{**layers[0], "num_heads": 8}, *layers[1:]])
+    with pytest.raises(ContractMismatchError, match=r"layer\.0\.capture.*says 8 heads of 16"):
         ortolan.load(folder, device="cpu")
 
 
