@@ -8,6 +8,7 @@ from ortolan import contract
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import MANIFEST_METADATA, Manifest
 from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
+from ortolan.runtime.device.opening import graph_metadata
 
 # What the graph was built for. Other fields, such as chunk_size, say how it is run.
 BUILT_FOR = ("dtype", "weight_format", "cache_dtype", "vocab_size", "sink", "paged", "page_size", "layers")
@@ -46,9 +47,10 @@ def _check_inputs(ort_session: Any, manifest: Manifest, file_name: str) -> None:
 def _check_shapes(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check the sizes that the graph fixes."""
     shapes = {i.name: i.shape for i in [*ort_session.get_inputs(), *ort_session.get_outputs()]}
-    if shapes[contract.LOGITS][-1] != manifest.vocab_size:
+    logits = shapes.get(contract.LOGITS, [])
+    if len(logits) != 2 or logits[-1] != manifest.vocab_size:
         raise ContractMismatchError(
-            f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
+            f"{file_name}: {contract.LOGITS} has the shape {logits}, the manifest says a vocabulary "
             f"of {manifest.vocab_size}; export the model again"
         )
     for index, layer in enumerate(manifest.layers):
@@ -83,7 +85,7 @@ def _tensors(manifest: Manifest) -> dict[int, tuple[TensorSpec, ...]]:
 
 def _check_metadata(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check what neither inputs nor shapes tell, as windows and sinks, by the manifest in the graph."""
-    text = ort_session.get_modelmeta().custom_metadata_map.get(MANIFEST_METADATA)
+    text = graph_metadata(ort_session, MANIFEST_METADATA, file_name)
     if text is None:
         return
     recorded = Manifest.from_json(text, f"{file_name}'s metadata")

@@ -160,7 +160,7 @@ class Model:
         self._process.check("a model")
         given = one_eviction(eviction, snapkv)
         with contextlib.closing(SavedSequence(file_path("path", path))) as saved:
-            saved.check_model(self.fingerprint)
+            saved.check_model(self.fingerprint, self.manifest)
             options = saved.eviction if given is None else given
             context = saved.max_context if max_context is None else max_context
             plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, options)

@@ -81,6 +81,19 @@ class Device:
         return session
 
 
+def graph_metadata(session: Session, key: str, name: str) -> str | None:
+    """Return a text of a graph's metadata; None where it has none under that key.
+
+    Raises:
+        ContractMismatchError: the metadata of the graph, which the message calls by `name`, are not texts.
+    """
+    try:
+        text: str | None = session.get_modelmeta().custom_metadata_map.get(key)
+    except UnicodeDecodeError as error:
+        raise ContractMismatchError(f"{name} has metadata that are not UTF-8; export the model again") from error
+    return text
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Say whether ONNX Runtime failed for want of device memory."""
     text = str(error).lower()

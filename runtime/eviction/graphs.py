@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, ContractMismatchError
 from ortolan.manifest import EVICT_FILE, Manifest
 from ortolan.policies import Eviction
 from ortolan.policies.eviction import STRUCTURE_METADATA
-from ortolan.runtime.device.opening import Device
+from ortolan.runtime.device.opening import Device, graph_metadata
 
 EvictBuilder = Callable[[Manifest, Eviction], bytes]
 
@@ -48,8 +48,13 @@ class EvictionGraphs:
         path = self._folder / EVICT_FILE
         if not self._has_read and path.is_file():
             session = self._device.open(str(path), self._folder)
-            text = session.get_modelmeta().custom_metadata_map.get(STRUCTURE_METADATA, "{}")
-            self._recorded = json.loads(text)
+            text = graph_metadata(session, STRUCTURE_METADATA, str(path))
+            try:
+                self._recorded = json.loads(text or "{}")
+            except (ValueError, RecursionError) as error:
+                raise ContractMismatchError(
+                    f"{path} has metadata that is not valid JSON; export the model again"
+                ) from error
             self._sessions[json.dumps(self._recorded, sort_keys=True)] = session
         self._has_read = True
         return self._recorded

@@ -177,6 +177,7 @@ class SessionFile:
                 )
             self.description: dict[str, Any] = dict(json.loads(header.pop("__metadata__")["session"]))
             self._entries: dict[str, Any] = header
+            self._check_entries(os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
 
     def close(self) -> None:
@@ -191,11 +192,19 @@ class SessionFile:
         with _reading(self.path):
             return tuple(self._entries[name]["shape"])
 
-    def read(self, name: str, dtype: npt.DTypeLike, begin: int = 0, end: int | None = None) -> npt.NDArray[Any]:
+    def read(
+        self,
+        name: str,
+        dtype: npt.DTypeLike,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        row_shape: tuple[int, ...] | None = None,
+    ) -> npt.NDArray[Any]:
         """Return rows begin .. end of a tensor; `dtype` must be of its element size.
 
         Raises:
-            SessionFileError: there are no such rows, or they cannot be read.
+            SessionFileError: there are no such rows, or not of the `row_shape` that is given, or they cannot be read.
         """
         with _reading(self.path):
             entry = self._entries[name]
@@ -204,9 +213,20 @@ class SessionFile:
             row_bytes = math.prod(rest) * _element_bytes(entry["dtype"])
             if not 0 <= begin <= end <= rows:
                 raise SessionFileError(f"{self.path}: {name} has {rows} rows, not {begin} .. {end}")
+            if row_shape is not None and tuple(rest) != row_shape:
+                raise SessionFileError(f"{self.path}: {name} has rows of shape {rest}, the model {list(row_shape)}")
             self._file.seek(self._data_begin + entry["data_offsets"][0] + begin * row_bytes)
             content = self._file.read((end - begin) * row_bytes)
             return np.frombuffer(content, dtype).reshape(end - begin, *rest)
+
+    def _check_entries(self, file_bytes: int) -> None:
+        """Check that each tensor lies in the file, and has the bytes that its shape says."""
+        for name, entry in self._entries.items():
+            shape, (begin, end) = entry["shape"], entry["data_offsets"]
+            sizes = [*shape, begin, file_bytes - self._data_begin - end]
+            is_whole = all(type(size) is int and size >= 0 for size in sizes)
+            if not is_whole or end - begin != math.prod(shape) * _element_bytes(entry["dtype"]):
+                raise SessionFileError(f"{self.path} is damaged: {name} has shape {shape} at {begin} .. {end}")
 
 
 @contextlib.contextmanager
@@ -218,7 +238,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SessionFileError, ContractMismatchError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise SessionFileError(f"{path} is not a session as this version of Ortolan saves it: {error!r}") from error
 
 

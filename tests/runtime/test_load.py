@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import onnx
 import pytest
 from fake_cuda import FakeCuda
 
@@ -154,3 +155,15 @@ def test_bfloat16_on_the_cpu_is_explained(folder):
     change_manifest(folder, dtype="bfloat16", cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"bfloat16 model.*float16"):
         ortolan.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"{", b"[" * 100_000])
+@pytest.mark.parametrize("name", [MODEL_FILE, EVICT_FILE])
+def test_metadata_that_are_not_texts_or_not_json_are_refused(folder, name, content):
+    graph = onnx.load(folder / name, load_external_data=False)
+    graph.metadata_props[0].value = "@" * len(content)
+    (folder / name).write_bytes(graph.SerializeToString().replace(b"@" * len(content), content))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST_FILE}
+    change_manifest(folder, files=sizes)
+    with pytest.raises(ContractMismatchError, match=re.escape(name)):
+        ortolan.load(folder, device="cpu").session(snapkv=SnapKv(budget=40, window=8))
