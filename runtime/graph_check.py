@@ -8,7 +8,6 @@ from ortolan import contract
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import MANIFEST_METADATA, Manifest
 from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
-from ortolan.runtime.device.opening import graph_metadata
 
 # What the graph was built for. Other fields, such as chunk_size, say how it is run.
 BUILT_FOR = ("dtype", "weight_format", "cache_dtype", "vocab_size", "sink", "paged", "page_size", "layers")
@@ -85,7 +84,7 @@ def _tensors(manifest: Manifest) -> dict[int, tuple[TensorSpec, ...]]:
 
 def _check_metadata(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check what neither inputs nor shapes tell, as windows and sinks, by the manifest in the graph."""
-    text = graph_metadata(ort_session, MANIFEST_METADATA, file_name)
+    text = ort_session.get_modelmeta().custom_metadata_map.get(MANIFEST_METADATA)
     if text is None:
         return
     recorded = Manifest.from_json(text, f"{file_name}'s metadata")

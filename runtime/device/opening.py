@@ -78,20 +78,19 @@ class Device:
                 "the CUDA and cuDNN libraries of onnxruntime-gpu can be loaded"
             )
         forks.outlive_forks(session)
+        _check_texts(session, model if isinstance(model, str) else str(folder))
         return session
 
 
-def graph_metadata(session: Session, key: str, name: str) -> str | None:
-    """Return a text of a graph's metadata; None where it has none under that key.
-
-    Raises:
-        ContractMismatchError: the metadata of the graph, which the message calls by `name`, are not texts.
-    """
+def _check_texts(session: Session, name: str) -> None:
+    """Raise ContractMismatchError where names or metadata of a graph are not texts."""
     try:
-        text: str | None = session.get_modelmeta().custom_metadata_map.get(key)
+        _ = [(value.name, value.shape) for value in (*session.get_inputs(), *session.get_outputs())]
+        _ = session.get_modelmeta().custom_metadata_map
     except UnicodeDecodeError as error:
-        raise ContractMismatchError(f"{name} has metadata that are not UTF-8; export the model again") from error
-    return text
+        raise ContractMismatchError(
+            f"{name} has names or metadata that are not UTF-8; export the model again"
+        ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -11,7 +11,7 @@ from ortolan.errors import ConfigError, ContractMismatchError
 from ortolan.manifest import EVICT_FILE, Manifest
 from ortolan.policies import Eviction
 from ortolan.policies.eviction import STRUCTURE_METADATA
-from ortolan.runtime.device.opening import Device, graph_metadata
+from ortolan.runtime.device.opening import Device
 
 EvictBuilder = Callable[[Manifest, Eviction], bytes]
 
@@ -48,9 +48,9 @@ class EvictionGraphs:
         path = self._folder / EVICT_FILE
         if not self._has_read and path.is_file():
             session = self._device.open(str(path), self._folder)
-            text = graph_metadata(session, STRUCTURE_METADATA, str(path))
+            text = session.get_modelmeta().custom_metadata_map.get(STRUCTURE_METADATA, "{}")
             try:
-                self._recorded = json.loads(text or "{}")
+                self._recorded = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ContractMismatchError(
                     f"{path} has metadata that is not valid JSON; export the model again"

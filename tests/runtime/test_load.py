@@ -157,6 +157,15 @@ def test_bfloat16_on_the_cpu_is_explained(folder):
         ortolan.load(folder, device="cpu")
 
 
+def test_names_that_are_not_texts_are_refused(folder):
+    graph = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "@" * 20
+    (folder / MODEL_FILE).write_bytes(graph.SerializeToString().replace(b"@" * 20, b"\xff" * 20))
+    change_manifest(folder, files={MODEL_FILE: (folder / MODEL_FILE).stat().st_size})
+    with pytest.raises(ContractMismatchError, match=re.escape(MODEL_FILE)):
+        ortolan.load(folder, device="cpu")
+
+
 @pytest.mark.parametrize("content", [b"\xff" * 20, b"{this is not JSON}", b"[" * 100_000])
 @pytest.mark.parametrize("name", [MODEL_FILE, EVICT_FILE])
 def test_metadata_that_are_not_texts_or_not_json_are_refused(folder, name, content):
