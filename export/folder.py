@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +108,8 @@ def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
     _check_free(real, weight_bytes)
     try:
         real.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{real.name}.", dir=real.parent))
+        folder = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
+        folder.mkdir()
     except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"no folder can be made at {target}: {error}") from error
     except OSError as error:
@@ -137,7 +138,6 @@ def _check_free(target: Path, weight_bytes: int) -> None:
 
 def put_in_place(folder: Path, target: Path) -> None:
     """Rename a finished folder to its target; what was there is removed once that is done, or stays."""
-    folder.chmod(0o755)
     real, aside = _real(target), folder.with_name(f"{folder.name}.old")
     if not real.exists():
         folder.rename(real)

@@ -67,6 +67,10 @@ class EngineClosedError(OrtolanError, RuntimeError):
     """An engine was closed, or failed as a whole, before a request ended."""
 
 
+class ForkedProcessError(OrtolanError, RuntimeError):
+    """A model, a session or an engine was used in a process that was forked after it was made."""
+
+
 def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Return an argument as an int; NumPy's integers pass, booleans do not.
 

@@ -46,11 +46,19 @@ def _check_inputs(ort_session: Any, manifest: Manifest, file_name: str) -> None:
 def _check_shapes(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     """Check the sizes that the graph fixes."""
     shapes = {i.name: i.shape for i in [*ort_session.get_inputs(), *ort_session.get_outputs()]}
-    if shapes[contract.LOGITS][-1] != manifest.vocab_size:
+    logits = shapes.get(contract.LOGITS, [])
+    if len(logits) != 2 or logits[-1] != manifest.vocab_size:
         raise ContractMismatchError(
-            f"{file_name}: {contract.LOGITS} has the shape {shapes[contract.LOGITS]}, the manifest says a vocabulary "
+            f"{file_name}: {contract.LOGITS} has the shape {logits}, the manifest says a vocabulary "
             f"of {manifest.vocab_size}; export the model again"
         )
+    for index, layer in enumerate(manifest.layers):
+        name = contract.capture(index)
+        if layer.evictable and shapes[name][2:] != [layer.num_heads, layer.head_size]:
+            raise ContractMismatchError(
+                f"{file_name}: {name} has the shape {shapes[name]}, the manifest says {layer.num_heads} heads of "
+                f"{layer.head_size}; export the model again"
+            )
     for index, specs in _tensors(manifest).items():
         for spec in specs:
             expected = spec.shape(0, manifest.page_size)[1:]

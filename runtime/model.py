@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from pathlib import Path
@@ -24,7 +25,7 @@ from ortolan.runtime.assembly import make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.memory import DeviceMemory, check_pools, estimate_chunk_bytes, fit_chunk
+from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import Device
 from ortolan.runtime.device.providers import (
     CPU_PROVIDER,
@@ -36,6 +37,7 @@ from ortolan.runtime.device.providers import (
 )
 from ortolan.runtime.eviction.graphs import EvictBuilder, EvictionGraphs, check_eviction, one_eviction
 from ortolan.runtime.graph_check import check_graph
+from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Session
@@ -63,6 +65,7 @@ class Model:
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
+        self._process = Process()
         self.evictions = EvictionGraphs(folder, manifest, device, evict_builder)
         self._tokenizer: Tokenizer | None = None
         self.memory = DeviceMemory(device, manifest)
@@ -124,6 +127,7 @@ class Model:
             ConfigError: a number is not allowed, the model was exported without eviction, or both options are given.
             CapacityError: there is no memory for the caches, or on CUDA for reading a chunk.
         """
+        self._process.check("a model")
         options = one_eviction(eviction, snapkv)
         plan = self.plan(max_context, chunk_size, options)
         return make_session(self, plan if chunk_size else self._fitting(plan, options), options)
@@ -154,9 +158,10 @@ class Model:
             ConfigError: a number is not allowed, or max_context is less than what was read.
             CapacityError: there is no memory for the caches.
         """
+        self._process.check("a model")
         given = one_eviction(eviction, snapkv)
-        with SavedSequence(file_path("path", path)) as saved:
-            saved.check_model(self.fingerprint)
+        with contextlib.closing(SavedSequence(file_path("path", path))) as saved:
+            saved.check_model(self.fingerprint, self.manifest)
             options = saved.eviction if given is None else given
             context = saved.max_context if max_context is None else max_context
             plan = self.plan(context, saved.chunk_size if chunk_size is None else chunk_size, options)
@@ -197,8 +202,8 @@ class Model:
 
     def pool_stepper(self, plan: CachePlan) -> tuple[CacheStore, Stepper]:
         """Allocate the page pools of an engine, and return them and what runs its steps. Raises CapacityError."""
-        if self.device.cuda is not None:
-            check_pools(plan, self.memory.scratch_bytes(plan), self.memory.free_memory(), self.device.name)
+        self._process.check("a model")
+        self.memory.check_pools(plan)
         return make_store_stepper(self, plan)
 
     def detokenize(self) -> DetokenizerStream:

@@ -24,6 +24,7 @@ from ortolan.runtime.generate.logprobs import TokenLogprobs, check_logprobs
 from ortolan.runtime.generate.stops import Detokenize, Stops
 from ortolan.runtime.generate.turn import Turn, TurnOptions
 from ortolan.runtime.options import Sampling
+from ortolan.runtime.ownership import exclusive
 from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
@@ -64,9 +65,10 @@ class SessionParts:
 
 
 class Session:
-    """Reads and continues one sequence. Made by `Model.session`; not thread-safe.
+    """Reads and continues one sequence. Made by `Model.session`.
 
-    May move between threads, one at a time; on CUDA its first decode step on each captures the graph there. Tokens that
+    May move between threads, one at a time; on CUDA its first decode step on each captures the graph there. A call
+    while another one has not returned raises ConfigError, also one that `progress` makes. Tokens that
     `generate` yields belong to the sequence: the last one is fed together with whatever comes next, also where the
     caller stopped early.
 
@@ -76,6 +78,7 @@ class Session:
         state: tokens and lengths of the sequence.
         generation: the one that was started last, as long as nothing else used the session.
         finish_reason: why the last generation ended; None before.
+        use: by one call at a time.
     """
 
     def __init__(self, parts: SessionParts) -> None:
@@ -91,6 +94,7 @@ class Session:
         self._evicting.on_lost = lambda: (call := settle()) and call()
         self._reader = Reader(self.feeder, self._evicting)
         self._chain = Chain(self.feeder, self._reader)
+        self.use = self._chain.use
 
     @property
     def logical_length(self) -> int:
@@ -126,6 +130,7 @@ class Session:
         kept = self.state.lengths.kept.get(self._cache_layer(layer))
         return None if kept is None else kept.copy()
 
+    @exclusive
     def prefill(self, token_ids: TokenIds, progress: Progress = None) -> Logits:
         """Read a prompt, or the next turn, in chunks; evict afterwards where that is due.
 
@@ -155,6 +160,7 @@ class Session:
         logits: Logits = self._reader.read_prompt(tokens, progress).logits()[-1].copy()
         return logits
 
+    @exclusive
     def step(self, token_id: int) -> Logits:
         """Feed one token; returns logits [V] float32. Raises as `prefill` does."""
         tokens = self._checked([token_id])
@@ -162,6 +168,7 @@ class Session:
         logits: Logits = self._reader.decode(tokens).logits()[-1].copy()
         return logits
 
+    @exclusive
     def score(self, token_ids: TokenIds, logprobs: int = 0, progress: Progress = None) -> list[TokenLogprobs]:
         """Read tokens, and say how likely each of them was after those before it.
 
@@ -192,6 +199,7 @@ class Session:
             result += step.score(tokens[begin + 1 : end + 1].tolist(), best)
         return result
 
+    @exclusive
     def generate(
         self,
         token_ids: TokenIds,
@@ -241,6 +249,7 @@ class Session:
         result = self._reader.read_prompt(tokens, progress, wanted)
         return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]))
 
+    @exclusive
     def resume(self, max_new_tokens: int | None = None) -> Generation:
         """Go on with the last generation as if it had never been left, also in a restored session.
 
@@ -269,6 +278,7 @@ class Session:
         generation.take_up(left)
         return generation
 
+    @exclusive
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.
 
@@ -284,6 +294,7 @@ class Session:
             self.feeder.check_rewind(length)
         self.feeder.rewind(length)
 
+    @exclusive
     def save(self, path: str | Path, rewind_tokens: int = 0) -> None:
         """Write the session to one file, from which `Model.restore` makes it anew; it can be used on.
 
@@ -295,14 +306,13 @@ class Session:
                 can; full-attention caches rewind as here. Each costs a slot in every ring.
 
         Raises:
-            ConfigError: no file can have that name or may be made there, or the session is reading a prompt.
+            ConfigError: no file can have that name or may be made there.
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
             ContractMismatchError: the model's files, which tell what model it is, are gone.
         """
-        if self._reader.is_reading:
-            raise ConfigError("a session cannot be saved while it reads a prompt; save it between calls")
         save_sequence(path, self.saved_parts(), self._parts.identify(), rewind_tokens)
 
+    @exclusive
     def fork(self) -> Session:
         """Make another session that goes on from here as this one would; neither sees what the other reads.
 
@@ -310,10 +320,7 @@ class Session:
 
         Raises:
             CapacityError: there is no memory for another session's caches.
-            ConfigError: the session is reading a prompt.
         """
-        if self._reader.is_reading:
-            raise ConfigError("a session cannot be forked while it reads a prompt; fork it between calls")
         parts, caches = self.saved_parts(), self.feeder.caches
         other = self._parts.make_another([caches.capacity(self._cache_layer(i)) for i in range(len(self.plan.layers))])
         other.feeder.caches.copy_from(caches)

@@ -15,6 +15,11 @@ import devices  # noqa: E402
 import shared_folders  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-seconds", type=float, default=12.0, help="how long each attack of tests/fuzz runs")
+    parser.addoption("--fuzz-first", type=int, default=0, help="the first case of each attack")
+
+
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # the processes of pytest-xdist use the folder of the one that starts them
         folder = contextlib.ExitStack()

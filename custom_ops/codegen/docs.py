@@ -17,6 +17,7 @@ def render_docs(operators: tuple[Operator, ...]) -> str:
         "",
         "An output that continues an input is written in place in two cases: it is an output of the graph and bound to",
         "the input's buffer, or nothing else holds or reads the input. Otherwise it starts as a copy of the input.",
+        "A node refuses any other output buffer that shares memory with one of its inputs or with another output.",
         "",
         "Every cache follows the slot rule of rings, so a position past C overwrites an older one. The CPU kernel of",
         "SwaAttention refuses a query that needs an overwritten position.",

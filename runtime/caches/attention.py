@@ -192,6 +192,7 @@ def _write(view: StoredLayer, saved: SessionFile, head: int, slots: tuple[int, i
     for role in ROLES:
         row = begin
         for piece in view.pieces(role, head, *slots):
-            rows = saved.read(_saved_name(view, role), np.dtype(piece.dtype), row, row + len(piece))
+            name, dtype = _saved_name(view, role), np.dtype(piece.dtype)
+            rows = saved.read(name, dtype, row, row + len(piece), row_shape=piece.shape[1:])
             view.buffers.write(piece, rows)
             row += len(piece)

@@ -14,6 +14,7 @@ from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.policies.eviction import CacheShape
 from ortolan.runtime.caches.plan import CachePlan
+from ortolan.runtime.device.host_memory import host_memory_bytes
 from ortolan.runtime.device.opening import Device
 
 if TYPE_CHECKING:
@@ -147,6 +148,20 @@ def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, in
     )
 
 
+def check_host_room(plan: CachePlan, captured: int) -> None:
+    """Refuse caches and captured queries that this machine could never hold, before any of them is allocated.
+
+    Raises:
+        CapacityError: they are more than all of its memory.
+    """
+    needed, total = plan.bytes + captured, host_memory_bytes()
+    if needed > total:
+        raise CapacityError(
+            f"max_context {plan.max_context} and max_sequences {plan.max_sequences} need {plan.bytes} bytes of caches "
+            f"and {captured} of captured queries; this machine has {total} bytes of memory; lower max_context"
+        )
+
+
 def check_pools(plan: CachePlan, scratch: int, memory: tuple[int, int], device: str) -> None:
     """Refuse an engine's page pools that do not fit the device, before any of them takes what others need.
 
@@ -231,13 +246,21 @@ class DeviceMemory:
 
     def check_room(self, plan: CachePlan, options: Eviction | None) -> None:
         """Refuse a session's plan that the device has no memory for. Raises CapacityError."""
-        if self._device.cuda is None:
-            return
         rows = min(options.captured_queries, plan.max_context) if options else 0
         captured = capture_bytes(self._manifest, rows)
+        if self._device.cuda is None:
+            check_host_room(plan, captured)
+            return
         memory = self.free_memory()
         largest = max(estimate_chunk_bytes(self._manifest, plan), estimate_evict_bytes(self._manifest, plan, options))
         check_room(plan, captured, max(0, largest - self.arena_bytes()), memory, self._device.name)
+
+    def check_pools(self, plan: CachePlan) -> None:
+        """Refuse an engine's page pools that the device has no memory for. Raises CapacityError."""
+        if self._device.cuda is None:
+            check_host_room(plan, 0)
+        else:
+            check_pools(plan, self.scratch_bytes(plan), self.free_memory(), self._device.name)
 
     def report(self, session: Session) -> MemoryReport:
         """Say what holds how many bytes while a session runs."""

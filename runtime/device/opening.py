@@ -8,6 +8,7 @@ from typing import Any
 
 from ortolan.custom_ops import register
 from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
+from ortolan.runtime.device import forks
 from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.providers import CPU_PROVIDER, ERRORS, cuda_options, quiet_opening
@@ -77,7 +78,20 @@ class Device:
                 f"ONNX Runtime cannot start {self.provider}: it offers {session.get_providers()} instead; check that "
                 "the CUDA and cuDNN libraries of onnxruntime-gpu can be loaded"
             )
+        forks.outlive_forks(session)
+        _check_texts(session, model if isinstance(model, str) else str(folder))
         return session
+
+
+def _check_texts(session: Session, name: str) -> None:
+    """Raise ContractMismatchError where names or metadata of a graph are not texts."""
+    try:
+        _ = [(value.name, value.shape) for value in (*session.get_inputs(), *session.get_outputs())]
+        _ = session.get_modelmeta().custom_metadata_map
+    except UnicodeDecodeError as error:
+        raise ContractMismatchError(
+            f"{name} has names or metadata that are not UTF-8; export the model again"
+        ) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

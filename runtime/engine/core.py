@@ -250,7 +250,12 @@ class EngineCore:
         token = ran.result.tokens()[ran.row]
         request.sequence.tokens[place] = token
         self._stats.generated_tokens += 1
-        if request.accept(token, place + 1, ran.result.logprobs()[ran.row]):
+        try:
+            is_last = request.accept(token, place + 1, ran.result.logprobs()[ran.row])
+        except OrtolanError as error:  # its text cannot be told
+            self._fail(request, error)
+            return
+        if is_last:
             self._remove(request)
             self._stats.finished += 1
 

@@ -258,7 +258,7 @@ class Engine:
     def _open(self, path: str | Path) -> SavedSequence:
         saved = SavedSequence(file_path("path", path))
         try:
-            saved.check_model(self._parts.identify())
+            saved.check_model(self._parts.identify(), self._parts.manifest)
         except BaseException:
             saved.close()
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from ortolan.errors import ConfigError, RequestCancelledError, file_path
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown
+from ortolan.runtime.ownership import Process
 
 
 class Outbox:
@@ -25,6 +26,7 @@ class Outbox:
         self.error: Exception | None = None
         self._ready: deque[int] = deque()
         self._condition = threading.Condition()
+        self._process = Process()  # in one forked later nobody puts tokens, and the condition may stay locked
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @property
@@ -51,6 +53,8 @@ class Outbox:
 
     def fail(self, error: Exception) -> None:
         """Say that the request failed; tokens not taken yet come first. A second end changes nothing."""
+        if not self._process.is_here:
+            return
         with self._condition:
             if not self.is_ended:
                 self.error = error
@@ -58,6 +62,7 @@ class Outbox:
 
     def take(self) -> int | None:
         """Wait for the next token; None at the end. Raises the error that the request failed with."""
+        self._process.check("a stream")
         with self._condition:
             while not self._ready and not self.is_ended:
                 self._condition.wait()
@@ -65,6 +70,7 @@ class Outbox:
 
     async def take_async(self) -> int | None:
         """Wait as `take` does, without keeping the event loop."""
+        self._process.check("a stream")
         while True:
             with self._condition:
                 if self._ready or self.is_ended:
@@ -76,6 +82,7 @@ class Outbox:
 
     def wait(self) -> None:
         """Wait for the end."""
+        self._process.check("a stream")
         with self._condition:
             while not self.is_ended:
                 self._condition.wait()

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ortolan.errors import EngineClosedError, OrtolanError, RequestCancelledError
 from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.request import Request
+from ortolan.runtime.ownership import Process
 
 Answer = TypeVar("Answer")
 
@@ -24,11 +25,13 @@ class Worker:
         self._closed = ""  # why, once it is
         self._stopping = False
         self._core: EngineCore | None = core
+        self._process = Process()
         self._thread = threading.Thread(target=self._work, name="ortolan-engine", daemon=True)
         self._thread.start()
 
     def send(self, call: Callable[[EngineCore], object]) -> None:
-        """Let the thread call a function before its next step. Raises EngineClosedError."""
+        """Let the thread call a function before its next step. Raises EngineClosedError, ForkedProcessError."""
+        self._process.check("an engine")
         with self._condition:
             if self._closed or self._stopping:
                 raise EngineClosedError(self._closed or "the engine is closed")
@@ -36,7 +39,9 @@ class Worker:
             self._condition.notify()
 
     def cancel(self, request: Request) -> None:
-        """End a request, unless it or the engine has ended."""
+        """End a request, unless it or the engine has ended, or the engine is another process's."""
+        if not self._process.is_here:
+            return
         with self._condition:
             if not self._closed and not self._stopping:
                 self.send(lambda core: core.cancel(request, RequestCancelledError("the request was cancelled")))
@@ -68,7 +73,9 @@ class Worker:
         return answers.popleft()
 
     def stop(self) -> None:
-        """End all requests and the thread."""
+        """End all requests and the thread; in a process forked later, where there is none, nothing."""
+        if not self._process.is_here:
+            return
         with self._condition:
             self._stopping = True
             self._condition.notify()

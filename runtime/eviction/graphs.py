@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, ContractMismatchError
 from ortolan.manifest import EVICT_FILE, Manifest
 from ortolan.policies import Eviction
 from ortolan.policies.eviction import STRUCTURE_METADATA
@@ -49,7 +49,12 @@ class EvictionGraphs:
         if not self._has_read and path.is_file():
             session = self._device.open(str(path), self._folder)
             text = session.get_modelmeta().custom_metadata_map.get(STRUCTURE_METADATA, "{}")
-            self._recorded = json.loads(text)
+            try:
+                self._recorded = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ContractMismatchError(
+                    f"{path} has metadata that is not valid JSON; export the model again"
+                ) from error
             self._sessions[json.dumps(self._recorded, sort_keys=True)] = session
         self._has_read = True
         return self._recorded

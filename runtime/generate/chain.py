@@ -8,6 +8,7 @@ from collections import deque
 from ortolan.errors import OrtolanError
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Turn
+from ortolan.runtime.ownership import Use
 from ortolan.runtime.steps.feeder import Feeder, Wanted
 from ortolan.runtime.steps.reader import Reader
 from ortolan.runtime.steps.stepper import BAD, StepResult
@@ -21,11 +22,13 @@ class Chain:
     Attributes:
         state: of the sequence.
         max_context: its longest length.
+        use: of it, by one call at a time.
     """
 
     def __init__(self, feeder: Feeder, reader: Reader) -> None:
         self._feeder, self._reader = feeder, reader
         self.state, self.max_context, self._stats = feeder.state, feeder.plan.max_context, feeder.stats
+        self.use = Use()
         self._waiting: deque[StepResult] = deque()  # steps under way, whose tokens were not taken yet
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -47,7 +46,7 @@ class DeviceSampler:
         self._logprobs: DeviceLogprobs | None = None
         self._rules: Array = None
         self._seen: Array = None
-        self._check = device_library.DecodeAdvance(
+        self._choice = device_library.DecodeAdvance(
             device=device.device_id,
             logits=logits.data.ptr,
             num_sequences=rows,
@@ -55,7 +54,6 @@ class DeviceSampler:
             workspace=self._workspace.data.ptr,
             stream=device.stream_pointer,
         )
-        self._choice = device_library.DecodeAdvance()
 
     @property
     def bytes(self) -> int:
@@ -72,7 +70,6 @@ class DeviceSampler:
         self._seen = None
         if any(draw is not None and draw.has_penalty for draw in draws):
             self._seen = self._device.upload(mark_seen(draws, self._logits.shape[1]))
-        ctypes.memmove(ctypes.byref(self._choice), ctypes.byref(self._check), ctypes.sizeof(self._check))
         self._choice.rules = self._rules.data.ptr
         self._choice.seen = 0 if self._seen is None else self._seen.data.ptr
         self._choice.random = any(draw is not None and draw.is_random for draw in draws)
@@ -99,11 +96,6 @@ class DeviceSampler:
         device_library.call(self._library, self._library.ortolan_cuda_decode_advance, self._choice)
         if logprobs is not None:
             self._scorer().enqueue(self._logits.data.ptr, produced.ctypes.data, logprobs)
-
-    def check(self, produced: npt.NDArray[np.int32]) -> None:
-        """Write `BAD` to `produced` [R], pinned, where logits contain NaN or infinity; else the most likely token."""
-        self._check.produced = produced.ctypes.data
-        device_library.call(self._library, self._library.ortolan_cuda_decode_advance, self._check)
 
     def logprob_results(self, k: int) -> Words:
         """Allocate pinned memory for the log-probabilities of one choice and of each row's k best tokens."""

@@ -11,6 +11,7 @@ from ortolan.errors import ConfigError
 from ortolan.runtime.generate.chain import Chain, Chosen
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown, Turn
+from ortolan.runtime.ownership import exclusive
 
 
 class Owner(Protocol):
@@ -32,13 +33,14 @@ class Generation(Iterator[int]):
         turn: its rules, and how far it is.
         tokens: all that were yielded.
         logprobs: of each of them, where they were asked for.
+        use: of the session, by one call at a time: while a token is taken, not between two of them.
     """
 
     def __init__(self, owner: Owner, chain: Chain, turn: Turn, chosen: Chosen | None) -> None:
         self.turn, self.tokens = turn, list[int]()
         self.logprobs: list[TokenLogprobs] = []
         self._owner = weakref.ref(owner)  # who lets go of both frees the caches at once; gone, it is used no more
-        self._chain, self._state = chain, chain.state
+        self._chain, self._state, self.use = chain, chain.state, chain.use
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
         self._ready: deque[Shown] = deque()
         self._is_closed = False
@@ -62,6 +64,7 @@ class Generation(Iterator[int]):
         """Yield no more; what is left can be taken up by `Session.resume`, as after any generation left early."""
         self._is_closed = True
 
+    @exclusive
     def __next__(self) -> int:
         if self._is_closed:
             raise StopIteration

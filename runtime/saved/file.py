@@ -15,12 +15,12 @@ import json
 import math
 import os
 import secrets
+import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -67,6 +67,8 @@ def check_target(path: Path) -> None:
 def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
     """Write a file under a temporary name beside `path`, and rename it when all of it is on the disk.
 
+    Only its owner may read or write the file, as it holds what was read; one that replaces another has its mode.
+
     Raises:
         ConfigError: no file can have that name, or none may be made there.
         StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
@@ -75,7 +77,9 @@ def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequ
     check_target(path)
     temporary = path.with_name(f".ortolan-{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=_open_private) as file:
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             _write_content(file, description, tensors)
             file.flush()
             os.fsync(file.fileno())
@@ -86,6 +90,19 @@ def write_session_file(path: Path, description: Mapping[str, Any], tensors: Sequ
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file that is not a pipe, a device or a folder; none of these is waited for."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise SessionFileError(f"{path} is not a regular file; give the name of a file that a session was saved to")
 
 
 def _write_content(file: BinaryIO, description: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
@@ -150,7 +167,7 @@ class SessionFile:
         """
         self.path = path
         with _reading(path), contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(open(path, "rb"))
+            self._file = stack.enter_context(open(path, "rb", opener=_open_regular))
             header, self._data_begin = _read_header(self._file, path)
             _check_sum(self._file, path)
             version = header["__metadata__"].get("version")
@@ -160,15 +177,8 @@ class SessionFile:
                 )
             self.description: dict[str, Any] = dict(json.loads(header.pop("__metadata__")["session"]))
             self._entries: dict[str, Any] = header
+            self._check_entries(os.fstat(self._file.fileno()).st_size)
             stack.pop_all()
-
-    def __enter__(self) -> SessionFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""
@@ -182,11 +192,19 @@ class SessionFile:
         with _reading(self.path):
             return tuple(self._entries[name]["shape"])
 
-    def read(self, name: str, dtype: npt.DTypeLike, begin: int = 0, end: int | None = None) -> npt.NDArray[Any]:
+    def read(
+        self,
+        name: str,
+        dtype: npt.DTypeLike,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        row_shape: tuple[int, ...] | None = None,
+    ) -> npt.NDArray[Any]:
         """Return rows begin .. end of a tensor; `dtype` must be of its element size.
 
         Raises:
-            SessionFileError: there are no such rows, or they cannot be read.
+            SessionFileError: there are no such rows, or not of the `row_shape` that is given, or they cannot be read.
         """
         with _reading(self.path):
             entry = self._entries[name]
@@ -195,9 +213,20 @@ class SessionFile:
             row_bytes = math.prod(rest) * _element_bytes(entry["dtype"])
             if not 0 <= begin <= end <= rows:
                 raise SessionFileError(f"{self.path}: {name} has {rows} rows, not {begin} .. {end}")
+            if row_shape is not None and tuple(rest) != row_shape:
+                raise SessionFileError(f"{self.path}: {name} has rows of shape {rest}, the model {list(row_shape)}")
             self._file.seek(self._data_begin + entry["data_offsets"][0] + begin * row_bytes)
             content = self._file.read((end - begin) * row_bytes)
             return np.frombuffer(content, dtype).reshape(end - begin, *rest)
+
+    def _check_entries(self, file_bytes: int) -> None:
+        """Check that each tensor lies in the file, and has the bytes that its shape says."""
+        for name, entry in self._entries.items():
+            shape, (begin, end) = entry["shape"], entry["data_offsets"]
+            sizes = [*shape, begin, file_bytes - self._data_begin - end]
+            is_whole = all(type(size) is int and size >= 0 for size in sizes)
+            if not is_whole or end - begin != math.prod(shape) * _element_bytes(entry["dtype"]):
+                raise SessionFileError(f"{self.path} is damaged: {name} has shape {shape} at {begin} .. {end}")
 
 
 @contextlib.contextmanager
@@ -209,7 +238,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise SessionFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SessionFileError, ContractMismatchError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         raise SessionFileError(f"{path} is not a session as this version of Ortolan saves it: {error!r}") from error
 
 

@@ -58,7 +58,7 @@ def difference(saved: Fingerprint, model: Fingerprint) -> str | None:
         if saved.get(name) == model[name]:
             continue
         if name == "layers":
-            return _layer_difference(saved.get(name, []), model[name])
+            return _layer_difference(saved.get(name), model[name])
         return f"its {name} is {saved.get(name)!r}, this model's {model[name]!r}"
     if saved.get("weights") != model["weights"]:
         return "its weights are others than this model's"
@@ -67,9 +67,10 @@ def difference(saved: Fingerprint, model: Fingerprint) -> str | None:
     return None
 
 
-def _layer_difference(saved: list[Any], model: list[Any]) -> str:
-    if len(saved) != len(model):
-        return f"it has {len(saved)} layers, this model {len(model)}"
+def _layer_difference(saved: Any, model: list[Any]) -> str:
+    if not isinstance(saved, list) or len(saved) != len(model):
+        count = len(saved) if isinstance(saved, list) else 0
+        return f"it has {count} layers, this model {len(model)}"
     index = next(i for i, pair in enumerate(zip(saved, model, strict=True)) if pair[0] != pair[1])
     return f"its layer {index} is {saved[index]}, this model's {model[index]}"
 

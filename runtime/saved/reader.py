@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from ortolan.runtime.caches.layer_state import kind_of, own_layers
 from ortolan.runtime.caches.plan import CachePlan, LayerPlan
 from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.saved.checks import check_sequence
 from ortolan.runtime.saved.file import SessionFile
 from ortolan.runtime.saved.fingerprint import Fingerprint, difference
 from ortolan.runtime.saved.state import capture_runs
@@ -48,26 +49,24 @@ class SavedSequence:
                 f"{path} is not a session as this version of Ortolan saves it: its description has another form"
             )
 
-    def __enter__(self) -> SavedSequence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def check_model(self, identity: Fingerprint) -> None:
-        """Raise ContractMismatchError where another model saved the sequence."""
+    def check_model(self, identity: Fingerprint, manifest: Manifest) -> None:
+        """Check that this model saved the sequence, and that what is known of it fits the model.
+
+        Raises:
+            ContractMismatchError: another model saved it.
+            SessionFileError: a number is out of its range.
+        """
         problem = difference(self._description["model"], identity)
         if problem:
             raise ContractMismatchError(f"{self._path} was saved with another model: {problem}")
         counts = len(self._description["layers"]), len(identity["layers"])
         if counts[0] != counts[1]:
             raise SessionFileError(f"{self._path} describes {counts[0]} layers of a model that has {counts[1]}")
+        check_sequence(self._file, manifest)
 
     @property
     def logical_length(self) -> int:
@@ -213,7 +212,9 @@ class SavedSequence:
         for slot, count in capture_runs(end - saved, end, rows):
             with caches.buffers.scope():
                 target = capture[0, slot : slot + count]
-            caches.buffers.write(target, self._file.read(name, target.dtype, begin, begin + count))
+            caches.buffers.write(
+                target, self._file.read(name, target.dtype, begin, begin + count, row_shape=target.shape[1:])
+            )
             begin += count
         return saved
 

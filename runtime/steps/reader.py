@@ -18,13 +18,12 @@ NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
 class Reader:
-    """Reads what a session is given; `is_reading` while a prompt's `progress` is called."""
+    """Reads what a session is given."""
 
     def __init__(self, feeder: Feeder, evicting: Evicting) -> None:
         self._feeder, self._evicting = feeder, evicting
         self._state, self._plan, self._stats = feeder.state, feeder.plan, feeder.stats
         self._rope_limits = feeder.manifest.rope_limits
-        self.is_reading = False
 
     def with_pending(self, given: Tokens) -> Tokens:
         """Put the token that waits to be fed before the given ones, and check that there is room for all.
@@ -75,8 +74,11 @@ class Reader:
         length = self._state.fed + ahead + 1
         if length > min(self._plan.max_context, self._rope_limits[self._state.variant]):
             return False
-        if self._feeder.rooms() <= ahead and self._feeder.room.is_cheap and self._plan.bound is None:
-            self._feeder.make_room(ahead + 1)
+        if self._feeder.rooms() > ahead:
+            return True
+        if not self._feeder.room.is_cheap or self._plan.bound is not None:
+            return False
+        self._feeder.make_room(ahead + 1)
         return self._feeder.rooms() > ahead
 
     def _decode(self, tokens: Tokens, wanted: Wanted) -> StepResult:
@@ -94,15 +96,7 @@ class Reader:
 
     def _read_on(self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted) -> StepResult:
         """Read tokens behind those read so far; caches get room for them."""
-
-        def note(count: int) -> None:
-            if progress:
-                self.is_reading = True
-                try:
-                    progress(count)
-                finally:
-                    self.is_reading = False
-
+        note = progress or _take_no_note
         if self._plan.bound is not None:
             return self._read_bounded(tokens, note, wanted)
         self._feeder.make_room(len(tokens))
@@ -152,3 +146,7 @@ class Reader:
         except BaseException:
             self._state.forget_pending()
             raise
+
+
+def _take_no_note(count: int) -> None:
+    """Take the size of a chunk that was read, and do nothing."""

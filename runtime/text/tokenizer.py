@@ -14,9 +14,11 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ortolan.errors import ConfigError, ContractMismatchError
 from ortolan.runtime.text.chat import choose_template, render_chat, special_tokens
+from ortolan.runtime.text.failures import tokenizer_failures, without_panic_reports
 
 _REPLACEMENT = "\ufffd"
 _MAX_ID = 2**32 - 1
+TRIED_IDS = 256  # that a file must decode to be taken
 
 
 class Tokenizer:
@@ -26,10 +28,10 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ContractMismatchError(f"{folder} has no tokenizer.json; use token ids, or add one and export again")
-        try:
+        self._path = path
+        with tokenizer_failures(f"{path} is not a tokenizer"), without_panic_reports():
             self._tokenizer = HfTokenizer.from_file(str(path))
-        except Exception as error:  # the binding has no type of its own
-            raise ContractMismatchError(f"{path} is not a tokenizer: {error}") from error
+            self._tokenizer.decode(list(range(min(self._tokenizer.get_vocab_size(), TRIED_IDS))))
         self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
         self._tokenizer.no_padding()
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -39,9 +41,15 @@ class Tokenizer:
             self._config["chat_template"] = template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises ConfigError where it is none, or none that UTF-8 can hold."""
+        """Return the token ids of a text.
+
+        Raises:
+            ConfigError: it is not a text, or not one that UTF-8 can hold.
+            ContractMismatchError: the tokenizer fails on it.
+        """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            with tokenizer_failures(f"{self._path} cannot encode {reprlib.repr(text)}"):
+                return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:  # also for halves of surrogate pairs
             raise ConfigError(f"{reprlib.repr(text)} is not a text that UTF-8 can encode: {error}") from error
 
@@ -50,8 +58,11 @@ class Tokenizer:
 
         Raises:
             ConfigError: these are not token ids.
+            ContractMismatchError: the tokenizer fails on them.
         """
-        return str(self._tokenizer.decode(_listed(ids), skip_special_tokens=skip_special_tokens))
+        listed = _listed(ids)
+        with tokenizer_failures(f"{self._path} cannot decode {reprlib.repr(listed)}"):
+            return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
     def stream(self) -> DetokenizerStream:
         """Start to decode ids as they come."""

@@ -128,7 +128,7 @@ def test_a_session_that_reads_is_not_forked(placed, draw_tokens):
     session, problems = placed.session(), []
 
     def fork(count):
-        with pytest.raises(ConfigError, match="while it reads") as raised:
+        with pytest.raises(ConfigError, match="the session is in use") as raised:
             session.fork()
         problems.append(raised)
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import onnx
 import pytest
 from fake_cuda import FakeCuda
 
@@ -70,11 +71,18 @@ def test_a_manifest_of_another_graph_is_refused(folder):
         ortolan.load(folder, device="cpu")
 
 
-@pytest.mark.parametrize("change", [{"window": 7}, {"scale": 0.5}, {"num_heads": 8}, {"softcap": 3.0}])
+@pytest.mark.parametrize("change", [{"window": 7}, {"scale": 0.5}, {"softcap": 3.0}])
 def test_a_manifest_of_other_layers_is_refused(folder, change):
     layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
     change_manifest(folder, layers=[{**layers[0], **change}, *layers[1:]])
     with pytest.raises(ContractMismatchError, match="another layers"):
+        ortolan.load(folder, device="cpu")
+
+
+def test_a_manifest_of_other_heads_is_refused(folder):
+    layers = json.loads((folder / MANIFEST_FILE).read_text())["layers"]
+    change_manifest(folder, layers=[{**layers[0], "num_heads": 8}, *layers[1:]])
+    with pytest.raises(ContractMismatchError, match=r"layer\.0\.capture.*says 8 heads of 16"):
         ortolan.load(folder, device="cpu")
 
 
@@ -147,3 +155,24 @@ def test_bfloat16_on_the_cpu_is_explained(folder):
     change_manifest(folder, dtype="bfloat16", cache_dtype="bfloat16")
     with pytest.raises(ConfigError, match=r"bfloat16 model.*float16"):
         ortolan.load(folder, device="cpu")
+
+
+def test_names_that_are_not_texts_are_refused(folder):
+    graph = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    graph.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "@" * 20
+    (folder / MODEL_FILE).write_bytes(graph.SerializeToString().replace(b"@" * 20, b"\xff" * 20))
+    change_manifest(folder, files={MODEL_FILE: (folder / MODEL_FILE).stat().st_size})
+    with pytest.raises(ContractMismatchError, match=re.escape(MODEL_FILE)):
+        ortolan.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 20, b"{this is not JSON}", b"[" * 100_000])
+@pytest.mark.parametrize("name", [MODEL_FILE, EVICT_FILE])
+def test_metadata_that_are_not_texts_or_not_json_are_refused(folder, name, content):
+    graph = onnx.load(folder / name, load_external_data=False)
+    graph.metadata_props[0].value = "@" * len(content)
+    (folder / name).write_bytes(graph.SerializeToString().replace(b"@" * len(content), content))
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST_FILE}
+    change_manifest(folder, files=sizes)
+    with pytest.raises(ContractMismatchError, match=re.escape(name)):
+        ortolan.load(folder, device="cpu").session(snapkv=SnapKv(budget=40, window=8))

@@ -268,7 +268,7 @@ def test_a_session_is_not_saved_while_it_reads(model, path, draw_tokens):
     session, refused = model.session(), []
 
     def progress(_: int) -> None:
-        with pytest.raises(ConfigError, match="between calls"):
+        with pytest.raises(ConfigError, match="the session is in use"):
             session.save(path)
         refused.append(True)
 

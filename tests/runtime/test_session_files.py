@@ -1,9 +1,12 @@
 """Files of saved sessions: refused unless whole and of this model, and written whole or not at all."""
 
+import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
+import stat
 import struct
 
 import numpy as np
@@ -110,11 +113,44 @@ def test_a_safetensors_file_of_another_kind_is_refused(mixed_model, tmp_path):
         mixed_model.restore(tmp_path / "x")
 
 
-@pytest.mark.parametrize("name", ["missing", "folder"])
-def test_files_that_cannot_be_read(mixed_model, tmp_path, name):
+def test_a_file_that_is_missing_is_named(mixed_model, tmp_path):
+    with pytest.raises(SessionFileError, match="missing cannot be read"):
+        mixed_model.restore(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe", "device"])
+def test_what_is_not_a_file_is_refused_at_once(mixed_model, tmp_path, name):
+    """A pipe that nobody writes to would be waited for, and a device that never ends read for ever."""
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SessionFileError, match=f"{name} cannot be read"):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    with pytest.raises(SessionFileError, match=f"{name} is not a regular file"):
         mixed_model.restore(tmp_path / name)
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o277])
+def test_a_file_is_its_owners_alone(mixed_model, session, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        session.save(tmp_path / "new")
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "new") == 0o600 & ~umask
+    mixed_model.restore(tmp_path / "new")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_replaced_keeps_its_mode(session, tmp_path, mode):
+    (tmp_path / "old").write_bytes(b"before")
+    (tmp_path / "old").chmod(mode)
+    (tmp_path / "link").symlink_to("old")
+    session.save(tmp_path / "link")
+    assert mode_of(tmp_path / "old") == mode
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_another_version_is_named(mixed_model, path):
@@ -261,7 +297,7 @@ def test_plans_that_do_not_hold_the_session_are_refused(mixed_model, path, chang
 def test_caches_that_do_not_hold_the_session_are_refused(mixed_model, path):
     plan = mixed_model.plan()
     small = plan.with_capacities([layer.capacity if layer.kind == "ring" else 39 for layer in plan.layers])
-    with SavedSequence(path) as saved, pytest.raises(ConfigError, match="layer 1 holds 40 tokens"):
+    with contextlib.closing(SavedSequence(path)) as saved, pytest.raises(ConfigError, match="layer 1 holds 40 tokens"):
         saved.capacities(small, sink=2)
 
 
@@ -293,7 +329,7 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path):
         Tensor(name="x", element_type="I32", shape=(6, 4), parts=lambda: [values[:2], values[2:]]),
     ]
     write_session_file(tmp_path / "x", {"a": [1]}, tensors)
-    with SessionFile(tmp_path / "x") as file:
+    with contextlib.closing(SessionFile(tmp_path / "x")) as file:
         assert file.description == {"a": [1]}
         assert file.shape("none") == (0, 4)
         assert "y" not in file

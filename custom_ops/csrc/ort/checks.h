@@ -33,7 +33,7 @@ struct CacheOutputs {
   void* key;
   void* value;
 };
-// Takes both outputs, from `index` on, which may not share a buffer.
+// Takes both outputs, from `index` on.
 CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
                                 const Tensor& value_cache);
 

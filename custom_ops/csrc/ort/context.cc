@@ -92,6 +92,9 @@ Tensor Context::output(size_t index, const std::vector<int64_t>& shape) const {
   if (!value) return tensor;
   tensor.present = true;
   check(node_.api, abi::GetTensorMutableData::of(node_.api)(value, &tensor.data));
+  const Span span = span_of(node_.schema->outputs[index], tensor);
+  check_apart(index, span);
+  outputs_.emplace_back(index, span);
   return tensor;
 }
 
@@ -100,24 +103,34 @@ Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   if (!tensor.present)
     node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
   const int64_t bytes = source.size() * element_bytes(node_.element);
-  if (tensor.data == source.data || bytes == 0) return tensor;
-  check_apart(index, static_cast<const char*>(tensor.data), bytes);
-  copy(tensor.data, source.data, bytes);
+  if (tensor.data != source.data && bytes > 0) copy(tensor.data, source.data, bytes);
   return tensor;
 }
 
-void Context::check_apart(size_t output_index, const char* target, int64_t bytes) const {
-  for (size_t i = 0; i < num_inputs_; ++i) {
-    const Port& port = node_.schema->inputs[i];
-    const Tensor other = input(i);
-    const char* start = other.as<const char>();
-    const int64_t size = other.present ? other.size() * element_bytes(port.element(node_.element)) : 0;
-    if (size == 0 || target + bytes <= start || start + size <= target) continue;
-    const Port& result = node_.schema->outputs[output_index];
-    node_.fail(std::string("output '") + result.name + "' shares the buffer of input '" + port.name +
-               "'; bind it to the buffer of '" + node_.schema->inputs[result.alias].name +
-               "', or to memory that no input uses");
+Context::Span Context::span_of(const Port& port, const Tensor& tensor) const {
+  return {tensor.as<const char>(),
+          tensor.present ? tensor.size() * element_bytes(port.element(node_.element)) : 0};
+}
+
+void Context::check_apart(size_t index, const Span& output) const {
+  const Schema& schema = *node_.schema;
+  const Port& port = schema.outputs[index];
+  if (inputs_.empty())
+    for (size_t i = 0; i < num_inputs_; ++i) inputs_.push_back(span_of(schema.inputs[i], input(i)));
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const Span& other = inputs_[i];
+    const bool reused = static_cast<int>(i) == port.reused_input();
+    if (!output.overlaps(other)) continue;
+    if (reused && output.begin == other.begin && output.bytes == other.bytes) continue;
+    const std::string own =
+        port.alias < 0 ? "" : std::string("the buffer of '") + schema.inputs[port.alias].name + "', or to ";
+    node_.fail(std::string("output '") + port.name + "' shares the buffer of input '" +
+               schema.inputs[i].name + "'; bind it to " + own + "memory that no input uses");
   }
+  for (const auto& [other, span] : outputs_)
+    if (output.overlaps(span))
+      node_.fail(std::string("outputs '") + schema.outputs[other].name + "' and '" + port.name +
+                 "' share a buffer; bind each to a buffer of its own");
 }
 
 void Context::copy(void* target, const void* source, size_t bytes) const {

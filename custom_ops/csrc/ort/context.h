@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/cpu/parallel.h"
@@ -42,7 +43,9 @@ class Context {
   Tensor input(size_t index) const;
   // Input `index`, with these dimensions; -1 allows any.
   Tensor input(size_t index, std::initializer_list<int64_t> dims) const;
-  // Output `index`; data is null where the caller did not ask for it.
+  // Output `index`; data is null where the caller did not ask for it. It shares no memory with an input or
+  // with another output, but for all of the one input that its port may continue: kernels read while they
+  // write.
   Tensor output(size_t index, const std::vector<int64_t>& shape) const;
   // The output that continues input `source`: the same buffer, or a copy of it.
   Tensor aliased_output(size_t index, const Tensor& source) const;
@@ -51,13 +54,25 @@ class Context {
   [[noreturn]] void bad_shape(size_t index, const Tensor& tensor, const std::string& rule) const;
 
  private:
+  // Where a tensor lies.
+  struct Span {
+    const char* begin;
+    int64_t bytes;
+
+    bool overlaps(const Span& other) const {
+      return bytes > 0 && other.bytes > 0 && begin < other.begin + other.bytes && other.begin < begin + bytes;
+    }
+  };
+
   void copy(void* target, const void* source, size_t bytes) const;
-  // An output that is about to be copied to must leave every input as it is.
-  void check_apart(size_t output_index, const char* target, int64_t bytes) const;
+  Span span_of(const Port& port, const Tensor& tensor) const;
+  void check_apart(size_t index, const Span& output) const;
 
   const NodeInfo& node_;
   OrtKernelContext* context_;
   size_t num_inputs_ = 0;
+  mutable std::vector<Span> inputs_;                      // of all inputs, once there is an output
+  mutable std::vector<std::pair<size_t, Span>> outputs_;  // that were taken
 };
 
 // Runs tasks on ONNX Runtime's intra-op threads.
