@@ -1,4 +1,4 @@
-"""The text of a generation as its readers see it: from sessions, models and engines, with spaces and whole characters."""
+"""The text of a generation as its readers see it, with its spaces: from sessions, models and engines."""
 
 import gc
 import shutil
