@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +53,8 @@ def library_path() -> Path:
 
 def _installed_library() -> Path | None:
     """Return the library of the installed package, if Python found a source folder of the same version first."""
+    from importlib import metadata  # takes longer to import than all of this module
+
     try:
         distribution = metadata.distribution("ortolan")
     except metadata.PackageNotFoundError:
@@ -158,6 +159,8 @@ def onnxruntime_problem() -> str | None:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata  # takes long to import, and is needed where something is wrong
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

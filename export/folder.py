@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, Laye
 
 IDLE_SINK = "sink {} has no effect: no layer of the model has a window; evictions have a sink of their own"
 DEFAULT_CONTEXT = 32768  # tokens of the longest sequence, where nobody named a number and the model allows it
+
+_log = logging.getLogger(__name__)
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -194,4 +197,5 @@ def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) ->
                 content = (tokenizer_folder / name).read_bytes()
             (folder / name).write_bytes(content)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    _log.info("wrote %d files, %d bytes: %s", len(files), sum(files.values()), ", ".join(files))
     (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")

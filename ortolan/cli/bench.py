@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from typing import Any
 
 from ortolan.cli.eviction import add_eviction_options, read_eviction
+from ortolan.cli.models import add_device_options, open_model
 from ortolan.cli.progress import run_bar
 from ortolan.cli.report import check_report_target, write_report
 from ortolan.cli.table import format_bytes, format_table
@@ -36,8 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="lengths (default: 512 2048)")
     parser.add_argument("--decode", type=int, default=32, help="tokens decoded after each (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs of each length (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
-    parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+    add_device_options(parser)
     parser.add_argument(
         "--chunk-size",
         type=int,
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be at least {least}")
     check_report_target(options.json)
     eviction = read_eviction(options)
-    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    model = open_model(options)
     with run_bar(len(options.prompts) * (options.repeats + 1)) as bar:
         rows = [_measure(model, length, eviction, options, bar) for length in options.prompts]
     if options.json != "-":
@@ -73,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace, bar: Any) -> dict[str, Any]:
     """Return the figures of one prompt length; each run moves the bar."""
+    import statistics
+
     import numpy as np
 
     session = model.session(length + options.decode, options.chunk_size, eviction)

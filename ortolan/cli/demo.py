@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.models import add_device_options
 from ortolan.cli.progress import token_bar
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError, OrtolanError
@@ -45,7 +46,7 @@ def add_parser(commands: Any) -> None:
         type=Path,
         help="keep the exported model in this folder, or reuse it from there (default: remove it)",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
+    add_device_options(parser, plain=False)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     with _model_folder(options.keep_dir) as folder:
         if not _is_kept(folder):
             ortolan.export(source, folder, max_context=_longest(source), chunk_size=CHUNK_SIZE)
-        model = ortolan.load(folder, device=options.device)
+        model = ortolan.load(folder, device=options.device, num_threads=options.threads)
         session = model.session(options.length + ANSWER_TOKENS, CHUNK_SIZE, snapkv)
         _read_and_answer(model, session, sample)
         print(cost_table(session))
@@ -116,7 +117,6 @@ def _is_kept(folder: Path) -> bool:
 def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     """Print the fact, the question, and what the model answers after the eviction."""
     from ortolan.retrieval import is_correct
-    from ortolan.runtime import stream_text
 
     token_ids = model.tokenizer.encode(sample.prompt)
     print(f"document  {len(sample.prompt)} bytes of Python sources, {len(token_ids)} tokens")
@@ -124,9 +124,9 @@ def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     print(f"question  {sample.fact.question.strip()!r}")
     start = time.perf_counter()
     with token_bar(len(token_ids)) as bar:
-        tokens = session.generate(token_ids, ANSWER_TOKENS, progress=bar.update, stop=["\n"])
+        pieces = session.stream_text(token_ids, max_new_tokens=ANSWER_TOKENS, progress=bar.update, stop="\n")
     seconds = time.perf_counter() - start
-    text = "".join(stream_text(model.tokenizer, tokens))
+    text = "".join(pieces)
     verdict = "right" if is_correct(sample, text) else f"wrong, it is {sample.answer}"
     print(f"answer    {text.strip()!r} ({verdict})")
     evicted = "evicted once" if session.stats.evictions else "nothing to evict: the document is within the budget"

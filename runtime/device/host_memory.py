@@ -1,4 +1,4 @@
-"""Says how much memory this process could use at most: the machine's, or what its container leaves of it."""
+"""Says how much memory this process could use: at most, or now without making the machine swap."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ CONTAINERS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )  # versions 2 and 1
+FREE_LINE = re.compile(r"^MemAvailable: *(\d+) kB$", re.MULTILINE)
 MEMORY_LINE = re.compile(r"^(?:MemTotal|SwapTotal): *(\d+) kB$", re.MULTILINE)
 
 
@@ -22,6 +23,15 @@ def host_memory_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             found.append(int(path.read_text(encoding="ascii")))
     return min(found)
+
+
+def free_memory_bytes() -> int | None:
+    """Return the bytes that the machine could give without swapping; None where it does not say."""
+    with contextlib.suppress(OSError):
+        kibibytes = FREE_LINE.findall(MACHINE.read_text(encoding="ascii"))
+        if kibibytes:
+            return int(kibibytes[0]) * 1024
+    return None
 
 
 def _machine_bytes() -> int:
