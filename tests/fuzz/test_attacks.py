@@ -40,7 +40,13 @@ def attack(name: str, folders: list[Path], seconds: float, first: int) -> tuple[
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+", errors="replace") as errors:  # names may be of any bytes
         process = subprocess.Popen(
-            command, cwd=TESTS, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=TESTS,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
         )
         last, moved, done = "none", time.monotonic(), threading.Event()
 
