@@ -328,7 +328,9 @@ def _divide(plan: CachePlan, sequences: int, max_bytes: int | None) -> list[Kind
 
 def _ringed_sequences(sequences: int, fixed: int, full: int, budget: int) -> int:
     """Return how many sequences get rings; `fixed` and `full` are the bytes of one sequence of the longest."""
-    fitting = (n for n in range(sequences, 1, -1) if n * fixed + max(n * full // 4, full) <= budget)
+    fitting = (
+        n for n in range(min(sequences, budget // fixed), 1, -1) if n * fixed + max(n * full // 4, full) <= budget
+    )
     return next(fitting, 1)
 
 

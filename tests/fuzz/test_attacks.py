@@ -38,9 +38,15 @@ def attack(name: str, folders: list[Path], seconds: float, first: int) -> tuple[
     command = [sys.executable, "-m", "fuzz.run", name, "--seconds", str(seconds), "--first", str(first)]
     command += [*([] if sanitized else ["--limited"]), *(f"--folder={folder}" for folder in folders)]
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # names may be of any bytes
         process = subprocess.Popen(
-            command, cwd=TESTS, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            cwd=TESTS,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
         )
         last, moved, done = "none", time.monotonic(), threading.Event()
 

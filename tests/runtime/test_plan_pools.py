@@ -99,3 +99,9 @@ def test_rings_hold_far_more_sequences_than_full_length_caches():
 def test_numbers_that_make_no_sense_are_refused(arguments, error):
     with pytest.raises(error):
         plan_pools(make_model([-1, 20]), **arguments)
+
+
+def test_more_sequences_than_the_bytes_could_ever_hold_are_planned_at_once():
+    """No more rings are tried than there are bytes for."""
+    plan = plan_pools(make_model([-1, 20]), 2**31 - 1, 2**24, 16)
+    assert plan.bytes <= 2**24
