@@ -1,0 +1,27 @@
+"""Configures the documentation site: Sphinx reads the Markdown pages, and the reference from docstrings.
+
+`sphinx-build -W docs build/site` builds it, with the package and its extra `docs` installed.
+"""
+
+import ortolan
+
+project = "Ortolan"
+author = copyright = "the Ortolan authors"  # noqa: A001
+version = release = ortolan.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3  # links such as generation.md#sampling-and-seeds, which GitHub knows, too
+
+add_module_names = False  # the names that users import: ortolan.Session, not ortolan.runtime.session.Session
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+default_role = "code"
+napoleon_use_ivar = True  # attributes as a list, because autodoc describes the properties besides
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = "Ortolan"
+html_copy_source = False
+html_show_sourcelink = False
