@@ -3,6 +3,12 @@
 `sphinx-build -W docs build/site` builds it, with the package and its extra `docs` installed.
 """
 
+import dataclasses
+import inspect
+from typing import Any
+
+from sphinx.application import Sphinx
+
 import ortolan
 
 project = "Ortolan"
@@ -25,3 +31,19 @@ html_theme = "furo"
 html_title = "Ortolan"
 html_copy_source = False
 html_show_sourcelink = False
+
+
+def name_options(_: Sphinx, what: str, name: str, given: Any, *rest: Any) -> tuple[str, None] | None:
+    """Show the options of an eviction policy, which its `__new__` takes by name without listing them."""
+    if what != "class" or not issubclass(given, ortolan.Eviction) or given is ortolan.Eviction:
+        return None
+    options = [field for field in dataclasses.fields(given) if field.name != "policy"]
+    parameters = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default) for field in options
+    ]
+    return str(inspect.Signature(parameters)), None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what the options above cannot say."""
+    app.connect("autodoc-process-signature", name_options)

@@ -139,7 +139,7 @@ def export(
     Raises:
         ConfigError: an argument has a value that is not allowed, or `out_dir` is in the way.
         StorageError: the disk is full, or writing failed otherwise; what was in `out_dir` is still there.
-        UnsupportedModelError: the checkpoint asks for what is not implemented.
+        UnsupportedModelError: the checkpoint asks for something that Ortolan does not implement.
         CheckpointError: the checkpoint is incomplete, cannot be read, or contradicts its config.
     """
     options = ExportOptions(

@@ -104,7 +104,7 @@ class Session:
 
     @property
     def eviction(self) -> Eviction | None:
-        """Options of the eviction; None: it never evicts."""
+        """Options of the eviction; None where the session never evicts."""
         return self._parts.eviction
 
     def physical_length(self, layer: int) -> int:

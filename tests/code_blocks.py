@@ -1,10 +1,16 @@
-"""Finds the fenced blocks of code in Markdown pages, and what is said about those that are not run."""
+"""Finds the fenced blocks of code in Markdown pages and what is said about those that are not run; runs the others.
+
+`python tests/code_blocks.py PAGE` runs the blocks of a page one after the other in the current folder.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LANGUAGES = frozenset({"python", "sh", "text", "{toctree}"})  # of which the first two are run
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)\s*$")
@@ -86,3 +92,21 @@ def read_page(path: Path) -> list[CodeBlock]:
         return read_blocks(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path.name}: {error}") from error
+
+
+def run_page(path: Path) -> None:
+    """Run the blocks of a file: Python in one namespace, commands in the current folder. Raises what a block raises."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in read_page(path):
+        if block.reason is not None or block.language not in ("python", "sh"):
+            continue
+        print(f"== {path.name}, line {block.line}", flush=True)
+        if block.language == "python":
+            lines_before = "\n" * (block.line - 1)  # so that a traceback names the page's line
+            exec(compile(lines_before + block.code, path, "exec"), names)
+        else:
+            subprocess.run(["bash", "-euo", "pipefail", "-c", block.code], stdin=subprocess.DEVNULL, check=True)
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

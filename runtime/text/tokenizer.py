@@ -39,14 +39,14 @@ class Tokenizer:
             self._config["chat_template"] = template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises ConfigError where it is none, or none that UTF-8 can hold."""
+        """Return the token ids of a text. Raises ConfigError where it is not a text, or UTF-8 cannot encode it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:  # also for halves of surrogate pairs
             raise ConfigError(f"{reprlib.repr(text)} is not a text that UTF-8 can encode: {error}") from error
 
     def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, or of one; ids that mean nothing have none.
+        """Return the text of token ids, or of one; ids outside the vocabulary add nothing.
 
         Raises:
             ConfigError: these are not token ids.

@@ -36,10 +36,12 @@ def workplace(tmp_path: Path, exported: Path, foreign_folder: Path, monkeypatch:
     (tmp_path / "checkpoint").symlink_to(shipped_model())
     (tmp_path / "model").symlink_to(exported)
     (tmp_path / "report.txt").write_text(REPORT, encoding="utf-8")
-    command = tmp_path / "bin" / "ortolan"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ortolan "$@"\n', encoding="utf-8")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(command.parent), os.environ["PATH"]]))
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, options in (("ortolan", "-m ortolan "), ("python", "")):
+        script = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {options}"$@"\n'
+        (commands / name).write_text(script, encoding="utf-8")
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(commands), os.environ["PATH"]]))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
+import code_blocks
 import pytest
 from checkout import ROOT
 from code_blocks import CodeBlock, read_blocks, read_page
@@ -13,25 +14,18 @@ from code_blocks import CodeBlock, read_blocks, read_page
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def run(page: Path) -> subprocess.CompletedProcess[str]:
+    """Run a page's blocks in a process of their own, in the current folder."""
+    command = [sys.executable, code_blocks.__file__, str(page)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_one_after_the_other(page, workplace):
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in read_page(page):
-        if block.reason is None:
-            run(block, page, names)
-
-
-def run(block: CodeBlock, page: Path, names: dict[str, Any]) -> None:
-    if block.language == "python":
-        lines_before = "\n" * (block.line - 1)  # so that a traceback names the page's line
-        exec(compile(lines_before + block.code, page, "exec"), names)
-    elif block.language == "sh":
-        command = ["bash", "-euo", "pipefail", "-c", block.code]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{page.name}, line {block.line}: {block.code}{done.stdout}{done.stderr}"
+    if any(block.reason is None for block in read_page(page)):
+        done = run(page)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_blocks_have_their_language_line_and_reason():
@@ -62,7 +56,18 @@ def test_what_stands_under_a_list_item_is_not_code():
     assert read_blocks("- item\n\n      continued\n") == []
 
 
-def test_a_block_that_fails_is_named_by_its_page_and_line(workplace):
-    (page,) = [path for path in PAGES if path.name == "README.md"]
-    with pytest.raises(AssertionError, match=r"README.md, line 7: exit 3"):
-        run(CodeBlock(language="sh", line=7, code="exit 3\n", reason=None), page, {})
+@pytest.mark.parametrize(("language", "code"), [("sh", "false\ntrue"), ("python", "raise SystemExit(3)")])
+def test_a_block_that_fails_fails_its_page(language, code, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\na = 1\n```\n\n```{language}\n{code}\n```\n", encoding="utf-8")
+    done = run(page)
+    assert done.returncode != 0
+    assert done.stdout.splitlines()[-1] == "== page.md, line 6"
+
+
+def test_blocks_share_names_and_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    blocks = ["python\na = 'ready'", "sh\necho 1 > file", "python\nprint(a, open('file').read())"]
+    page.write_text("\n\n".join(f"```{block}\n```" for block in blocks), encoding="utf-8")
+    assert "ready 1" in run(page).stdout
