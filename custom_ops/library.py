@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,6 +142,8 @@ def onnxruntime_problem() -> str | None:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata  # takes long to import, and is needed where something is wrong
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -102,7 +102,7 @@ class GraphBuilder:
             self._constants[name] = gs.Variable(name, dtype=dtype, shape=list(shape))
         return self._constants[name]
 
-    def constant(self, name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> Tensor:
+    def constant(self, name: str, values: npt.ArrayLike, dtype: npt.DTypeLike) -> Tensor:
         """Refer to a small inline constant; the second use gives the same tensor."""
         if name not in self._constants:
             self._constants[name] = gs.Constant(name, np.ascontiguousarray(np.asarray(values, dtype)))

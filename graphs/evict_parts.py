@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from ortolan import contract
@@ -229,7 +230,7 @@ class EvictParts:
         lengths = graph.node(f"{path}/kept/ReduceSum", "ReduceSum", [ones, axis], {"keepdims": 0})
         return Kept(keep=keep, lengths=lengths)
 
-    def cast(self, path: str, tensor: Tensor, dtype: type[np.generic]) -> Tensor:
+    def cast(self, path: str, tensor: Tensor, dtype: npt.DTypeLike) -> Tensor:
         """Convert a tensor to an element type."""
         target = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
         return self.graph.node(path, "Cast", [tensor], {"to": target})

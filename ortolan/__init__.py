@@ -19,6 +19,7 @@ from ortolan.errors import (
     OrtolanError,
     RequestCancelledError,
     SessionFileError,
+    SessionInterruptedError,
     StorageError,
     UnsupportedModelError,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ortolan.export import convert, export
     from ortolan.manifest import Manifest
     from ortolan.policies import Eviction, SnapKv
-    from ortolan.runtime import Engine, Model, Sampling, Session, Stream
+    from ortolan.runtime import Engine, Model, Sampling, Session, Stream, TextStream
 
 __all__ = [
     "CapacityError",
@@ -49,9 +50,11 @@ __all__ = [
     "Sampling",
     "Session",
     "SessionFileError",
+    "SessionInterruptedError",
     "SnapKv",
     "StorageError",
     "Stream",
+    "TextStream",
     "UnsupportedModelError",
     "convert",
     "custom_ops",
@@ -60,7 +63,7 @@ __all__ = [
 ]
 
 _SUBPACKAGES = ("custom_ops", "export", "graphs", "policies", "runtime")
-_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "Stream")
+_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "Stream", "TextStream")
 _POLICY_NAMES = ("Eviction", "SnapKv")
 
 

@@ -55,6 +55,10 @@ class ContextLengthError(CapacityError, ValueError):
     """A sequence would be longer than the context it was planned for."""
 
 
+class SessionInterruptedError(OrtolanError, RuntimeError):
+    """`Session.interrupt` ended a call; what was read before stays, and the session can go on."""
+
+
 class NumericError(OrtolanError, ArithmeticError):
     """A model produced logits that contain NaN or infinity."""
 

@@ -10,11 +10,13 @@ from ortolan.runtime.caches.room import ContiguousRoom, PagedRoom, Room
 from ortolan.runtime.caches.store import CacheStore, SequenceCaches
 from ortolan.runtime.device.buffers import Buffers
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.session import Session, SessionParts
+from ortolan.runtime.session import Session
+from ortolan.runtime.session_parts import SessionParts
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.steps.cuda import CudaStepper
 from ortolan.runtime.steps.feeder import FeederParts
 from ortolan.runtime.steps.host import HostStepper
+from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def make_session(
             eviction=eviction,
             evict_session=evict_session,
             identify=lambda: model.fingerprint,
+            tokenizer=lambda: model.tokenizer,
             detokenize=model.detokenize,
             report=model.memory.report,
             make_another=lambda slots: make_session(model, plan, eviction, slots),
@@ -65,17 +68,38 @@ def make_feeder_parts(
         if capacities:
             growing = [i for kind in manifest.cache_kinds for i in kind.layers if plan.layers[i].kind == "full"]
             room.fit({i: capacities[i] for i in growing}, dict.fromkeys(growing, 0))
-    stepper = make_stepper(decoder, store, plan, state)
+    interrupt = Interrupt()
     return FeederParts(
-        manifest=manifest, plan=plan, state=state, caches=caches, room=room, stepper=stepper, capture_rows=rows
+        manifest=manifest,
+        plan=plan,
+        state=state,
+        caches=caches,
+        room=room,
+        stepper=make_stepper(decoder, store, plan, state, interrupt),
+        interrupt=interrupt,
+        capture_rows=rows,
     )
 
 
-def make_stepper(decoder: Decoder, store: CacheStore, plan: CachePlan, state: SequenceState | None = None) -> Stepper:
-    """Make what runs steps over a store, on the device where it lies; `state` is that of its only sequence."""
+def make_stepper(
+    decoder: Decoder,
+    store: CacheStore,
+    plan: CachePlan,
+    state: SequenceState | None = None,
+    interrupt: Interrupt | None = None,
+) -> Stepper:
+    """Make what runs steps over a store, on the device where it lies.
+
+    Args:
+        decoder: the graph.
+        store: caches.
+        plan: of them.
+        state: of the store's only sequence, if it has one.
+        interrupt: ends a step on the host; on a device, steps are short, and nothing ends them.
+    """
     if isinstance(store.buffers, CudaBuffers):
         return CudaStepper(decoder, store, plan, state.captures if state else None)
-    return HostStepper(decoder, store, plan)
+    return HostStepper(decoder, store, plan, interrupt)
 
 
 def make_store_stepper(model: Model, plan: CachePlan) -> tuple[CacheStore, Stepper]:

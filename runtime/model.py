@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ortolan import contract
@@ -34,11 +35,16 @@ from ortolan.runtime.device.providers import (
     resolve_device,
 )
 from ortolan.runtime.eviction.graphs import EvictBuilder, EvictionGraphs, check_eviction, one_eviction
+from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
+from ortolan.runtime.options import Sampling
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
-from ortolan.runtime.session import Session
+from ortolan.runtime.session import Progress, Session
+from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
+from ortolan.runtime.text.generation_config import read_sampling
+from ortolan.runtime.text.streaming import TextStream, prompt_ids
 from ortolan.runtime.text.tokenizer import DetokenizerStream, Tokenizer
 
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
@@ -84,6 +90,11 @@ class Model:
         return self._tokenizer
 
     @functools.cached_property
+    def recommended_sampling(self) -> Sampling:
+        """How the model's authors sample from it; see `Sampling.from_model`."""
+        return read_sampling(self.folder)
+
+    @functools.cached_property
     def fingerprint(self) -> Fingerprint:
         """What identifies the model to saved sessions; see `take_fingerprint` for what it covers."""
         return take_fingerprint(self.folder, self.manifest)
@@ -126,6 +137,43 @@ class Model:
         options = one_eviction(eviction, snapkv)
         plan = self.plan(max_context, chunk_size, options)
         return make_session(self, plan if chunk_size else self._fitting(plan, options), options)
+
+    def stream(
+        self,
+        prompt: str | TokenIds,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        progress: Progress = None,
+        stop: Stops = (),
+        snapkv: Eviction | None = None,
+        eviction: Eviction | None = None,
+    ) -> Iterator[str]:
+        """Read a prompt in a session of its own, just large enough, and return an iterator over the text that follows.
+
+        The session is gone once the text is out, or nobody refers to the iterator any more.
+
+        Args:
+            prompt: a text, or token ids [T].
+            max_new_tokens: the most tokens to generate; where prompt and text are longer than the model reads, fewer.
+            sampling: how tokens are chosen; None takes the most likely.
+            progress: as in `Session.prefill`.
+            stop: as in `Session.generate`.
+            snapkv: the same as `eviction`.
+            eviction: as in `session`.
+
+        Raises:
+            ContractMismatchError: the model has no tokenizer.
+            ConfigError, CapacityError: as `session` and `Session.stream_text`.
+        """
+        token_ids = prompt_ids(self.tokenizer, prompt, is_first=True)
+        tokens = check_token_ids(token_ids, self.manifest.vocab_size)
+        longest = len(tokens) + whole_number("max_new_tokens", max_new_tokens) - 1
+        session = self.session(min(max(1, longest), self.manifest.max_context), snapkv=snapkv, eviction=eviction)
+        text = session.stream_text(
+            tokens, max_new_tokens=max_new_tokens, sampling=sampling, progress=progress, stop=stop
+        )
+        return _pieces(text)
 
     def restore(
         self,
@@ -200,14 +248,14 @@ class Model:
             check_pools(plan, self.memory.scratch_bytes(plan), self.memory.free_memory(), self.device.name)
         return make_store_stepper(self, plan)
 
-    def detokenize(self) -> DetokenizerStream:
-        """Start to decode token ids.
+    def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:
+        """Start to decode the token ids that follow a context.
 
         Raises:
             ConfigError: there is no tokenizer.
         """
         try:
-            return self.tokenizer.stream()
+            return self.tokenizer.stream(context)
         except ContractMismatchError as error:
             raise ConfigError(f"stop contains a text, but {error}; use token ids") from error
 
@@ -230,6 +278,11 @@ class Model:
             raise ConfigError("the fused graph runs on CUDA only; load with device='cuda', or without fused=True")
         wanted = self.device.cuda is not None if fused is None else fused
         return str(name) if wanted and name else MODEL_FILE
+
+
+def _pieces(text: TextStream) -> Iterator[str]:
+    """Yield the pieces of a text, and then let its session go."""
+    yield from text
 
 
 def load(

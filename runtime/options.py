@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ortolan.errors import ConfigError, finite_number, whole_number
+
+if TYPE_CHECKING:
+    from ortolan.runtime.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,18 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+
+    @classmethod
+    def from_model(cls, model: Model) -> Sampling:
+        """Return the sampling that the model's authors recommend, in generation_config.json of its folder.
+
+        What the file leaves out is off; without `do_sample`, or without the file, the most likely token is taken. Keys
+        that Ortolan does not have are named in a warning of the log `ortolan`, once for each model.
+
+        Raises:
+            ContractMismatchError: the file cannot be read, or has values that are not allowed.
+        """
+        return model.recommended_sampling
 
     def __post_init__(self) -> None:
         rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (

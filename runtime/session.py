@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +20,23 @@ from ortolan.runtime.eviction.evicting import Evicting
 from ortolan.runtime.generate.chain import Chain, Chosen
 from ortolan.runtime.generate.generation import Generation
 from ortolan.runtime.generate.logprobs import TokenLogprobs, check_logprobs
-from ortolan.runtime.generate.stops import Detokenize, Stops
+from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.generate.turn import Turn, TurnOptions
 from ortolan.runtime.options import Sampling
-from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
+from ortolan.runtime.session_parts import SessionParts
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
-from ortolan.runtime.steps.feeder import Feeder, FeederParts, Tokens, Wanted
-from ortolan.runtime.steps.layout import check_token_ids
+from ortolan.runtime.steps.feeder import Feeder, Tokens, Wanted
+from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.reader import Reader
 from ortolan.runtime.steps.stepper import Logits
+from ortolan.runtime.text.streaming import TextStream, prompt_ids
 
 SCORED_ROWS = 256  # tokens of a chunk whose logits are all computed
 
-TokenIds = Sequence[int] | npt.NDArray[Any]
 Progress = Callable[[int], object] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionParts:
-    """What a session is made of.
-
-    Attributes:
-        feeder: the sequence's state, caches, room and stepper.
-        eviction: options; None never evicts.
-        evict_session: ONNX Runtime's session of the eviction graph; None without options.
-        identify: says what model this is, for saved sessions.
-        detokenize: starts to decode token ids, for stop texts.
-        report: says what holds how many bytes.
-        make_another: makes an empty session of the same plan and options, with caches of these slots.
-    """
-
-    feeder: FeederParts
-    eviction: Eviction | None
-    evict_session: Any
-    identify: Callable[[], Fingerprint]
-    detokenize: Detokenize
-    report: Callable[[Session], MemoryReport]
-    make_another: Callable[[list[int]], Session]
 
 
 class Session:
@@ -222,6 +198,7 @@ class Session:
                 iterator ended; besides, as `prefill`.
         """
         check_progress(progress)
+        tokens = self._checked(token_ids)
         turn = self._turn(
             TurnOptions(
                 sampling=sampling,
@@ -229,9 +206,9 @@ class Session:
                 eos_token_ids=frozenset(self._manifest.eos_token_ids),
                 stop=stop,
                 logprobs=logprobs,
+                context=tokens.tolist(),
             )
         )
-        tokens = self._checked(token_ids)
         self._settle()
         self.finish_reason = None
         seen: Tokens | tuple[()] = ()
@@ -240,6 +217,36 @@ class Session:
         wanted = Wanted(draws=(turn.draw(self.state.fed + len(tokens), seen),), logprobs=turn.logprobs)
         result = self._reader.read_prompt(tokens, progress, wanted)
         return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]))
+
+    def stream_text(
+        self,
+        prompt: str | TokenIds,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        progress: Progress = None,
+        stop: Stops = (),
+        logprobs: int | None = None,
+    ) -> TextStream:
+        """Read a prompt, and return an iterator over the text that follows it.
+
+        The pieces are whole characters with their spaces. Together they are what the tokenizer decodes for prompt and
+        answer, behind the prompt's part.
+
+        Args:
+            prompt: a text, or token ids [T]. A text is encoded with the special tokens that begin a sequence where
+                nothing was read before, and without them where it is a later turn.
+            max_new_tokens: as in `generate`, whose iterator is the `generation` of the one that is returned.
+            sampling: as in `generate`.
+            progress: as in `prefill`.
+            stop: as in `generate`.
+            logprobs: as in `generate`.
+
+        Raises:
+            ContractMismatchError: the model has no tokenizer. Besides, as `generate`.
+        """
+        tokens = prompt_ids(self._parts.tokenizer(), prompt, is_first=self.logical_length == 0)
+        return TextStream(self.generate(tokens, max_new_tokens, sampling, progress, stop=stop, logprobs=logprobs))
 
     def resume(self, max_new_tokens: int | None = None) -> Generation:
         """Go on with the last generation as if it had never been left, also in a restored session.
@@ -268,6 +275,15 @@ class Session:
         generation = self._start(turn, None)
         generation.take_up(left)
         return generation
+
+    def interrupt(self) -> None:
+        """End the call under way, or the next one, by SessionInterruptedError; any thread or signal handler may call.
+
+        On the CPU a chunk under way ends within it; on CUDA reading ends between chunks. An eviction is not cut short.
+        The session has what was read before, as after any reading that ends early (see `prefill`), and can go on: a
+        generation by `resume`.
+        """
+        self.feeder.interrupt.ask()
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from logical position `length` on; 0 starts anew.

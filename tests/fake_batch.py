@@ -6,20 +6,21 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
 from ortolan import Engine, Eviction
-from ortolan.errors import OrtolanError
+from ortolan.errors import ConfigError, OrtolanError
 from ortolan.manifest import LayerInfo, Manifest, cache_kinds
 from ortolan.runtime.caches.plan import STEPS_AHEAD, CachePlan, plan_pools, rope_variant
 from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.engine import EngineParts
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
-from ortolan.runtime.generate.stops import Detokenize
 from ortolan.runtime.steps.host import HostResult
 from ortolan.runtime.steps.row import Row
+from ortolan.runtime.text.tokenizer import Detokenize
 
 VOCABULARY = 60
 WINDOW = 10
@@ -255,8 +256,8 @@ def make_engine(
     return Engine.of(parts, overcommit)
 
 
-def _no_tokenizer() -> None:
-    raise AssertionError("no test decodes text without a tokenizer")
+def _no_tokenizer(context: Sequence[int]) -> NoReturn:
+    raise ConfigError("there is no tokenizer")
 
 
 def expected_tokens(

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from ortolan.cli import bench, convert, demo, export, generate, inspect, perplexity
-from ortolan.errors import OrtolanError
+from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
+from ortolan.errors import OrtolanError, SessionInterruptedError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_SIGNALLED = 128  # and the signal's number
@@ -34,9 +35,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(prog="ortolan", description="Long-context LLM inference on ONNX Runtime.")
     parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
+    add_log_option(parser, DEFAULT_LEVEL)
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for command in (export, convert, generate, inspect, bench, perplexity, demo):
         command.add_parser(commands)
+    for each in commands.choices.values():
+        add_log_option(each, argparse.SUPPRESS)
     return parser
 
 
@@ -44,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted, 143 terminated."""
     sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))  # either may be closed
     options = build_parser().parse_args(arguments)
-    with _cleaned_up_when_terminated():
+    with _cleaned_up_when_terminated(), shown_log(options.log_level):
         return _run(options)
 
 
@@ -76,6 +80,9 @@ def _run(options: argparse.Namespace) -> int:
         code: int = options.run(options)
         sys.stdout.flush()
         return code
+    except (KeyboardInterrupt, SessionInterruptedError):
+        print("ortolan: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except OrtolanError as error:
         print(f"ortolan: error: {' '.join(str(error).split())}", file=sys.stderr)  # ONNX Runtime's take many lines
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
@@ -85,6 +92,3 @@ def _run(options: argparse.Namespace) -> int:
         with contextlib.suppress(io.UnsupportedOperation):  # a closed one has no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("ortolan: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from ortolan.cli.eviction import add_eviction_options, read_eviction
+from ortolan.cli.models import add_device_options, open_model
 from ortolan.cli.report import check_report_target, write_report
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
@@ -36,8 +36,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="lengths (default: 512 2048)")
     parser.add_argument("--decode", type=int, default=32, help="tokens decoded after each (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
-    parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+    add_device_options(parser)
     parser.add_argument(
         "--chunk-size",
         type=int,
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be at least {least}")
     check_report_target(options.json)
     eviction = read_eviction(options)
-    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    model = open_model(options)
     rows = [_measure(model, length, eviction, options) for length in options.prompts]
     if options.json != "-":
         print(_table(rows))
@@ -72,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one prompt length."""
+    import statistics
+
     import numpy as np
 
     session = model.session(length + options.decode, options.chunk_size, eviction)

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.models import add_device_options
 from ortolan.cli.progress import token_bar
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
-from ortolan.retrieval import Task, is_correct, load_corpus, make_sample, shipped_model
 
 CHUNK_SIZE = 512
 ANSWER_TOKENS = 12
@@ -41,13 +41,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--depth", type=float, default=0.35, help="where the fact is, 0 to 1 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="picks text and fact (default: %(default)s)")
     parser.add_argument("--keep-dir", type=Path, help="keep the exported model in this folder, or reuse it from there")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
+    add_device_options(parser, plain=False)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the document, answer, and print the caches' cost."""
     import ortolan
+    from ortolan.retrieval import Task, load_corpus, make_sample, shipped_model
 
     snapkv = ortolan.SnapKv(budget=options.budget)
     task = Task(length=options.length, depth=options.depth, seed=options.seed)
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     with _model_folder(options.keep_dir) as folder:
         if not _is_kept(folder):
             ortolan.export(source, folder, max_context=_longest(source), chunk_size=CHUNK_SIZE)
-        model = ortolan.load(folder, device=options.device)
+        model = ortolan.load(folder, device=options.device, num_threads=options.threads)
         session = model.session(options.length + ANSWER_TOKENS, CHUNK_SIZE, snapkv)
         _read_and_answer(model, session, sample)
         print(cost_table(session))
@@ -98,7 +99,7 @@ def _is_kept(folder: Path) -> bool:
 
 def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     """Print the fact, the question, and what the model answers after the eviction."""
-    from ortolan.runtime import stream_text
+    from ortolan.retrieval import is_correct
 
     token_ids = model.tokenizer.encode(sample.prompt)
     print(f"document  {len(sample.prompt)} bytes of Python sources, {len(token_ids)} tokens")
@@ -106,9 +107,9 @@ def _read_and_answer(model: Any, session: Any, sample: Any) -> None:
     print(f"question  {sample.fact.question.strip()!r}")
     start = time.perf_counter()
     with token_bar(len(token_ids)) as bar:
-        tokens = session.generate(token_ids, ANSWER_TOKENS, progress=bar.update, stop=["\n"])
+        pieces = session.stream_text(token_ids, max_new_tokens=ANSWER_TOKENS, progress=bar.update, stop="\n")
     seconds = time.perf_counter() - start
-    text = "".join(stream_text(model.tokenizer, tokens))
+    text = "".join(pieces)
     verdict = "right" if is_correct(sample, text) else f"wrong, it is {sample.answer}"
     print(f"answer    {text.strip()!r} ({verdict})")
     evicted = "evicted once" if session.stats.evictions else "nothing to evict: the document is within the budget"

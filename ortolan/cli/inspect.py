@@ -8,11 +8,13 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import OrtolanError
-from ortolan.manifest import MODEL_FILE, Manifest, read_description
+
+if TYPE_CHECKING:
+    from ortolan.manifest import Manifest
 
 EPILOG = """examples:
   ortolan inspect ./llama
@@ -42,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the description; the weights' file is not needed."""
     from ortolan.graphs import summarize_model, verify_model
     from ortolan.graphs.summary import load_structure
+    from ortolan.manifest import MODEL_FILE, read_description
     from ortolan.runtime import plan_caches
 
     manifest = read_description(options.model_dir)  # unlike a run, an inspection does not need every file
@@ -103,6 +106,8 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
 
 
 def _print(manifest: Manifest, summary: Any, fused: dict[str, Any] | None, plans: list[Any]) -> None:
+    from ortolan.manifest import MODEL_FILE
+
     print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))

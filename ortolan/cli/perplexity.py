@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.models import add_device_options, open_model
 from ortolan.cli.progress import token_bar
 from ortolan.cli.report import check_report_target, write_report
 from ortolan.errors import ConfigError
@@ -31,15 +32,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("file", type=Path, help="text, UTF-8")
     parser.add_argument("--window", type=int, help="tokens that a prediction looks back on (default: max_context)")
     parser.add_argument("--stride", type=int, help="tokens between the beginnings of windows (default: window / 2)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
-    parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+    add_device_options(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures; - for standard output, in place of the text")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print one line or JSON."""
-    import ortolan
     from ortolan.runtime.perplexity import measure_perplexity
 
     check_report_target(options.json)
@@ -49,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.file} cannot be read: {error}") from error
     if not text:
         raise ConfigError(f"{options.file} is empty")
-    model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    model = open_model(options)
     token_ids = model.tokenizer.encode(text)
     with token_bar(max(0, len(token_ids) - 1)) as bar:
         measured = measure_perplexity(model, token_ids, options.window, options.stride, bar.update)

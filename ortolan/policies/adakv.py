@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ortolan.policies.parts import EMPTY, FORCED, Kept, Parts, Tensor
 from ortolan.policies.scored import ScoredEviction
 
@@ -37,11 +35,11 @@ def _keep(parts: Parts, i: int, score: Tensor) -> Kept:
     ranked = _safeguard(parts, path, parts.rank(path, score, lengths, positions), slots)
     mask = _best_of_all_heads(parts, path, i, ranked)  # [B, Hkv, C] bool
     chosen = graph.node(f"{path}/own", "Where", [mask, positions, slots])
-    counts = parts.cast(f"{path}/counts/Cast", mask, np.int64)
-    axis = graph.constant("axes/slots", [2], np.int64)
+    counts = parts.cast(f"{path}/counts/Cast", mask, "int64")
+    axis = graph.constant("axes/slots", [2], "int64")
     counts = graph.node(f"{path}/counts", "ReduceSum", [counts, axis], {"keepdims": 0})
     longest = graph.node(f"{path}/longest/ReduceMax", "ReduceMax", [counts], {"keepdims": 0})
-    longest = graph.node(f"{path}/longest", "Reshape", [longest, graph.constant("shapes/vector", [1], np.int64)])
+    longest = graph.node(f"{path}/longest", "Reshape", [longest, graph.constant("shapes/vector", [1], "int64")])
     held = graph.node(f"{path}/chosen", "Less", [chosen, slots])
     return parts.counted(i, parts.ascending(path, held, chosen, slots, longest))
 
@@ -49,12 +47,12 @@ def _keep(parts: Parts, i: int, score: Tensor) -> Kept:
 def _safeguard(parts: Parts, path: str, ranked: Tensor, slots: Tensor) -> Tensor:
     """Lift each head's best share of the budget above what other heads can outbid."""
     graph = parts.graph
-    percent = graph.constant("int64/safeguard", [SAFEGUARD_PERCENT], np.int64)
+    percent = graph.constant("int64/safeguard", [SAFEGUARD_PERCENT], "int64")
     safe = graph.node(f"{path}/safe/Mul", "Mul", [parts.budget, percent])
-    safe = graph.node(f"{path}/safe/Div", "Div", [safe, graph.constant("int64/hundred", [100], np.int64)])
+    safe = graph.node(f"{path}/safe/Div", "Div", [safe, graph.constant("int64/hundred", [100], "int64")])
     safe = graph.node(f"{path}/safe", "Min", [safe, slots])
     held, chosen = parts.best(f"{path}/safe", ranked, safe)
-    top, empty = graph.constant("float/forced", FORCED, np.float32), graph.constant("float/empty", EMPTY, np.float32)
+    top, empty = graph.constant("float/forced", FORCED, "float32"), graph.constant("float/empty", EMPTY, "float32")
     lifted = graph.node(f"{path}/safe/lifted", "Where", [held, top, empty])
     return graph.node(f"{path}/safe/ScatterElements", "ScatterElements", [ranked, chosen, lifted], {"axis": 2})
 
@@ -62,15 +60,15 @@ def _safeguard(parts: Parts, path: str, ranked: Tensor, slots: Tensor) -> Tensor
 def _best_of_all_heads(parts: Parts, path: str, i: int, ranked: Tensor) -> Tensor:
     """Mark the Hkv * budget best positions of all heads together."""
     graph, heads = parts.graph, parts.manifest.layers[i].num_kv_heads
-    flat = graph.node(f"{path}/flat", "Reshape", [ranked, graph.constant("shapes/flat", [0, -1], np.int64)])
+    flat = graph.node(f"{path}/flat", "Reshape", [ranked, graph.constant("shapes/flat", [0, -1], "int64")])
     shape = graph.node(f"{path}/flat/Shape", "Shape", [flat])
-    available = graph.node(f"{path}/flat/size", "Gather", [shape, graph.constant("index/one", [1], np.int64)])
-    total = graph.node(f"{path}/total/Mul", "Mul", [parts.budget, graph.constant(f"int64/{heads}", [heads], np.int64)])
+    available = graph.node(f"{path}/flat/size", "Gather", [shape, graph.constant("index/one", [1], "int64")])
+    total = graph.node(f"{path}/total/Mul", "Mul", [parts.budget, graph.constant(f"int64/{heads}", [heads], "int64")])
     total = graph.node(f"{path}/total", "Min", [total, available])
     held, chosen = parts.best(f"{path}/all", flat, total)
-    zeros = graph.node(f"{path}/zeros", "Mul", [flat, graph.constant("float/zero", 0, np.float32)])
-    ones = parts.cast(f"{path}/ones", held, np.float32)
+    zeros = graph.node(f"{path}/zeros", "Mul", [flat, graph.constant("float/zero", 0, "float32")])
+    ones = parts.cast(f"{path}/ones", held, "float32")
     marked = graph.node(f"{path}/marks", "ScatterElements", [zeros, chosen, ones], {"axis": 1})
     ranked_shape = graph.node(f"{path}/ranked/Shape", "Shape", [ranked])
     marks = graph.node(f"{path}/marks/Reshape", "Reshape", [marked, ranked_shape])
-    return graph.node(f"{path}/marked", "Greater", [marks, graph.constant("float/half", 0.5, np.float32)])
+    return graph.node(f"{path}/marked", "Greater", [marks, graph.constant("float/half", 0.5, "float32")])

@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ortolan.errors import ConfigError
-from ortolan.manifest import Manifest
 from ortolan.policies.base import OPTION, Option, OptionValue, switch, whole
 from ortolan.policies.parts import Kept, Parts
+
+if TYPE_CHECKING:
+    from ortolan.manifest import Manifest
 
 STRUCTURE_METADATA = "ortolan.eviction"  # key of `Eviction.structure`, as JSON, in the metadata of evict.onnx
 DEFAULT_POLICY = "snapkv"

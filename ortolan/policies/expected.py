@@ -15,21 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, TypeAlias
 
 from ortolan.policies.base import reduced_groups, shared_lists, whole
 from ortolan.policies.eviction import FLOAT32_BYTES, CacheShape, Eviction
 from ortolan.policies.parts import Kept, Parts, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 QUERIES = 256  # captured for the statistics, unless told otherwise
 FUTURE = 512  # positions over which the rotation of coming queries is averaged
 REDUCTIONS = {"mean": "ReduceMean", "max": "ReduceMax", "sum": "ReduceSum"}
 UNSEEN = -1e30
 
-Derive: TypeAlias = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+Derive: TypeAlias = "Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class _Layer:
         self._path, self._info = f"layers.{i}/evict", parts.manifest.layers[i]
         self._reduce = REDUCTIONS[group_reduce]
         ropes = parts.manifest.ropes or {}
-        self._frequencies = np.array(ropes[self._info.rope]) if self._info.rope else None  # [variants, R]
+        self._frequencies = ropes[self._info.rope] if self._info.rope else None  # [variants, R]
         self._lengths = parts.lengths(f"{self._path}/expected", self._inputs.kv_len)  # [B, Hkv, 1]
 
     def score(self) -> Tensor:
@@ -122,7 +123,7 @@ class _Layer:
         shape = [0, 0, heads, self._info.num_heads // heads, size]
         captured = self._cast("queries/Cast", self._inputs.capture)
         name = "shapes/" + "x".join(map(str, shape))
-        split = self._node("queries/Reshape", "Reshape", captured, self._graph.constant(name, shape, np.int64))
+        split = self._node("queries/Reshape", "Reshape", captured, self._graph.constant(name, shape, "int64"))
         return self._node("queries", "Transpose", split, perm=[0, 2, 3, 1, 4])
 
     def _ages(self) -> tuple[Tensor, Tensor]:
@@ -131,9 +132,9 @@ class _Layer:
         The newest stands in row (kv_len - 1) mod Wq. Queries of sinks are left out, as they are unlike others.
         """
         shape = self._node("queries/Shape", "Shape", self._inputs.capture)
-        rows = self._node("rows", "Gather", shape, self._graph.constant("index/one", [1], np.int64))
+        rows = self._node("rows", "Gather", shape, self._graph.constant("index/one", [1], "int64"))
         row = self._parts.positions(f"{self._path}/expected/row", rows)
-        newest = self._node("newest", "Sub", self._lengths, self._graph.constant("int64/one", [1], np.int64))
+        newest = self._node("newest", "Sub", self._lengths, self._graph.constant("int64/one", [1], "int64"))
         ages = self._node("ages", "Mod", self._node("ages/Sub", "Sub", newest, row), rows)  # [B, Hkv, Wq]
         known = self._node("known", "Sub", self._lengths, self._parts.sink)
         held = self._node("held", "Less", ages, known)
@@ -153,6 +154,8 @@ class _Layer:
 
     def _future(self) -> _Rotation | None:
         """Return the average rotation over the next positions, the first of which is not rotated; [1, R]."""
+        import numpy as np  # here, so that the options alone need no NumPy
+
         steps = np.arange(FUTURE)[:, None, None]
         cosine = self._of_variant("mean_cosine", lambda table: np.cos(steps * table).mean(axis=0))
         sine = self._of_variant("mean_sine", lambda table: np.sin(steps * table).mean(axis=0))
@@ -160,10 +163,12 @@ class _Layer:
 
     def _of_variant(self, name: str, derive: Derive) -> Tensor | None:
         """Derive a table [variants, R] from the layer's frequencies, and take the variant in use: [1, R]."""
+        import numpy as np
+
         if self._frequencies is None:
             return None
-        table = derive(self._frequencies)
-        constant = self._graph.constant(f"rope.{self._info.rope}/{name}", table, np.float32)
+        table = derive(np.array(self._frequencies))
+        constant = self._graph.constant(f"rope.{self._info.rope}/{name}", table, "float32")
         if len(table) == 1:
             return constant
         return self._node(name, "Gather", constant, self._parts.rope_variant())
@@ -172,14 +177,14 @@ class _Layer:
         """Rotate the pairs (r, R + r) of the first 2 R elements of the last axis."""
         if rotation is None or self._frequencies is None:
             return x
-        half = self._frequencies.shape[1]
+        half = len(self._frequencies[0])
         sizes = [half, half, self._info.head_size - 2 * half]
         sizes = sizes if sizes[2] else sizes[:2]
         sizes_name = "sizes/" + "x".join(map(str, sizes))
         split = self._graph.nodes(
             f"{self._path}/expected/{name}/Split",
             "Split",
-            [x, self._graph.constant(sizes_name, sizes, np.int64)],
+            [x, self._graph.constant(sizes_name, sizes, "int64")],
             len(sizes),
             {"axis": -1},
         )
@@ -211,7 +216,7 @@ class _Layer:
         return self._node("seen", "Where", allowed, exponents, self._float("unseen", UNSEEN))
 
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
-        return self._parts.cast(f"{self._path}/expected/{name}", tensor, np.float32)
+        return self._parts.cast(f"{self._path}/expected/{name}", tensor, "float32")
 
     def _rows(self, name: str, cache: Tensor) -> Tensor:
         return self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", cache)
@@ -220,7 +225,7 @@ class _Layer:
         return self._graph.node(f"{self._path}/expected/{name}", op, inputs, attributes)
 
     def _axes(self, *axes: int) -> Tensor:
-        return self._graph.constant("axes/" + "x".join(map(str, axes)), axes, np.int64)
+        return self._graph.constant("axes/" + "x".join(map(str, axes)), axes, "int64")
 
     def _float(self, name: str, value: float) -> Tensor:
-        return self._graph.constant(f"float/{name}", value, np.float32)
+        return self._graph.constant(f"float/{name}", value, "float32")

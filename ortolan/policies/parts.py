@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
-from ortolan.manifest import Manifest
+    from ortolan.manifest import Manifest
 
 Tensor: TypeAlias = Any  # of the graph under construction; its library has no types
 
@@ -53,7 +53,7 @@ class Scoring:
 class Graph(Protocol):
     """A graph under construction; a node's name is a path."""
 
-    def constant(self, name: str, values: npt.ArrayLike, dtype: type[np.generic]) -> Tensor:
+    def constant(self, name: str, values: npt.ArrayLike, dtype: npt.DTypeLike) -> Tensor:
         """Refer to a small constant; the second use gives the same tensor."""
 
     def node(self, name: str, op: str, inputs: Sequence[Tensor], attrs: Mapping[str, Any] | None = None) -> Tensor:
@@ -139,7 +139,7 @@ class Parts(Protocol):
     def counted(self, i: int, keep: Tensor) -> Kept:
         """Count what a list for each kv head keeps."""
 
-    def cast(self, path: str, tensor: Tensor, dtype: type[np.generic]) -> Tensor:
+    def cast(self, path: str, tensor: Tensor, dtype: npt.DTypeLike) -> Tensor:
         """Convert a tensor to an element type."""
 
     def filled(self, path: str, shape: Tensor, value: float) -> Tensor:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ortolan.policies.base import shared_lists
 from ortolan.policies.parts import Kept, Parts, Tensor
 from ortolan.policies.scored import ScoredEviction
@@ -42,7 +40,7 @@ def _budgets(parts: Parts) -> dict[int, Tensor]:
 
     def whole(name: str, op: str, left: Tensor, right: Tensor | int) -> Tensor:
         if isinstance(right, int):
-            right = graph.constant(f"int64/{right}", [right], np.int64)
+            right = graph.constant(f"int64/{right}", [right], "int64")
         return graph.node(f"pyramid/{name}", op, [left, right])
 
     rest = whole("rest", "Sub", parts.budget, parts.window)  # the average beyond the window

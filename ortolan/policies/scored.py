@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ortolan.errors import ConfigError
-from ortolan.manifest import Manifest
 from ortolan.policies.base import POOLS, choice, reduced_groups, whole
 from ortolan.policies.eviction import Eviction
 from ortolan.policies.parts import Parts, Scoring, Tensor
+
+if TYPE_CHECKING:
+    from ortolan.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ortolan.policies.base import shared_lists
 from ortolan.policies.eviction import Eviction
 from ortolan.policies.parts import EMPTY, Kept, Parts, Tensor
@@ -27,7 +25,7 @@ class Streaming(Eviction):
         """Keep `sink` first positions and the last `budget - sink`; every kv head keeps the same."""
         graph = parts.graph
         recent = graph.node("recent/Sub", "Sub", [parts.budget, parts.sink])
-        recent = graph.node("recent", "Max", [recent, graph.constant("int64/none", [0], np.int64)])
+        recent = graph.node("recent", "Max", [recent, graph.constant("int64/none", [0], "int64")])
         scores = parts.shared({i: _no_score(parts, i) for i in parts.layers}, self.granularity)
         return {i: parts.keep_best(i, score, parts.budget, recent) for i, score in scores.items()}
 

@@ -23,7 +23,7 @@ from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.engine.stream import Outbox, Stream
 from ortolan.runtime.engine.worker import Worker
 from ortolan.runtime.eviction.graphs import check_eviction, one_eviction
-from ortolan.runtime.generate.stops import Detokenize, Stops
+from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.generate.turn import Shown, Turn, TurnOptions
 from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling
@@ -31,6 +31,8 @@ from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.steps.layout import check_token_ids
 from ortolan.runtime.steps.stepper import Stepper
+from ortolan.runtime.text.so_far import TextSoFar
+from ortolan.runtime.text.tokenizer import Detokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class EngineParts:
         stepper: runs steps over them.
         pools: what else is done with them.
         check_eviction: refuses eviction options that the model has no graph for, by ConfigError, in whatever thread.
-        detokenize: starts to decode token ids, for stop texts.
+        detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
         identify: says what model this is, for saved sequences.
     """
 
@@ -181,6 +183,7 @@ class Engine:
         """
         options = one_eviction(eviction, snapkv)
         self._check_eviction(options)
+        given: list[int] = check_token_ids(token_ids, self._parts.manifest.vocab_size).tolist()
         turn = self._turn(
             TurnOptions(
                 sampling=sampling,
@@ -188,13 +191,13 @@ class Engine:
                 eos_token_ids=frozenset(() if truth("ignore_eos", ignore_eos) else self._parts.manifest.eos_token_ids),
                 stop=stop,
                 logprobs=logprobs,
+                context=given,
             )
         )
-        given: list[int] = check_token_ids(token_ids, self._parts.manifest.vocab_size).tolist()
         saved = None if session is None else self._open(session)
         sequence = self._sequence(given, options, saved)
         request = Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=Outbox(), saved=saved)
-        return self._submit(request, len(given))
+        return self._submit(request, len(given), turn.start_text())
 
     def restore(self, path: str | Path, max_new_tokens: int | None = None) -> Stream:
         """Go on with the generation of a saved session or request, as if it had never been left.
@@ -217,16 +220,15 @@ class Engine:
             max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         saved = self._open(path)
         try:
-            turn, sequence, outbox = self._take_up(saved, path, max_new_tokens)
+            turn, sequence, outbox, text = self._take_up(saved, path, max_new_tokens)
         except BaseException:
             saved.close()
             raise
         if outbox.is_ended:
             saved.close()
-            return Stream(outbox, 0, lambda: None, lambda path: None)
-        return self._submit(
-            Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=outbox, saved=saved), 0
-        )
+            return Stream(outbox, 0, text, lambda: None, lambda path: None)
+        request = Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=outbox, saved=saved)
+        return self._submit(request, 0, text)
 
     def stats(self) -> EngineStats:
         """Return what was done so far."""
@@ -287,17 +289,20 @@ class Engine:
 
     def _take_up(
         self, saved: SavedSequence, path: str | Path, max_new_tokens: int | None
-    ) -> tuple[Turn, TokenSequence, Outbox]:
-        """Rebuild a saved generation, and hand on what it had chosen and not shown."""
+    ) -> tuple[Turn, TokenSequence, Outbox, TextSoFar]:
+        """Rebuild a saved generation, hand on what it had chosen and not shown, and take up its text."""
         described, outbox = saved.generation, Outbox()
         if described is None:
             raise _nothing_to_restore(path)
         turn = Turn.from_description(described["turn"], self._parts.manifest.vocab_size, self._parts.detokenize)
         sequence, context = self._sequence([], saved.eviction, saved), self.plan.max_context
-        outbox.put([Shown.from_list(each) for each in described["ready"]], turn.text)
+        ready = [Shown.from_list(each) for each in described["ready"]]
+        shown = turn.shown_tokens
+        text = turn.start_text(shown[: len(shown) - len(ready)])
+        outbox.put(ready, turn.stop_text)
         if described["chosen"] is not None:
             token, logprobs = Shown.from_list(described["chosen"])
-            outbox.put(turn.accept(token, sequence.fed + 1, context, logprobs), turn.text)
+            outbox.put(turn.accept(token, sequence.fed + 1, context, logprobs), turn.stop_text)
             sequence.tokens.append(token)
         if turn.can_go_on and sequence.pending:
             longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
@@ -306,9 +311,9 @@ class Engine:
             outbox.finish(turn.finish_reason)
         elif not sequence.pending:
             raise _nothing_to_restore(path)
-        return turn, sequence, outbox
+        return turn, sequence, outbox, text
 
-    def _submit(self, request: Request, prompt_tokens: int) -> Stream:
+    def _submit(self, request: Request, prompt_tokens: int, text: TextSoFar) -> Stream:
         sequence, turn = request.sequence, request.turn
         sequence.max_length = min(len(sequence.tokens) + turn.max_new_tokens - turn.count - 1, self.plan.max_context)
         try:
@@ -320,6 +325,7 @@ class Engine:
         return Stream(  # a stream keeps its engine alive
             request.outbox,
             prompt_tokens,
+            text,
             lambda: self.worker.cancel(request),
             lambda path: self.worker.ask(lambda core: core.save(request, path)),
         )

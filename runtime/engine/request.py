@@ -42,7 +42,7 @@ class Request:
     def accept(self, token: int, length: int, logprobs: TokenLogprobs | None) -> bool:
         """Take the token that makes the sequence `length` long, and hand on what may be seen; True: it was the last."""
         shown = self.turn.accept(token, length, self.max_context, logprobs)
-        self.outbox.put(shown, self.turn.text)
+        self.outbox.put(shown, self.turn.stop_text)
         if self.turn.finish_reason is None:
             return False
         self.outbox.finish(self.turn.finish_reason)

@@ -12,6 +12,7 @@ from pathlib import Path
 from ortolan.errors import ConfigError, RequestCancelledError, file_path
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown
+from ortolan.runtime.text.so_far import TextSoFar
 
 
 class Outbox:
@@ -20,7 +21,7 @@ class Outbox:
     def __init__(self) -> None:
         self.tokens: list[int] = []  # all that were put
         self.logprobs: list[TokenLogprobs] = []  # theirs, where they were asked for
-        self.text: str | None = None  # theirs, where it is known
+        self.text: str | None = None  # theirs, where a stop is a text
         self.reason: str | None = None
         self.error: Exception | None = None
         self._ready: deque[int] = deque()
@@ -33,7 +34,7 @@ class Outbox:
         return self.reason is not None or self.error is not None
 
     def put(self, shown: Sequence[Shown], text: str | None = None) -> None:
-        """Hand tokens over, and the text of all so far."""
+        """Hand tokens over, and the text of all so far where a stop is one."""
         with self._condition:
             if not self.is_ended:
                 self.tokens.extend(each.token for each in shown)
@@ -109,9 +110,14 @@ class Stream:
     """
 
     def __init__(
-        self, outbox: Outbox, prompt_tokens: int, cancel: Callable[[], None], save: Callable[[Path], None]
+        self,
+        outbox: Outbox,
+        prompt_tokens: int,
+        text: TextSoFar,
+        cancel: Callable[[], None],
+        save: Callable[[Path], None],
     ) -> None:
-        self._outbox, self._cancel, self._save = outbox, cancel, save
+        self._outbox, self._text, self._cancel, self._save = outbox, text, cancel, save
         self.prompt_tokens = prompt_tokens
 
     @property
@@ -121,8 +127,15 @@ class Stream:
 
     @property
     def text(self) -> str | None:
-        """The text of `tokens`, and of what comes before a stop string in its first token; None: no stop is a text."""
-        return self._outbox.text
+        """The text so far, in whole characters with their spaces; None where the model has no tokenizer.
+
+        It is that of `tokens`, and of what comes before a stop text in its first token. Behind `Engine.restore` it
+        begins where the saved generation did. Tokens are decoded when this is read, in the thread that reads it.
+        """
+        if self._outbox.text is not None:
+            return self._outbox.text
+        is_last, tokens = self._outbox.reason is not None, self._outbox.tokens
+        return self._text.read(tokens, len(tokens), is_last=is_last)
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:

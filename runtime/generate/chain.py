@@ -45,6 +45,7 @@ class Chain:
 
     def next(self, turn: Turn) -> Chosen:
         """Feed the token that waits, where no step under way does, and return the one after it."""
+        self._feeder.interrupt.check()
         if not self._waiting:
             result = self._reader.decode_pending(self.wanted(turn, len(self.state.tokens)))
         else:

@@ -45,7 +45,11 @@ class Generation(Iterator[int]):
 
     @property
     def text(self) -> str | None:
-        """The text of the tokens, and of what comes before a stop text in its first token; None: no stop is a text."""
+        """The text so far, in whole characters with their spaces; None where the model has no tokenizer.
+
+        It is that of the tokens, also of those before a `resume`, and of what comes before a stop text in its first
+        token. With the last token come bytes that are not a whole character, too.
+        """
         return self.turn.text
 
     @property

@@ -10,7 +10,7 @@ from ortolan.errors import ConfigError
 from ortolan.runtime.text.tokenizer import DetokenizerStream
 
 Stops = int | str | Sequence[int | str | Sequence[int]]
-Detokenize = Callable[[], DetokenizerStream]
+StartText = Callable[[], DetokenizerStream]
 
 
 class StopFilter:
@@ -24,13 +24,13 @@ class StopFilter:
             stop is a string.
     """
 
-    def __init__(self, stops: Stops, vocab_size: int, detokenize: Detokenize | None = None) -> None:
+    def __init__(self, stops: Stops, vocab_size: int, start: StartText | None = None) -> None:
         """Take token ids, sequences of them, and texts.
 
         Args:
             stops: in any order; a single id is a sequence of one. One text or id may come without a list.
             vocab_size: V.
-            detokenize: starts to decode ids; called where a stop is a text. None: there is no tokenizer.
+            start: starts to decode ids; called where a stop is a text. None: there is no tokenizer.
 
         Raises:
             ConfigError: a stop is empty, or is neither a text nor token ids, or is a text and there is no tokenizer.
@@ -41,7 +41,7 @@ class StopFilter:
         strings = [stop for stop in self.stops if isinstance(stop, str)]
         self._stops = [stop for stop in self.stops if not isinstance(stop, str)]
         self._held: list[int] = []
-        self._texts = _TextStops(strings, detokenize) if strings else None
+        self._texts = _TextStops(strings, start) if strings else None
         self.text = "" if strings else None
 
     def push(self, token: int) -> tuple[list[int], bool]:
@@ -83,12 +83,12 @@ class StopFilter:
 class _TextStops:
     """The text of the tokens held back; offsets count its characters."""
 
-    def __init__(self, strings: list[str], detokenize: Detokenize | None) -> None:
+    def __init__(self, strings: list[str], start: StartText | None) -> None:
         if not all(strings):
             raise ConfigError("stop contains an empty text, which would stop before the first token; remove it")
-        if detokenize is None:
+        if start is None:
             raise ConfigError(f"stop contains the text {strings[0]!r}, but there is no tokenizer; use token ids")
-        self._strings, self._stream = strings, detokenize()
+        self._strings, self._stream = strings, start()
         self._text = ""
         self._ends: list[int] = []  # where each token's text ends; fewer than tokens while a character is not whole
         self._tokens = 0

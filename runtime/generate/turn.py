@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.errors import ContractMismatchError, whole_number
+from ortolan.errors import ConfigError, ContractMismatchError, whole_number
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.generate.logprobs import TokenLogprobs, check_logprobs
-from ortolan.runtime.generate.stops import Detokenize, StopFilter, Stops
+from ortolan.runtime.generate.stops import StopFilter, Stops
 from ortolan.runtime.options import Sampling, check_sampling
+from ortolan.runtime.text.so_far import TextSoFar
+from ortolan.runtime.text.tokenizer import Detokenize, DetokenizerStream
 
 SEED_BITS = 63
+CONTEXT_TOKENS = 64  # of the prompt's end, on which the text of the first token depends
 
 
 class Shown(NamedTuple):
@@ -51,6 +54,7 @@ class TurnOptions:
         eos_token_ids: end it, and are not shown; empty: none does.
         stop: texts, token ids and lists of token ids that end it, and are not shown.
         logprobs: how many best tokens come with each token's log-probability; None: no log-probabilities.
+        context: tokens before the first one; only the last few matter.
 
     Raises:
         ConfigError: sampling, max_new_tokens or logprobs has a value that is not allowed.
@@ -61,6 +65,7 @@ class TurnOptions:
     eos_token_ids: frozenset[int] = frozenset()
     stop: Stops = ()
     logprobs: int | None = None
+    context: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_sampling(self.sampling)
@@ -85,7 +90,8 @@ class Turn:
         Args:
             options: what the caller chose; a seed of None becomes a fresh one.
             vocab_size: V.
-            detokenize: starts to decode ids, for stop texts; None: there is no tokenizer.
+            detokenize: starts to decode ids; None: there is no tokenizer. Where there is none, it may also raise
+                ConfigError, but only once a text is needed.
 
         Raises:
             ConfigError: a stop is not allowed; see `StopFilter`.
@@ -99,20 +105,39 @@ class Turn:
         self.finish_reason: str | None = None
         self._seed = int(sampling.seed or 0)
         self._eos = options.eos_token_ids
-        self._vocab_size, self._detokenize = vocab_size, detokenize
-        self._stops = StopFilter(options.stop, vocab_size, detokenize)
-        self._tokens: list[int] = []  # all that were chosen; empty without stops
+        self._context = [int(token) for token in options.context[-CONTEXT_TOKENS:]]
+        self._vocab_size = vocab_size
+        self._detokenize = detokenize
+        self._stops = StopFilter(options.stop, vocab_size, self._start if detokenize else None)
+        self._text = self.start_text()
+        self._tokens: list[int] = []  # all that were chosen
         self._released = 0  # of these, by the filter
         self._shown = 0  # of these; more than released where what the end had shown is held back again
         self._held: deque[TokenLogprobs | None] = deque()  # of the others
 
     @property
     def text(self) -> str | None:
-        """The text of what was shown, and of what comes before a stop text in its first token; None: no stop is a text.
+        """The text of what was shown, and of what comes before a stop text in its first token; None: no tokenizer.
 
         After `reopen` it lacks what a stop text may still reach into, until that is certain.
         """
+        if self.stop_text is not None:
+            return self.stop_text
+        return self._text.read(self._tokens, self._shown, is_last=self.finish_reason is not None)
+
+    @property
+    def stop_text(self) -> str | None:
+        """The text, where a stop is one; None: no stop is, so that the text is that of the tokens alone."""
         return self._stops.text
+
+    @property
+    def shown_tokens(self) -> list[int]:
+        """The tokens that were shown."""
+        return self._tokens[: self._shown]
+
+    def start_text(self, before: Sequence[int] = ()) -> TextSoFar:
+        """Return what decodes tokens that follow `before`, the first ones of this."""
+        return TextSoFar(self._start, before)
 
     @property
     def can_go_on(self) -> bool:
@@ -172,6 +197,7 @@ class Turn:
             "logprobs": self.logprobs,
             "count": self.count,
             "finish_reason": self.finish_reason,
+            "context": self._context,
             "tokens": list(self._tokens),
             "held": [None if each is None else each.as_list() for each in self._held],
         }
@@ -193,6 +219,7 @@ class Turn:
                 eos_token_ids=frozenset(whole_number("token", token, 0) for token in description["eos_token_ids"]),
                 stop=list(description["stop"]),
                 logprobs=description["logprobs"],
+                context=[whole_number("token", token, 0) for token in description.get("context", ())],
             )
             count, reason = whole_number("count", description["count"], 0), description["finish_reason"]
             tokens = [whole_number("token", token, 0) for token in description["tokens"]]
@@ -205,14 +232,19 @@ class Turn:
         turn._replay()
         return turn
 
+    def _start(self) -> DetokenizerStream:
+        """Start to decode tokens. Raises ConfigError where there is no tokenizer."""
+        if self._detokenize is None:
+            raise ConfigError("there is no tokenizer")
+        return self._detokenize(self._context)
+
     def _limit(self, length: int, max_context: int) -> str | None:
         if self.count >= self.max_new_tokens:
             return "length"
         return "context" if length > max_context else None
 
     def _push(self, token: int, logprobs: TokenLogprobs | None) -> tuple[list[Shown], bool]:
-        if self._stops.stops:
-            self._tokens.append(token)
+        self._tokens.append(token)
         self._held.append(logprobs)
         released, stopped = self._stops.push(token)
         return self._show(released), stopped
@@ -231,7 +263,7 @@ class Turn:
 
     def _replay(self) -> None:
         """Bring a new filter to where the tokens so far lead, and the end, if this has ended."""
-        self._stops = StopFilter(self._stops.stops, self._vocab_size, self._detokenize)
+        self._stops = StopFilter(self._stops.stops, self._vocab_size, self._start if self._detokenize else None)
         self._shown, self._released = len(self._tokens) - len(self._held), 0
         stopped = False
         for token in self._tokens:

@@ -18,6 +18,7 @@ from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
+from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
@@ -51,7 +52,10 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeederParts:
-    """What a feeder works with; `capture_rows` are those of the buffers in `state.captures`."""
+    """What a feeder works with; `capture_rows` are those of the buffers in `state.captures`.
+
+    Where somebody asks by `interrupt`, no further chunk is fed.
+    """
 
     manifest: Manifest
     plan: CachePlan
@@ -59,6 +63,7 @@ class FeederParts:
     caches: SequenceCaches
     room: Room
     stepper: Stepper
+    interrupt: Interrupt
     capture_rows: int = 0
 
 
@@ -72,7 +77,7 @@ class Feeder:
     def __init__(self, parts: FeederParts, stats: Stats) -> None:
         self.manifest, self.plan, self.state, self.caches = parts.manifest, parts.plan, parts.state, parts.caches
         self.room, self.stepper, self.capture_rows = parts.room, parts.stepper, parts.capture_rows
-        self.stats = stats
+        self.interrupt, self.stats = parts.interrupt, stats
         own = own_layers(self.manifest)
         self._growing = [i for i in own if kind_of(self.manifest.layers[i]).grows]
         self._views = [(i, kind_of(self.manifest.layers[i])) for i in own]
@@ -136,21 +141,27 @@ class Feeder:
         """
         reading: deque[_Chunk] = deque()
         result: StepResult | None = None
+        is_interrupted = False
         if self.state.fed == 0:
             self.caches.clear(self.state.lengths)
         try:
             for begin, end in self._chunks(len(tokens), len(wanted.draws)):
                 if len(reading) > self.stepper.depth:
                     self._confirm(reading, note)
+                is_interrupted = self.interrupt.is_asked
+                if is_interrupted:
+                    break
                 is_last = end == len(tokens)
                 chunk = self._enqueue(reading, tokens[begin:end], wanted if is_last else NOTHING)
                 if chunk.failure:
                     break
                 result = chunk.result
-            if meanwhile:
+            if meanwhile and not is_interrupted:
                 meanwhile()
             while reading:
                 self._confirm(reading, note)
+            if is_interrupted:
+                self.interrupt.check()
         except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written
             self.discard(sum(len(chunk.tokens) for chunk in reading))
             raise

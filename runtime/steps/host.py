@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 
 from ortolan import contract
 from ortolan.errors import OrtolanError
@@ -17,6 +18,7 @@ from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.buffers import Array, wrap
 from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
 from ortolan.runtime.generate.sampler import choose
+from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.layout import StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
@@ -81,8 +83,12 @@ class HostStepper:
 
     depth = 0
 
-    def __init__(self, decoder: Decoder, store: CacheStore, plan: CachePlan) -> None:
+    def __init__(
+        self, decoder: Decoder, store: CacheStore, plan: CachePlan, interrupt: Interrupt | None = None
+    ) -> None:
+        """Bind nothing yet; `interrupt` ends a run that is under way."""
         self._decoder, self._store, self._plan = decoder, store, plan
+        self._interrupt, self._options = interrupt or Interrupt(), onnxruntime.RunOptions()
         self._bound: OrderedDict[StepShape, _Bound] = OrderedDict()
         self._no_captures: dict[int, Mapping[int, Array]] = {}
 
@@ -97,8 +103,10 @@ class HostStepper:
         bound.layout.fill(bound.block, rows, NO_PAGE)
         self._bind_caches(bound, rows)
         try:
-            self._decoder.session.run_with_iobinding(bound.binding)
+            with self._interrupt.running(self._options):
+                self._decoder.session.run_with_iobinding(bound.binding, self._options)
         except Exception as error:  # the binding raises its own exception types, one per status code
+            self._interrupt.check()
             raise OrtolanError(f"the decoder graph failed: {error}") from error
         return HostResult(rows, bound.logits)
 

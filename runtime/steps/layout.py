@@ -18,6 +18,8 @@ from ortolan.runtime.steps.row import Row
 
 ALIGNMENT = 256  # bytes, of each input
 
+TokenIds = Sequence[int] | npt.NDArray[Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -160,7 +162,7 @@ class StepLayout:
         return place
 
 
-def check_token_ids(token_ids: Sequence[int] | npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
+def check_token_ids(token_ids: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
     """Return token ids as int64 [T].
 
     Raises:

@@ -6,17 +6,19 @@ import contextlib
 import json
 import operator
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from ortolan.errors import ConfigError, ContractMismatchError
-from ortolan.runtime.text.chat import choose_template, render_chat, special_tokens
+from ortolan.errors import ConfigError, ContractMismatchError, file_path
+from ortolan.runtime.text.chat import choose_template, special_tokens
 
 _REPLACEMENT = "\ufffd"
 _MAX_ID = 2**32 - 1
+TEMPLATE_FILE = "chat_template.jinja"
+CONTEXT_IDS = 8  # before the first one that a stream decodes
 
 
 class Tokenizer:
@@ -34,9 +36,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._config = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = special_tokens(self._config | _read_json(folder / "special_tokens_map.json"))
-        template = _read_text(folder / "chat_template.jinja")
+        self._template, self._template_file = self._config.get("chat_template"), folder / "tokenizer_config.json"
+        template = _read_text(folder / TEMPLATE_FILE)
         if template is not None:
-            self._config["chat_template"] = template
+            self._template, self._template_file = template, folder / TEMPLATE_FILE
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises ConfigError where it is not a text, or UTF-8 cannot encode it."""
@@ -53,9 +56,13 @@ class Tokenizer:
         """
         return str(self._tokenizer.decode(_listed(ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self) -> DetokenizerStream:
-        """Start to decode ids as they come."""
-        return DetokenizerStream(self)
+    def stream(self, context: Sequence[int] = ()) -> DetokenizerStream:
+        """Start to decode ids as they come: `push(token_id)` returns the text that it completes, `finish()` the rest.
+
+        Args:
+            context: ids before the first one, whose text is not repeated. With them the first piece keeps its space.
+        """
+        return DetokenizerStream(self, context)
 
     def apply_chat_template(
         self,
@@ -63,40 +70,58 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
+        chat_template: str | Path | None = None,
         **variables: Any,
     ) -> Any:
-        """Render messages with the model's chat template.
+        """Render messages with a chat template.
 
         Args:
             messages: mappings with "role" and "content".
             add_generation_prompt: end with the beginning of the assistant's turn.
             tokenize: return token ids; otherwise the text.
+            chat_template: in Jinja's language: its text, or the path of a file with it; None takes the model's own.
             variables: further names that the template may use.
 
         Raises:
-            ConfigError: the model has no chat template, messages are not mappings, or the template refuses them.
+            ConfigError: the model has no chat template, the template is not one of Jinja's, messages are not mappings,
+                or the template refuses them.
         """
-        template = choose_template(self._config.get("chat_template"), variables.get("tools"))
+        from ortolan.runtime.text.rendering import render_chat  # Jinja takes long to import
+
+        given, source = self._template, str(self._template_file)
+        if chat_template is not None:
+            given, source = _read_template(chat_template)
+        template = choose_template(given, variables.get("tools"))
         if template is None:
-            raise ConfigError("this model has no chat template; pass a plain prompt")
+            raise ConfigError(
+                "this model has no chat template; pass a plain prompt, or give a template "
+                "(chat_template=, --chat-template)"
+            )
         names = self._special_tokens | {"add_generation_prompt": add_generation_prompt} | variables
-        text = render_chat(template, messages, names)
+        text = render_chat(template, messages, names, source)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 class DetokenizerStream:
-    """Decodes ids one by one, and holds back bytes that are not a whole character yet.
+    """Decodes ids one by one, and holds back bytes that are not a whole character yet. Made by `Tokenizer.stream`.
+
+    The pieces together are what `Tokenizer.decode` gives for all ids, the context included, behind the context's text.
 
     Attributes:
         is_whole: whether nothing is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self.is_whole = True
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids = _with_text(tokenizer, _listed(context))
         self._prefix = 0  # ids before it are out and only give context
-        self._read = 0  # ids before it are out
+        self._read = len(self._ids)  # ids before it are out
+
+    @property
+    def held(self) -> str:
+        """What is held back, with replacement characters for bytes that are not whole."""
+        return self._decoded()[1]
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that became whole, possibly none."""
@@ -108,13 +133,29 @@ class DetokenizerStream:
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
-        now = self._tokenizer.decode(self._ids[self._prefix :])
-        self.is_whole = len(now) <= len(before) or final or not now.endswith(_REPLACEMENT)
-        if len(now) <= len(before) or not self.is_whole:
+        now, fresh = self._decoded()
+        self.is_whole = not fresh or final or not now.endswith(_REPLACEMENT)
+        if not fresh or not self.is_whole:
             return ""
         self._prefix, self._read = self._read, len(self._ids)
-        return now[len(before) :]
+        return fresh
+
+    def _decoded(self) -> tuple[str, str]:
+        """Return the text of the context and of what is held back, and the latter's share."""
+        before = self._tokenizer.decode(self._ids[self._prefix : self._read])
+        now = self._tokenizer.decode(self._ids[self._prefix :])
+        return now, now[len(before) :]
+
+
+Detokenize = Callable[[Sequence[int]], DetokenizerStream]  # starts to decode ids behind those of a context
+
+
+def _with_text(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return the last ids that have a text: behind special tokens alone, a word would lose its space."""
+    count = min(CONTEXT_IDS, len(ids))
+    while count < len(ids) and not tokenizer.decode(ids[-count:]).strip():
+        count = min(2 * count, len(ids))
+    return ids[len(ids) - count :]
 
 
 def _listed(ids: int | Sequence[int]) -> list[int]:
@@ -128,6 +169,17 @@ def _listed(ids: int | Sequence[int]) -> list[int]:
     if not all(0 <= token <= _MAX_ID for token in listed):
         raise ConfigError(f"invalid token ids {reprlib.repr(ids)}: one is negative, or larger than any token id")
     return listed
+
+
+def _read_template(given: object) -> tuple[str, str]:
+    """Return a template's text and where it comes from. Raises ConfigError where it cannot be read."""
+    if isinstance(given, str):
+        return given, "chat_template"
+    path = file_path("chat_template", given)
+    try:
+        return path.read_text(encoding="utf-8-sig"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

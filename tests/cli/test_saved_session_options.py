@@ -9,7 +9,7 @@ from unreadable import make_unwritable
 
 import ortolan
 from ortolan.cli import main
-from ortolan.cli.generate import chat_turn
+from ortolan.cli.prompts import chat_turn
 from ortolan.runtime.saved import file as session_file
 from ortolan.runtime.text.tokenizer import Tokenizer
 

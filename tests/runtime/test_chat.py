@@ -4,7 +4,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ortolan.errors import ConfigError
-from ortolan.runtime.text.chat import choose_template, render_chat, special_tokens
+from ortolan.runtime.text.chat import choose_template, special_tokens
+from ortolan.runtime.text.rendering import render_chat
 
 MESSAGES = [
     {"role": "user", "content": "What is 1 < 2?"},

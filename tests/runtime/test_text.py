@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from ortolan.errors import ConfigError, ContractMismatchError
-from ortolan.runtime.text.streaming import stream_text
 from ortolan.runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -69,14 +68,10 @@ def test_a_character_comes_with_its_last_byte(tokenizer):
 
 
 def test_a_cut_character_comes_out_at_the_end(tokenizer):
-    assert "".join(stream_text(tokenizer, tokenizer.encode("a€")[:-1])).startswith("a\ufffd")
-
-
-@given(text=st.text(alphabet="abc€", max_size=25))
-def test_a_stream_of_text_is_the_text_in_whole_characters(tokenizer, text):
-    pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
-    assert "".join(pieces) == text
-    assert all(pieces)
+    stream = tokenizer.stream()
+    assert [stream.push(token) for token in tokenizer.encode("a€")[:-1]] == ["a", "", ""]
+    assert stream.held == stream.finish() == "\ufffd"
+    assert stream.held == ""
 
 
 def test_special_tokens_are_left_out_unless_asked_for(tokenizer):

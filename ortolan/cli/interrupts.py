@@ -1,0 +1,65 @@
+"""Lets Ctrl-C end what a session computes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+SIGNALS_AT_ONCE = 16  # read together
+
+
+@contextlib.contextmanager
+def interruptible(interrupt: Callable[[], object]) -> Iterator[None]:
+    """Call a function when a signal comes that Python handles, also while ONNX Runtime computes.
+
+    Python's own handlers run in the main thread, once it is back from ONNX Runtime. So the function is called in
+    another thread, which the system wakes. The first Ctrl-C does no more than that, so that the session ends where its
+    state is whole, and at the latest raises KeyboardInterrupt at the block's end; a second one raises it anywhere.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or a caller's
+        yield
+        return
+    presses = 0
+
+    def note(number: int, _: object) -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            raise KeyboardInterrupt
+
+    with _woken(interrupt):
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if presses:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _woken(call: Callable[[], object]) -> Iterator[None]:
+    """Call a function in a thread of its own whenever a signal comes that Python handles."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reader, SIGNALS_AT_ONCE):
+            call()
+
+    watcher = threading.Thread(target=watch, name="ortolan-signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
