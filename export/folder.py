@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +25,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+_log = logging.getLogger(__name__)
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -198,4 +201,5 @@ def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) ->
                 content = (tokenizer_folder / name).read_bytes()
             (folder / name).write_bytes(content)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    _log.info("wrote %d files, %d bytes: %s", len(files), sum(files.values()), ", ".join(files))
     (folder / MANIFEST_FILE).write_text(replace(manifest, files=files).to_json(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ortolan.policies import Eviction
@@ -22,6 +23,8 @@ from ortolan.runtime.steps.stepper import Decoder, Stepper
 if TYPE_CHECKING:
     from ortolan.runtime.model import Model
 
+_log = logging.getLogger(__name__)
+
 
 def make_session(
     model: Model, plan: CachePlan, eviction: Eviction | None, capacities: list[int] | None = None
@@ -34,6 +37,13 @@ def make_session(
     evict_session = None if eviction is None else model.evictions.open(eviction)
     model.memory.check_room(plan if capacities is None else plan.with_capacities(capacities), eviction)
     feeder = make_feeder_parts(model.decoder, plan, model.device.buffers, eviction, capacities)
+    _log.info(
+        "made a session of max_context %d and chunk_size %d: %d bytes of caches, %s",
+        plan.max_context,
+        plan.chunk_size,
+        feeder.room.bytes,
+        eviction or "no eviction",
+    )
     return Session(
         SessionParts(
             feeder=feeder,

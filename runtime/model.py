@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ from ortolan.runtime.text.tokenizer import DetokenizerStream, Tokenizer
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
 MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
 
+_log = logging.getLogger(__name__)
+
 
 class Model:
     """An exported model, ready to make sessions; made by `load`.
@@ -77,6 +80,7 @@ class Model:
         self.memory.note_weights()
         inputs = frozenset(each.name for each in session.get_inputs())
         self.decoder = Decoder(session, manifest, inputs, itertools.count(1))
+        _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
     @property
     def tokenizer(self) -> Tokenizer:

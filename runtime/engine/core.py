@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -269,6 +272,7 @@ class EngineCore:
         return True
 
     def _fail(self, request: Request, error: Exception) -> None:
+        _log.info("request %d ended: %s", request.sequence.number, error)
         request.outbox.fail(error)
         self._remove(request)
         self._stats.failed += 1

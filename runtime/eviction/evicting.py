@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from ortolan.policies import Eviction
 from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.eviction.evictor import bind_eviction, evict
 from ortolan.runtime.steps.feeder import Feeder
+
+_log = logging.getLogger(__name__)
 
 
 class Evicting:
@@ -73,7 +76,9 @@ class Evicting:
         state.captured_at_eviction = captured
         self._shrink(is_first=is_first)
         feeder.stats.evictions += 1
-        feeder.stats.eviction_seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        feeder.stats.eviction_seconds += seconds
+        _log.info("evicted after %d tokens: %d are held, in %.3f s", lengths.logical, lengths.most_held, seconds)
 
     def prepare_capture(self, count: int) -> None:
         """Restore captured queries that a rewind left stale, if the next `count` tokens bring an eviction.

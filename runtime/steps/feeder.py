@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 Tokens = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,4 +250,6 @@ class Feeder:
             raise self.numeric_error(len(chunk.tokens))
         self.count(chunk.tokens)
         reading.popleft()  # an interrupt before it counts too many tokens as written, never too few
+        if len(chunk.tokens) > 1:
+            _log.debug("read %d tokens, %d in all", len(chunk.tokens), self.state.fed)
         note(len(chunk.tokens))

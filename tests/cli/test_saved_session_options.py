@@ -103,11 +103,29 @@ def test_the_next_turn_follows_the_first(run, model_dir, prompt_file, sample, tm
     assert model.tokenizer.decode(tokens) == said
 
 
+def test_a_prompt_is_only_read(run, model_dir, sample, tmp_path):
+    """The session is that of a prefill: nothing waits to be fed, and no generation goes on."""
+    path = str(tmp_path / "read")
+    assert run("--prompt", sample.prompt, "--max-new-tokens", "0", "--save-session", path) == ""
+    model = ortolan.load(model_dir, device="cpu")
+    session = model.restore(path)
+    assert session.state.tokens == session.state.history == model.tokenizer.encode(sample.prompt)
+    assert run("--load-session", path, "--prompt", "\n", "--max-new-tokens", "9") == "".join(
+        model.stream(sample.prompt + "\n", max_new_tokens=9)
+    )
+
+
+def test_reading_alone_needs_a_session_to_save(refuse):
+    code, line = refuse("--prompt", PROMPT, "--max-new-tokens", "0")
+    assert code == 2
+    assert "add --save-session FILE" in line
+
+
 @pytest.mark.parametrize("eviction", [["--snapkv-budget", "256"], ["--evict", "expected", "--budget", "256"]])
 def test_a_question_evicts_behind_itself(run, model_dir, prompt_file, tmp_path, eviction):
     """The text was read without an eviction, so each question may have its own."""
     path, question = str(tmp_path / "read"), "\nx = "
-    run("--prompt-file", str(prompt_file), "--max-new-tokens", "1", "--save-session", path)
+    run("--prompt-file", str(prompt_file), "--max-new-tokens", "0", "--save-session", path)
     said = run("--load-session", path, "--prompt", question, "--max-new-tokens", "12", *eviction)
     model = ortolan.load(model_dir, device="cpu")
     policy = "snapkv" if eviction[0] == "--snapkv-budget" else "expected"

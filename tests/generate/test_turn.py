@@ -185,7 +185,16 @@ def test_a_described_stop_text_needs_a_tokenizer(tokenizer):
         Turn.from_description(described, VOCABULARY)
 
 
-def test_no_stop_leaves_no_text_and_no_tokens_to_describe():
+def test_without_a_tokenizer_there_is_no_text():
     turn = make_turn()
     feed(turn, np.arange(50).tolist())
-    assert (turn.text, turn.describe()["tokens"], turn.count) == (None, [], 50)
+    assert (turn.text, turn.stop_text, turn.shown_tokens, turn.count) == (None, None, list(range(50)), 50)
+
+
+def test_without_stop_texts_the_text_is_that_of_the_shown_tokens(tokenizer):
+    turn = make_turn(tokenizer, stop=[[20, 21]])
+    assert feed(turn, [10, 11, 20]) == [10, 11]
+    assert (turn.text, turn.stop_text) == (tokenizer.decode([10, 11]), None)
+    turn = revive(turn, tokenizer)
+    assert feed(turn, [12]) == [20, 12]
+    assert turn.text == tokenizer.decode([10, 11, 20, 12])

@@ -100,10 +100,11 @@ def test_one_stop_needs_no_list(host_model, model):
         assert list(model.session().generate(draw(40), COUNT, stop=stop)) == tokens[:shown]
 
 
-def test_without_texts_there_is_no_text(model):
+def test_without_stop_texts_there_is_a_text_too(model):
     stream = model.session().generate(draw(5), 4, stop=[[6, 3, 9]])
-    assert len(list(stream)) == 4
-    assert stream.text is None
+    assert stream.text == ""
+    tokens = list(stream)
+    assert (len(tokens), stream.text) == (4, text_of(tokens))
 
 
 @pytest.mark.parametrize("stop", ["", [[]], [VOCABULARY], -1, 1.5, [None], b"a"], ids=repr)

@@ -31,7 +31,7 @@ def test_an_engine_ends_requests_at_stop_strings(tokenizer, runs_ahead):
             expected, cut, count = expected_stop(tokenizer, tokens, [stop], [])
             assert (stream.result(), stream.text) == (expected, cut)
             assert stream.finish_reason == ("length" if count is None else "stop")
-        assert (other.result(), other.text, other.finish_reason) == (wanted[0], None, "length")
+        assert (other.result(), other.text, other.finish_reason) == (wanted[0], text, "length")
         memory = engine.memory()
     assert streams[0].finish_reason == "stop"
     assert memory.held_bytes == 0
