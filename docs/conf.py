@@ -44,6 +44,12 @@ def name_options(_: Sphinx, what: str, name: str, given: Any, *rest: Any) -> tup
     return str(inspect.Signature(parameters)), None
 
 
+def leave_out_functions(_: Sphinx, what: str, name: str, given: Any, *rest: Any) -> bool | None:
+    """Leave out the functions of a module that is shown as a whole: that of the errors also checks arguments."""
+    return True if what == "module" and inspect.isfunction(given) else None
+
+
 def setup(app: Sphinx) -> None:
     """Connect what the options above cannot say."""
     app.connect("autodoc-process-signature", name_options)
+    app.connect("autodoc-skip-member", leave_out_functions)
