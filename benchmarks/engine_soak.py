@@ -167,7 +167,7 @@ def is_sound(report: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run the soak that the command line describes."""
-    from ortolan.cli.demo import shipped_model
+    from ortolan.retrieval import shipped_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)

@@ -29,7 +29,7 @@ import onnxruntime
 from model_shapes import make_checkpoint, save_float32
 
 import ortolan
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 
 WORKER = Path(__file__).with_name("genai_worker.py")
 CHUNK_SIZE = 2048

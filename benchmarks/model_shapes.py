@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.cli.demo import shipped_model
 from ortolan.export.hf_config import read_hf_config
 from ortolan.export.registry import find_family
 from ortolan.graphs.weights import weight_shapes
+from ortolan.retrieval import shipped_model
 
 COMMON: dict[str, Any] = {
     "attention_bias": False,

@@ -29,9 +29,8 @@ from quality_tasks import Trial, make_trials
 from quality_trials import CHUNK_SIZE, MODES, SPARE_TOKENS, Outcome, Settings, measure_batch, policy_options
 
 import ortolan
-from ortolan.cli.demo import shipped_model
 from ortolan.errors import ConfigError, OrtolanError
-from ortolan.retrieval import KINDS, load_corpus
+from ortolan.retrieval import KINDS, load_corpus, shipped_model
 
 BATCH_PROMPTS = 11  # of one job; each loads the model
 

@@ -18,9 +18,8 @@ import onnxruntime
 from intervals import wilson_interval
 
 import ortolan
-from ortolan.cli.demo import shipped_model
 from ortolan.cli.table import format_table
-from ortolan.retrieval import KINDS, Sample, Task, is_correct, load_corpus, make_sample
+from ortolan.retrieval import KINDS, Sample, Task, is_correct, load_corpus, make_sample, shipped_model
 
 ANSWER_TOKENS = 8
 REDUCTION = 8

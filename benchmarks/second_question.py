@@ -18,9 +18,8 @@ from pathlib import Path
 import onnxruntime
 
 import ortolan
-from ortolan.cli.demo import shipped_model
 from ortolan.cli.table import format_table
-from ortolan.retrieval import Fact, Sample, Task, is_correct, load_corpus, make_sample
+from ortolan.retrieval import Fact, Sample, Task, is_correct, load_corpus, make_sample, shipped_model
 
 ANSWER_TOKENS = 8
 TURN_TOKENS = 64  # room for the second question

@@ -145,7 +145,7 @@ def export(
         ConfigError: an argument has a value that is not allowed, `out_dir` is in the way, or the hub does not have the
             model or cannot be reached.
         StorageError: the disk is full, or writing failed otherwise; what was in `out_dir` is still there.
-        UnsupportedModelError: the checkpoint asks for what is not implemented.
+        UnsupportedModelError: the checkpoint asks for something that Ortolan does not implement.
         CheckpointError: the checkpoint is incomplete, cannot be read, or contradicts its config.
     """
     options = ExportOptions(

@@ -36,7 +36,7 @@ class SessionFileError(OrtolanError, ValueError):
 
 
 class StorageError(OrtolanError, OSError):
-    """A file cannot be written: the disk is full, or something else of the file system is in the way."""
+    """A file cannot be written, because the disk is full or the file system refuses it."""
 
 
 class OpLibraryError(OrtolanError, RuntimeError):

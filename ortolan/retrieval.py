@@ -1,4 +1,4 @@
-"""Make retrieval tasks: facts hidden in the standard library's sources, and one question at the end.
+"""Make retrieval tasks for the shipped model: facts hidden in the standard library's sources, and one question.
 
 A prompt is ASCII text of an exact length in bytes. Somewhere in Python source stands a line such as
 `# The passkey of QKZD is 48213.`; the prompt ends in `Q: passkey of QKZD? A: ` on a line of its own, and the
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, OrtolanError
 
+SHIPPED_MODEL = "models/retriever"
 KINDS = ("single", "multi_key", "multi_value")
 ATTRIBUTES = ("passkey", "port", "badge", "locker")
 SPLITS = ("train", "eval")
@@ -98,6 +99,18 @@ class Sample:
     needle_start: int
     fact: Fact
     task: Task
+
+
+def shipped_model() -> Path:
+    """Return the checkpoint folder of the model that comes with the package.
+
+    Raises:
+        OrtolanError: the installation lacks it.
+    """
+    folder = Path(__file__).resolve().parent / SHIPPED_MODEL
+    if not (folder / "config.json").is_file():
+        raise OrtolanError(f"{folder} does not contain a model; install ortolan again")
+    return folder
 
 
 @dataclass(frozen=True, slots=True)

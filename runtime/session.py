@@ -44,9 +44,8 @@ class Session:
     """Reads and continues one sequence. Made by `Model.session`.
 
     May move between threads, one at a time; on CUDA its first decode step on each captures the graph there. A call
-    while another one has not returned raises ConfigError, also one that `progress` makes. Tokens that
-    `generate` yields belong to the sequence: the last one is fed together with whatever comes next, also where the
-    caller stopped early.
+    while another one has not returned raises ConfigError, also one that `progress` makes. Tokens that `generate` yields
+    belong to the sequence: the last one is fed together with whatever comes next, also where the caller stopped early.
 
     Attributes:
         plan: of the caches.
@@ -84,7 +83,7 @@ class Session:
 
     @property
     def eviction(self) -> Eviction | None:
-        """Options of the eviction; None: it never evicts."""
+        """Options of the eviction; None where the session never evicts."""
         return self._parts.eviction
 
     def physical_length(self, layer: int) -> int:
@@ -238,17 +237,13 @@ class Session:
     ) -> TextStream:
         """Read a prompt, and return an iterator over the text that follows it.
 
-        The pieces are whole characters with their spaces. Together they are what the tokenizer decodes for prompt and
-        answer, behind the prompt's part.
+        The pieces are whole characters with their spaces: what follows the prompt in the text of prompt and answer.
 
         Args:
             prompt: a text, or token ids [T]. A text is encoded with the special tokens that begin a sequence where
                 nothing was read before, and without them where it is a later turn.
-            max_new_tokens: as in `generate`, whose iterator is the `generation` of the one that is returned.
-            sampling: as in `generate`.
-            progress: as in `prefill`.
-            stop: as in `generate`.
-            logprobs: as in `generate`.
+            max_new_tokens, sampling, progress, stop, logprobs: as in `generate`, whose iterator is the `generation`
+                of the one that is returned.
 
         Raises:
             ContractMismatchError: the model has no tokenizer. Besides, as `generate`.
@@ -330,9 +325,7 @@ class Session:
 
     @exclusive
     def fork(self) -> Session:
-        """Make another session that goes on from here as this one would; neither sees what the other reads.
-
-        A generation under way can be resumed in both.
+        """Make another session that goes on from here, generations included; neither sees what the other reads.
 
         Raises:
             CapacityError: there is no memory for another session's caches.

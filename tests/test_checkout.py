@@ -94,7 +94,7 @@ def unbuilt(tmp_path):
 
 def test_an_unbuilt_checkout_uses_the_library_of_the_installed_package(unbuilt):
     code = (
-        "import ortolan; from ortolan.cli.demo import shipped_model\n"
+        "import ortolan; from ortolan.retrieval import shipped_model\n"
         "model = ortolan.load(ortolan.export(shipped_model(), 'model', max_context=64), device='cpu')\n"
         "print(ortolan.__file__, model.session().prefill([1, 2]).shape)"
     )

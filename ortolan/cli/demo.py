@@ -14,9 +14,8 @@ from typing import Any
 from ortolan.cli.models import add_device_options
 from ortolan.cli.progress import token_bar
 from ortolan.cli.table import format_bytes, format_table
-from ortolan.errors import ConfigError, OrtolanError
+from ortolan.errors import ConfigError
 
-SHIPPED_MODEL = "models/retriever"
 CHUNK_SIZE = 512
 ANSWER_TOKENS = 12
 
@@ -53,7 +52,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Read the document, answer, and print the caches' cost."""
     import ortolan
-    from ortolan.retrieval import Task, load_corpus, make_sample
+    from ortolan.retrieval import Task, load_corpus, make_sample, shipped_model
 
     snapkv = ortolan.SnapKv(budget=options.budget)
     task = Task(length=options.length, depth=options.depth, seed=options.seed)
@@ -68,18 +67,6 @@ def run(options: argparse.Namespace) -> int:
         _read_and_answer(model, session, sample)
         print(cost_table(session))
     return 0
-
-
-def shipped_model() -> Path:
-    """Return the folder of the model that comes with the package.
-
-    Raises:
-        OrtolanError: the installation lacks it.
-    """
-    folder = Path(__file__).resolve().parents[1] / SHIPPED_MODEL
-    if not (folder / "config.json").is_file():
-        raise OrtolanError(f"{folder} does not contain a model; install ortolan again")
-    return folder
 
 
 def _longest(source: Path) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ortolan.cli.report import print_warning
 
-_RANDOM = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}  # options of random choice, and what they are if unset
+_RANDOM = ("top_k", "top_p", "min_p", "seed")  # options of random choice
 
 
 def warn_of_idle_making(options: argparse.Namespace) -> None:
@@ -22,9 +22,7 @@ def warn_of_idle_sampling(options: argparse.Namespace, sampling: Any) -> None:
     """Warn of options of a random choice where the most likely token is taken."""
     if sampling.temperature > 0:
         return
-    idle = [
-        "--" + name.replace("_", "-") for name, unset in _RANDOM.items() if getattr(options, name) not in (None, unset)
-    ]
+    idle = ["--" + name.replace("_", "-") for name in _RANDOM if getattr(options, name) is not None]
     if idle:
         verb = "have" if len(idle) > 1 else "has"
         print_warning(f"{', '.join(idle)} {verb} no effect without --temperature above 0")

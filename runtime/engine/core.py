@@ -32,7 +32,8 @@ class EngineStats:
         evictions: sequences evicted.
         preemptions: times a sequence gave its pages back for an older one.
         most_running: most requests that had pages at once.
-        finished, failed: requests that ended by themselves, and by an error or a cancel.
+        finished: requests that ended by themselves.
+        failed: requests that ended by an error or a cancel.
     """
 
     steps: int = 0

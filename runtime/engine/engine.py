@@ -78,10 +78,10 @@ class EngineParts:
 class Engine:
     """Runs many requests at once: each step feeds one token of every running request and a part of new prompts.
 
-    One thread of the engine's own runs all steps, so that the model is used by no other thread meanwhile; `submit`,
-    streams and `cancel` may be used from any thread and any event loop. Close the engine, or use it as a context
-    manager; requests that are unfinished then fail with EngineClosedError. An engine that nobody refers to any more,
-    through a stream neither, closes itself.
+    One thread of the engine's own runs all steps, and no other thread uses the model meanwhile. You may use `submit`,
+    streams and `cancel` from any thread and any event loop. Close the engine, or use it as a context manager;
+    unfinished requests then fail with EngineClosedError. An engine closes itself once nothing refers to it or to one of
+    its streams.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Engine:
             model: a paged one.
             max_sequences: most requests that run at once; others wait.
             max_cache_bytes: of all page pools together; None takes what `max_sequences` of the longest sequences
-                need, on CUDA at most most of the free memory.
+                need, on CUDA at most four fifths of the free memory.
             chunk_tokens: most tokens of one step, prompts' and generated ones, or `max_sequences` where that is more:
                 each decode gets its token, and a prompt at least one. None takes the export's chunk size.
             max_context: longest sequence, tokens; None takes the export's.

@@ -151,7 +151,7 @@ class Stream:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the tokens ended: "eos", "stop", "length" or "context"; None before, and after an error."""
+        """Why the tokens ended, "eos", "stop", "length" or "context"; None before, and after an error."""
         return self._outbox.reason
 
     @property
@@ -181,7 +181,7 @@ class Stream:
         self._save(file)
 
     def cancel(self) -> None:
-        """End the request; its pages are free before the next step. Who reads on gets RequestCancelledError."""
+        """End the request; its pages are free before the next step. A reader who goes on gets RequestCancelledError."""
         self._outbox.fail(RequestCancelledError("the request was cancelled"))
         self._cancel()
 

@@ -56,7 +56,7 @@ class Generation(Iterator[int]):
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the tokens ended: "eos", "stop", "length" or "context"; None while there are more to take."""
+        """Why the tokens ended, "eos", "stop", "length" or "context"; None while there are more to take."""
         return None if self._ready else self.turn.finish_reason
 
     @property

@@ -57,7 +57,7 @@ class Tokenizer:
             raise ConfigError(f"{reprlib.repr(text)} is not a text that UTF-8 can encode: {error}") from error
 
     def decode(self, ids: int | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, or of one; ids that mean nothing have none.
+        """Return the text of token ids, or of one; ids outside the vocabulary add nothing.
 
         Raises:
             ConfigError: these are not token ids.

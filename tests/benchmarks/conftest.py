@@ -4,7 +4,7 @@ import pytest
 from families import shared_model
 
 import ortolan
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 
 
 @pytest.fixture(scope="session")

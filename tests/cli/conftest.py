@@ -9,8 +9,7 @@ import pytest
 from shared_folders import shared
 
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
-from ortolan.retrieval import Sample, Task, load_corpus, make_sample
+from ortolan.retrieval import Sample, Task, load_corpus, make_sample, shipped_model
 
 
 def _export(*options: str) -> Path:

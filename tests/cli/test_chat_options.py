@@ -47,7 +47,7 @@ def test_a_template_comes_from_a_file(model_dir, run, tmp_path):
 
 def test_an_edited_template_is_taken(chat_dir, model_dir, run, tmp_path):
     """Its size is in the manifest of an export that had one."""
-    source = shutil.copytree(ortolan.cli.demo.shipped_model(), tmp_path / "checkpoint")
+    source = shutil.copytree(ortolan.retrieval.shipped_model(), tmp_path / "checkpoint")
     (source / "chat_template.jinja").write_text("old")
     folder = ortolan.export(source, tmp_path / "model", max_context=256)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -14,7 +14,7 @@ import pytest
 
 from ortolan.cli import generate as generate_command
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 
 COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo", "perplexity")
 

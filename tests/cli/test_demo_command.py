@@ -1,8 +1,8 @@
 import pytest
 
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
 from ortolan.export.hf_config import read_hf_config
+from ortolan.retrieval import shipped_model
 
 
 def test_demo_answers_and_shows_the_cost(capsys):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 
 
 def test_options_reach_the_manifest(tmp_path, capsys):

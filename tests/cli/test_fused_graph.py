@@ -7,9 +7,9 @@ import onnx
 import pytest
 
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
 from ortolan.errors import ContractMismatchError
 from ortolan.manifest import FUSED_FILE, read_manifest
+from ortolan.retrieval import shipped_model
 
 
 @pytest.fixture

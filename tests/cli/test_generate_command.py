@@ -8,9 +8,9 @@ from unreadable import make_unwritable
 
 import ortolan
 from ortolan.cli import build_parser, main
-from ortolan.cli.demo import shipped_model
 from ortolan.cli.eviction import read_eviction
 from ortolan.policies import POLICIES
+from ortolan.retrieval import shipped_model
 
 SNAPKV = ["--evict", "snapkv", "--evict-option"]
 TOKENS = ["--max-new-tokens", "8", "--stop", "\n"]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 from ortolan.manifest import read_manifest
 from ortolan.runtime import plan_caches
 

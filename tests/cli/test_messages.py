@@ -16,7 +16,7 @@ from foreign import Foreign
 
 import ortolan
 from ortolan.cli import main
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 from ortolan.custom_ops import LibraryInfo
 from ortolan.errors import ContextLengthError
 

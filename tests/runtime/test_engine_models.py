@@ -122,7 +122,7 @@ def test_sampling_draws_as_a_session_does(endless, draw_tokens):
 @pytest.mark.slow
 def test_a_soak_of_mixed_requests_is_sound(soak, tmp_path):
     """Sixty requests with random ends, cancels and evictions on the shipped model; the script runs thousands."""
-    from ortolan.cli.demo import shipped_model
+    from ortolan.retrieval import shipped_model
 
     folder = ortolan.export(
         shipped_model(), tmp_path / "model", max_context=768, chunk_size=128, paged=True, page_size=16

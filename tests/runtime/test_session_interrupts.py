@@ -11,7 +11,7 @@ from tolerances import SAME_LOGITS
 
 import ortolan
 from ortolan import SessionInterruptedError, SnapKv
-from ortolan.cli.demo import shipped_model
+from ortolan.retrieval import shipped_model
 
 CHUNK = 16
 EVERYTHING = 10**6  # rewind_tokens past any ring
