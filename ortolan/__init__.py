@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ortolan.errors import (
@@ -87,9 +87,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
             has a value that is not allowed; the hub does not have the model or cannot be reached.
         StorageError: the disk is full.
     """
-    from ortolan import runtime
-
-    return runtime.load(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
+    open_model: Callable[..., Model] = _imported("ortolan.runtime", "load")
+    return open_model(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
 
 
 def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
@@ -106,18 +105,19 @@ def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return _imported(f"ortolan.{name}")
     if name == "convert":
-        return _imported("ortolan.export.conversion").convert
+        return _imported("ortolan.export.conversion", name)
     if name in _RUNTIME_NAMES:
-        return getattr(_imported("ortolan.runtime"), name)
+        return _imported("ortolan.runtime", name)
     if name in _POLICY_NAMES:
-        return getattr(_imported("ortolan.policies"), name)
+        return _imported("ortolan.policies", name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")
 
 
-def _imported(module: str) -> ModuleType:
-    """Import one of the package's modules; where something is not there, say why and what to do."""
+def _imported(module: str, name: str | None = None) -> Any:
+    """Import one of the package's modules, or a name of it; where something is not there, say why and what to do."""
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
+        return found if name is None else getattr(found, name)
     except ModuleNotFoundError as error:
         folder = Path(__file__).resolve().parents[1]
         if not (folder / "pyproject.toml").is_file():

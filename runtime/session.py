@@ -238,12 +238,9 @@ class Session:
         """Read a prompt, and return an iterator over the text that follows it.
 
         The pieces are whole characters with their spaces: what follows the prompt in the text of prompt and answer.
-
-        Args:
-            prompt: a text, or token ids [T]. A text is encoded with the special tokens that begin a sequence where
-                nothing was read before, and without them where it is a later turn.
-            max_new_tokens, sampling, progress, stop, logprobs: as in `generate`, whose iterator is the `generation`
-                of the one that is returned.
+        `prompt` is a text, or token ids [T]. A text is encoded with the special tokens that begin a sequence where
+        nothing was read before, and without them where it is a later turn. The other arguments are those of `generate`,
+        whose iterator is the `generation` of the one that is returned.
 
         Raises:
             ContractMismatchError: the model has no tokenizer. Besides, as `generate`.

@@ -37,14 +37,14 @@ def open_session(model: Any, options: argparse.Namespace, eviction: Any) -> Any:
     try:
         if options.load_session:
             return model.restore(options.load_session, options.max_context, options.chunk_size, eviction=eviction)
-        plan = model.plan(options.max_context, options.chunk_size, eviction=eviction)
         free = free_memory_bytes() if model.device.name == "cpu" else None
-        if free is not None and plan.bytes > free:
+        session = model.session(options.max_context, options.chunk_size, eviction)
+        if free is not None and session.plan.bytes > free:  # the host hands out more than it has
             print_warning(
-                f"the caches may take {format_bytes(plan.bytes)}, and {format_bytes(free)} of memory are free; lower "
-                f"--max-context{_advice(model, options, eviction)}"
+                f"the caches may take {format_bytes(session.plan.bytes)}, and {format_bytes(free)} of memory are free; "
+                f"lower --max-context{_advice(model, options, eviction)}"
             )
-        return model.session(options.max_context, options.chunk_size, eviction)
+        return session
     except ContextLengthError:
         raise
     except CapacityError as error:

@@ -156,9 +156,11 @@ def check_host_room(plan: CachePlan, captured: int) -> None:
     """
     needed, total = plan.bytes + captured, host_memory_bytes()
     if needed > total:
+        several = f" and max_sequences {plan.max_sequences}" if plan.max_sequences > 1 else ""
+        advice = "max_sequences or max_context" if several else "max_context (--max-context)"
         raise CapacityError(
-            f"max_context {plan.max_context} and max_sequences {plan.max_sequences} need {plan.bytes} bytes of caches "
-            f"and {captured} of captured queries; this machine has {total} bytes of memory; lower max_context"
+            f"there is no memory for the caches of max_context {plan.max_context}{several}: they need {plan.bytes} "
+            f"bytes, captured queries {captured}, and this machine has {total}; lower {advice}"
         )
 
 

@@ -113,7 +113,7 @@ def test_a_terminal_is_asked_for_a_prompt(model_dir, tmp_path, run):
 
 
 def test_caches_that_do_not_fit_suggest_to_evict_while_reading(model_dir, monkeypatch, capsys, refused):
-    """Before anything is allocated on the CPU, and where a device has no memory."""
+    """Before anything is read on the CPU, and where a device has no memory."""
     monkeypatch.setattr("ortolan.runtime.device.host_memory.free_memory_bytes", lambda: 1000)
     assert main(["generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "2"]) == 0
     line = capsys.readouterr().err

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.cli import main
-from ortolan.retrieval import shipped_model
 from ortolan.manifest import read_manifest
+from ortolan.retrieval import shipped_model
 from ortolan.runtime import plan_caches
 
 

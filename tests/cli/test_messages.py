@@ -16,9 +16,9 @@ from foreign import Foreign
 
 import ortolan
 from ortolan.cli import main
-from ortolan.retrieval import shipped_model
 from ortolan.custom_ops import LibraryInfo
 from ortolan.errors import ContextLengthError
+from ortolan.retrieval import shipped_model
 
 COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo", "perplexity")
 ADDRESS_SPACE = 64 * 2**30  # bytes; far more than a process needs, far fewer than its caches ask for
