@@ -1,12 +1,14 @@
 // Prefill attention for sm_90a: wgmma fed by tensor copies, warps specialised.
 //
-// As many blocks as multiprocessors, each with tiles of query rows of one head after another. Two warps load,
-// queries and keys, and values, into rings of stages, running ahead into the block's next work. Warpgroups
-// hold 64 rows each: products with the keys from shared memory, softmax in registers, weighted sums of the
+// As many blocks as multiprocessors, each with tiles of query rows of one head after another. One warp finds
+// them, and two load, queries and keys, and values, into rings of stages, running ahead into the block's next
+// work. Warpgroups hold 64 rows each: products with the keys from shared memory, softmax in registers, weighted sums of the
 // values with the weights from registers. A tile's softmax runs beside the weighted sums of the tile before
 // it, and the groups take turns at issuing products. Key tiles are cut by position and taken in ascending
 // order, so equal queries give equal bits however a prompt is cut; a group skips tiles that none of its rows
-// sees. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
+// sees. Heads of more than 256 columns are halved between the two blocks of a cluster: each multiplies half of
+// the columns of queries, keys and values, and they add up one another's products with the keys. Source of the
+// schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
 #pragma once
 
 #include "sm90_load.cuh"
@@ -15,18 +17,20 @@
 namespace ortolan::cuda {
 
 // A computing warpgroup's walk over the block's works.
-template <typename Element, int kHeadSize, typename Shape>
+template <typename Element, typename Shape>
 struct Sm90Group {
-  using Rows = Sm90Rows<Element, kHeadSize, Shape>;
+  using Rows = Sm90Rows<Element, Shape>;
   const SwaAttentionParams& params;
   Sm90Shared<Shape>& shared;
   uint32_t keys;  // addresses of the rings
   uint32_t values;
+  int first_column;
   int group;
   Visibility visibility;
   Logits logits;
   Turns<Shape> turns;
   Ring<Shape::kStages> key_at, value_at;
+  uint32_t exchange_parity = 0;
 
   __device__ __forceinline__ uint32_t key_tile() const { return keys + key_at.place * Shape::kTileBytes; }
   __device__ __forceinline__ uint32_t value_tile() const {
@@ -48,7 +52,9 @@ struct Sm90Group {
   }
 
   // Products with tile `tile` become weights.
-  __device__ __forceinline__ void weigh(Rows& rows, int32_t first_row, int32_t tile) const {
+  __device__ __forceinline__ void weigh(Rows& rows, int32_t first_row, int32_t tile) {
+    if constexpr (Shape::kBlocks > 1)
+      shared.exchange.add_others(rows.z, values + Shape::kStages * Shape::kTileBytes, group, exchange_parity);
     if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys;
     if (visibility.cuts(first_row, first_row + 63, first_key, first_key + Shape::kKeys))
@@ -122,7 +128,7 @@ struct Sm90Group {
       shared.queries.wait_full(query_at);
       visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
       shared.queries.release(query_at);
-      rows.store(params, work, group * 64 + row_of_thread(), logits.factor);
+      rows.store(params, work, group * 64 + row_of_thread(), first_column, logits.factor);
       shared.handed_works.release(work_at);
     }
     turns.end();
@@ -140,30 +146,35 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
   const uint32_t queries = (shared_address(shared_memory) + 1023) & ~1023u;
   const uint32_t keys = queries + Shape::kQueryStages * Shape::kQueryBytes;
   const uint32_t values = keys + Shape::kStages * Shape::kTileBytes;
+  const int first_column = Shape::kBlocks > 1 ? cluster_rank() * Shape::kColumns : 0;
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  if (Shape::kBlocks > 1) cluster_sync();
   wait_for_previous_kernel();
   launch_dependents();
 
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();
-    const Sm90Loader<Element, kHeadSize, Shape> loader{params, maps};
+    const Sm90Loader<Element, Shape> loader{params, maps, first_column};
     const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) loader.bring_keys(shared, queries, keys, queue);
+    if (warp == 0) loader.bring_keys(shared, queries, keys);
     if (warp == 1) loader.bring_values(shared, values);
-    return;
+    if (warp == 2) loader.find_works(shared, queue);
+  } else {
+    raise_registers<Shape::kComputeRegisters>();
+    Sm90Group<Element, Shape> computing{params,
+                                        shared,
+                                        keys,
+                                        values,
+                                        first_column,
+                                        group,
+                                        Visibility::of(params),
+                                        Logits::of(params.scale, params.softcap),
+                                        Turns<Shape>{group}};
+    computing.compute(queries);
   }
-  raise_registers<Shape::kComputeRegisters>();
-  Sm90Group<Element, kHeadSize, Shape> computing{params,
-                                                 shared,
-                                                 keys,
-                                                 values,
-                                                 group,
-                                                 Visibility::of(params),
-                                                 Logits::of(params.scale, params.softcap),
-                                                 Turns<Shape>{group}};
-  computing.compute(queries);
+  if (Shape::kBlocks > 1) cluster_sync();  // until then the other block writes here
 #else
   refuse_architecture();
 #endif

@@ -6,10 +6,11 @@
 
 namespace ortolan::cuda {
 
-template <typename Element, int kHeadSize, typename Shape>
+template <typename Element, typename Shape>
 struct Sm90Rows {
   static constexpr int kKeys = Shape::kKeys;
-  float sums[kHeadSize / 2];
+  static constexpr int kColumns = Shape::kColumns;
+  float sums[kColumns / 2];
   float maxima[2];
   float totals[2];
   float rescale[2];                 // of what was summed before the newest weights
@@ -18,7 +19,7 @@ struct Sm90Rows {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) sums[n] = 0;
+    for (int n = 0; n < kColumns / 2; ++n) sums[n] = 0;
     maxima[0] = maxima[1] = -INFINITY;
     totals[0] = totals[1] = 0;
   }
@@ -27,7 +28,7 @@ struct Sm90Rows {
     const uint64_t a = wgmma_tile(queries, 16), b = wgmma_tile(keys, 16);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k)
+    for (int k = 0; k < kColumns / 16; ++k)
       Wgmma<Element, kKeys>::products(z, moved_tile(a, k / 4 * Shape::kRows * 128 + k % 4 * 32),
                                       moved_tile(b, k / 4 * kKeys * 128 + k % 4 * 32), k > 0);
     wgmma_commit();
@@ -37,7 +38,7 @@ struct Sm90Rows {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k)
-      Wgmma<Element, kHeadSize>::sums(sums, weights[k], moved_tile(b, k * 2048));
+      Wgmma<Element, kColumns>::sums(sums, weights[k], moved_tile(b, k * 2048));
     wgmma_commit();
   }
   // Waits for products, the newest `kPending` apart.
@@ -50,7 +51,7 @@ struct Sm90Rows {
   __device__ __forceinline__ void wait_values() {
     wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) asm volatile("" : "+f"(sums[n])::"memory");
+    for (int n = 0; n < kColumns / 2; ++n) asm volatile("" : "+f"(sums[n])::"memory");
 #pragma unroll
     for (int n = 0; n < kKeys / 2; ++n) asm volatile("" : "+f"(z[n])::"memory");
   }
@@ -111,12 +112,14 @@ struct Sm90Rows {
   __device__ __forceinline__ void rescale_sums() {
     if (__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1)) return;
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) sums[n] *= rescale[n / 2 % 2];
+    for (int n = 0; n < kColumns / 2; ++n) sums[n] *= rescale[n / 2 % 2];
   }
   // Divides and writes the rows: the four threads of a row exchange what they hold into pieces of 16 bytes.
+  // `first_column`: of the block.
   __device__ __forceinline__ void store(const SwaAttentionParams& params, const Sm90Work<Shape>& work,
-                                        int row, float factor) {
+                                        int row, int first_column, float factor) {
     const int lane = threadIdx.x % 32, part = lane % 4;
+    const int head_size = static_cast<int>(params.cache.head_size);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float total = quad_sum(totals[half]);
@@ -126,12 +129,12 @@ struct Sm90Rows {
       const int tile_row = row + half * 8;
       const bool exists = tile_row < work.tile.count;
       const int64_t token = work.tile.first + tile_row;
-      if (params.lse && part == 0 && exists)
+      if (params.lse && part == 0 && exists && first_column == 0)
         params.lse[work.head * params.packing.num_tokens + token] = denominator.lse;
       auto* output = static_cast<Element*>(params.output) +
-                     (token * params.num_heads + work.head) * kHeadSize + part * 8;
+                     (token * params.num_heads + work.head) * head_size + first_column + part * 8;
 #pragma unroll
-      for (int n = 0; n < kHeadSize / 32; ++n) {
+      for (int n = 0; n < kColumns / 32; ++n) {
         uint32_t mine[4];  // columns part * 2 .. + 2 of four blocks of 8
 #pragma unroll
         for (int block = 0; block < 4; ++block)
@@ -151,7 +154,7 @@ struct Sm90Rows {
           for (int source = 0; source < 4; ++source)
             if (other == source) piece[source] = got;
         }
-        if (exists)
+        if (exists && first_column + n * 32 + part * 8 < head_size)
           *reinterpret_cast<uint4*>(output + n * 32) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
       }
     }
