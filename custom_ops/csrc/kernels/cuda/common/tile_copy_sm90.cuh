@@ -35,9 +35,9 @@ struct Handover {
 };
 
 // Tiles of kKeys positions and kColumns columns of one sequence and kv head. Tiles whose rows are adjacent
-// (whole pages or parts of them) are copied by the tensor unit, `box_rows` rows at a time; the others - at the
-// wrap of a ring, at the end of what is written, where rows may hold anything and become zeros - row by row.
-// Columns past the head size become zeros.
+// (whole pages or parts of them) are copied by the tensor unit, `box_rows` rows at a time; the others - at
+// the wrap of a ring, at the end of what is written, where rows may hold anything and become zeros - row by
+// row. Columns past the head size become zeros.
 template <typename Element, int kColumns, int kKeys>
 struct Sm90TileCopy {
   static constexpr int kBoxes = (kColumns + 63) / 64;  // of 64 columns, 128 bytes

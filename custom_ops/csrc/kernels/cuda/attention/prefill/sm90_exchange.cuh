@@ -14,8 +14,8 @@ __device__ __forceinline__ uint32_t place_at(uint32_t shared, int block) {
 }
 __device__ __forceinline__ void store_async_16(uint32_t place, const float* values, uint32_t barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(
-          place),
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::
+          "r"(place),
       "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
       : "memory");
 }

@@ -33,7 +33,6 @@ struct Sm90Loader {
 
   // Which works are the block's: found while others are loaded, as lengths take long to read.
   __device__ __forceinline__ void find_works(Shared& shared, const WorkQueue& queue) const {
-    const Visibility visibility = Visibility::of(params);
     const int lane = threadIdx.x % 32;
     Ring<Shared::kWorks> work_at;
     uint32_t wanted_parity = 0;
@@ -45,7 +44,7 @@ struct Sm90Loader {
       do {
         number = queue.take<Shape::kBlocks>(round++);
         exists = number < queue.works;
-      } while (exists && !found.find(params, number, queue.tiles, queue.section_heads, visibility));
+      } while (exists && !found.find(params, number, queue.tiles, queue.section_heads));
       if (lane == 0) {
         shared.works[work_at.place] = exists ? found : Sm90Work<Shape>{};
         shared.handed_works.full[work_at.place].arrive();

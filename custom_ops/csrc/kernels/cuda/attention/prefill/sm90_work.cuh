@@ -14,10 +14,10 @@ namespace ortolan::cuda {
 // For heads of at most kHeadSize columns: what is missing of it is zeros.
 template <int kHeadSize, int kKeyRows>
 struct Sm90Shape {
-  static constexpr int kKeys = kKeyRows;                       // of a tile
-  static constexpr int kBlocks = kHeadSize > 256 ? 2 : 1;      // a cluster's, which share a work's columns
-  static constexpr int kColumns = kHeadSize / kBlocks;         // a block's
-  static constexpr int kGroups = kColumns <= 96 ? 3 : 2;       // warpgroups that compute
+  static constexpr int kKeys = kKeyRows;                   // of a tile
+  static constexpr int kBlocks = kHeadSize > 256 ? 2 : 1;  // a cluster's, which share a work's columns
+  static constexpr int kColumns = kHeadSize / kBlocks;     // a block's
+  static constexpr int kGroups = kColumns <= 96 ? 3 : 2;   // warpgroups that compute
   static constexpr int kRows = kGroups * 64;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kBoxes = (kColumns + 63) / 64;  // of 64 columns, 128 bytes
@@ -44,8 +44,8 @@ struct Sm90Maps {
 };
 
 // All works of a launch, the longest first. A block begins with the one of its own number, and then takes
-// whatever is next, as works differ in length. The blocks of a cluster need the same works: clusters deal them
-// among themselves, to and fro, which is nearly as even.
+// whatever is next, as works differ in length. The blocks of a cluster need the same works: clusters deal
+// them among themselves, to and fro, which is nearly as even.
 struct WorkQueue {
   int tiles;  // of a head
   int section_heads;
@@ -79,11 +79,12 @@ struct Sm90Work {
   int kv_head;
   int32_t first;  // position of the tile's first row
   int32_t end;    // positions of the sequence
+  Visibility visibility;
   KeyTiles visits;
 
   // Returns false where there is nothing to do.
   __device__ __forceinline__ bool find(const SwaAttentionParams& params, unsigned number, int tiles,
-                                       int section_heads, const Visibility& visibility) {
+                                       int section_heads) {
     const TileAndHead place = TileAndHead::of(number, tiles, section_heads);
     tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
     if (tile.sequence < 0) return false;
@@ -92,14 +93,13 @@ struct Sm90Work {
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
     first = past + tile.offset;
     end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
-    visits = of_rows(0, tile.count, visibility);
+    visibility = Visibility::of(params, tile.sequence, end - 1);
+    visits = of_rows(0, tile.count);
     return true;
   }
   // Key tiles of some of the rows.
-  __device__ __forceinline__ KeyTiles of_rows(int begin, int count, const Visibility& visibility) const {
-    return KeyTiles::of(first + begin, first + begin + count - 1,
-                        visibility.window == kNoWindow ? -1 : visibility.window, visibility.sink,
-                        Shape::kKeys);
+  __device__ __forceinline__ KeyTiles of_rows(int begin, int count) const {
+    return KeyTiles::of(visibility.of_queries(first + begin, first + begin + count - 1), Shape::kKeys);
   }
 };
 
