@@ -8,12 +8,14 @@
 namespace ortolan::cuda {
 
 // A tile in shared memory as wgmma reads it: rows of 128 bytes, in groups of 8 whose 16-byte pieces are
-// swizzled (CU_TENSOR_MAP_SWIZZLE_128B). `leading_bytes` lies between columns 0 .. 64 and the next 64 of a
+// swizzled (CU_TENSOR_MAP_SWIZZLE_128B). An address in a cluster has the block's rank above its 18 bits.
+// `leading_bytes` lies between columns 0 .. 64 and the next 64 of a
 // tile whose contiguous axis is not the one that is summed over.
 __device__ __forceinline__ uint64_t wgmma_tile(uint32_t address, uint32_t leading_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroupBytes = 1024;  // 8 rows
-  return kSwizzle128 | (kGroupBytes >> 4) << 32 | uint64_t{leading_bytes >> 4 & 0x3fff} << 16 | address >> 4;
+  return kSwizzle128 | (kGroupBytes >> 4) << 32 | uint64_t{leading_bytes >> 4 & 0x3fff} << 16 |
+         (address & 0x3ffff) >> 4;
 }
 // The same tile `bytes` further on; shared memory ends before the sum could leave its field.
 __device__ __forceinline__ uint64_t moved_tile(uint64_t tile, int bytes) { return tile + (bytes >> 4); }

@@ -57,8 +57,11 @@ struct Sm90Group {
       shared.exchange.add_others(rows.z, values + Shape::kStages * Shape::kTileBytes, group, exchange_parity);
     if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys;
-    if (first_key < common.oldest || first_key + Shape::kKeys - 1 > common.newest)
-      rows.mask(work.visibility, work.first + group * 64 + row_of_thread(), first_key);
+    const int32_t row = work.first + group * 64 + row_of_thread();
+    if (first_key < common.oldest)
+      rows.mask(work.visibility, row, first_key);
+    else if (first_key + Shape::kKeys - 1 > common.newest)
+      rows.mask_newest(work.visibility, row, first_key);
     rows.weigh(logits.factor);
   }
 

@@ -28,12 +28,11 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   error = allow_shared_memory<kKernel>(launch.device);
   if (error != cudaSuccess) return error;
   WorkQueue queue;
-  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows, kDecodeTokens));
   queue.section_heads = static_cast<int>(heads_per_section(params));
-  queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
+  const int64_t works = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens) * params.num_heads;
   queue.taken = launch.counters;
-  const unsigned clusters =
-      std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors) / Shape::kBlocks);
+  const auto clusters =
+      static_cast<unsigned>(std::min<int64_t>(works, launch.device.num_multiprocessors / Shape::kBlocks));
   return launch_clusters(kKernel, dim3(clusters * Shape::kBlocks), dim3(Shape::kThreads), Shape::kBlocks,
                          Shape::kSharedBytes, launch, params, maps, queue);
 }

@@ -34,23 +34,23 @@ struct Sm90Loader {
   // Which works are the block's: found while others are loaded, as lengths take long to read.
   __device__ __forceinline__ void find_works(Shared& shared, const WorkQueue& queue) const {
     const int lane = threadIdx.x % 32;
+    const int tiles = count_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
+    const unsigned works = static_cast<unsigned>(tiles) * static_cast<unsigned>(params.num_heads);
     Ring<Shared::kWorks> work_at;
     uint32_t wanted_parity = 0;
     unsigned round = 0;
     for (bool exists = true; exists; work_at.advance()) {
       shared.handed_works.wait_empty(work_at);
-      Sm90Work<Shape> found;
-      unsigned number;
-      do {
-        number = queue.take<Shape::kBlocks>(round++);
-        exists = number < queue.works;
-      } while (exists && !found.find(params, number, queue.tiles, queue.section_heads));
+      const unsigned number = queue.take<Shape::kBlocks>(round++);
+      exists = number < works;
+      Sm90Work<Shape> work{};
+      if (exists) work.find(params, TileAndHead::of(number, tiles, queue.section_heads));
       if (lane == 0) {
-        shared.works[work_at.place] = exists ? found : Sm90Work<Shape>{};
+        shared.works[work_at.place] = work;
         shared.handed_works.full[work_at.place].arrive();
       }
       __syncwarp();
-      if (!exists || found.visits.count() <= Shared::kTilesAhead) continue;
+      if (!exists || work.visits.count() <= Shared::kTilesAhead) continue;
       shared.wants_work.wait(wanted_parity);
       wanted_parity ^= 1;
     }

@@ -58,11 +58,27 @@ struct Sm90Rows {
 
   // `row` and `key`: positions of the thread's first row and of the tile's first key.
   __device__ __forceinline__ void mask(const Visibility& visibility, int32_t row, int32_t key) {
-    const SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
+    SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
     key += threadIdx.x % 4 * 2;
 #pragma unroll
+    for (int half = 0; half < 2; ++half)  // so that the compiler compares with constants
+      seen[half] = {seen[half].oldest - key, seen[half].newest - key, seen[half].sink_end - key};
+#pragma unroll
     for (int n = 0; n < kKeys / 2; ++n)
-      if (!seen[n / 2 % 2].holds(key + n / 4 * 8 + n % 2)) z[n] = -INFINITY;
+      if (!seen[n / 2 % 2].holds(n / 4 * 8 + n % 2)) z[n] = -INFINITY;
+  }
+  // The same where nothing lies before the window.
+  __device__ __forceinline__ void mask_newest(const Visibility& visibility, int32_t row, int32_t key) {
+    key += threadIdx.x % 4 * 2;
+    int32_t end[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const SeenPositions seen = visibility.of_query(row + 8 * half);
+      end[half] = max(seen.newest + 1, seen.sink_end) - key;
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys / 2; ++n)
+      if (n / 4 * 8 + n % 2 >= end[n / 2 % 2]) z[n] = -INFINITY;
   }
 
   // Logits become weights. What waits on one another is kept short: a scheduler has two or three warps.

@@ -47,9 +47,7 @@ struct Sm90Maps {
 // whatever is next, as works differ in length. The blocks of a cluster need the same works: clusters deal
 // them among themselves, to and fro, which is nearly as even.
 struct WorkQueue {
-  int tiles;  // of a head
   int section_heads;
-  unsigned works;
   unsigned* taken;  // two counters, zero between launches: works taken, blocks that have left
 
   // For a whole warp; `round`: how many the block has taken.
@@ -82,12 +80,9 @@ struct Sm90Work {
   Visibility visibility;
   KeyTiles visits;
 
-  // Returns false where there is nothing to do.
-  __device__ __forceinline__ bool find(const SwaAttentionParams& params, unsigned number, int tiles,
-                                       int section_heads) {
-    const TileAndHead place = TileAndHead::of(number, tiles, section_heads);
+  // For whole warps.
+  __device__ __forceinline__ void find(const SwaAttentionParams& params, const TileAndHead& place) {
     tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
-    if (tile.sequence < 0) return false;
     head = place.head;
     kv_head = head / static_cast<int>(params.num_heads / params.cache.num_kv_heads);
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
@@ -95,7 +90,6 @@ struct Sm90Work {
     end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
     visibility = Visibility::of(params, tile.sequence, end - 1);
     visits = of_rows(0, tile.count);
-    return true;
   }
   // Key tiles of some of the rows.
   __device__ __forceinline__ KeyTiles of_rows(int begin, int count) const {
