@@ -77,7 +77,7 @@ struct Sm90Group {
     rows.template wait_keys<0>();
     shared.keys.release(key_at);
     weigh(rows, work, common, begin);
-    rows.rescale_sums();
+    if (rows.is_rescaled()) rows.rescale_sums();
     rows.round_weights();
 #pragma unroll 1
     for (int32_t tile = begin + 1; tile < end; ++tile) {
@@ -90,9 +90,8 @@ struct Sm90Group {
       rows.template wait_keys<1>();
       shared.keys.release(key_at);
       weigh(rows, work, common, tile);
-      rows.wait_values();
+      rows.finish_values();
       shared.values.release(value_at);
-      rows.rescale_sums();
       rows.round_weights();
     }
     shared.values.wait_full(value_at);
@@ -130,9 +129,10 @@ struct Sm90Group {
       if (work.tile.sequence < 0) break;
       rows.clear();
       shared.queries.wait_full(query_at);
-      visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
+      const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
+      visit(rows, work, own_queries);
+      rows.store(params, work, group, first_column, logits.factor, own_queries);
       shared.queries.release(query_at);
-      rows.store(params, work, group * 64 + row_of_thread(), first_column, logits.factor);
       shared.handed_works.release(work_at);
     }
     turns.end();

@@ -2,7 +2,7 @@
 // columns. On sm_90a.
 #pragma once
 
-#include "kernels/cuda/common/barriers.cuh"
+#include "kernels/cuda/common/ptx.cuh"
 
 namespace ortolan::cuda {
 
@@ -19,15 +19,6 @@ __device__ __forceinline__ void store_async_16(uint32_t place, const float* valu
       "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ float4 load_shared_16(uint32_t address) {
-  float4 values;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-               : "=f"(values.x), "=f"(values.y), "=f"(values.z), "=f"(values.w)
-               : "r"(address)
-               : "memory");
-  return values;
-}
-
 // Barriers of what has come from the other block, and of what the other block has read.
 template <typename Shape>
 struct Sm90Exchange {
@@ -57,11 +48,11 @@ struct Sm90Exchange {
     arrived[group].wait(parity);
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float4 values = load_shared_16(buffer + n * 2048);
-      z[n * 4] += values.x;
-      z[n * 4 + 1] += values.y;
-      z[n * 4 + 2] += values.z;
-      z[n * 4 + 3] += values.w;
+      const uint4 values = load_shared_16(buffer + n * 2048);
+      z[n * 4] += __uint_as_float(values.x);
+      z[n * 4 + 1] += __uint_as_float(values.y);
+      z[n * 4 + 2] += __uint_as_float(values.z);
+      z[n * 4 + 3] += __uint_as_float(values.w);
     }
     __syncwarp();
     if (thread % 32 == 0) read[group].arrive_at(other);

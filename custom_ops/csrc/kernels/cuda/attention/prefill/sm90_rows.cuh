@@ -126,54 +126,63 @@ struct Sm90Rows {
 #pragma unroll
     for (int n = 0; n < kKeys / 4; ++n) weights[n / 4][n % 4] = Half<Element>::pack(z[2 * n], z[2 * n + 1]);
   }
+  __device__ __forceinline__ bool is_rescaled() const {
+    return !__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1);
+  }
   __device__ __forceinline__ void rescale_sums() {
-    if (__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1)) return;
 #pragma unroll
     for (int n = 0; n < kColumns / 2; ++n) sums[n] *= rescale[n / 2 % 2];
   }
-  // Divides and writes the rows: the four threads of a row exchange what they hold into pieces of 16 bytes.
-  // `first_column`: of the block.
+  // The branch comes before the wait: the compiler moves a wait to the front of straight code, and then the
+  // softmax in front of it begins where the sums have ended.
+  __device__ __forceinline__ void finish_values() {
+    if (is_rescaled()) {
+      wait_values();
+      rescale_sums();
+    } else {
+      wait_values();
+    }
+  }
+  // Divides and writes the rows. They pass through `scratch`, the group's rows of the queries, so that a warp
+  // writes whole rows. `first_column`: of the block.
   __device__ __forceinline__ void store(const SwaAttentionParams& params, const Sm90Work<Shape>& work,
-                                        int row, int first_column, float factor) {
-    const int lane = threadIdx.x % 32, part = lane % 4;
-    const int head_size = static_cast<int>(params.cache.head_size);
+                                        int group, int first_column, float factor, uint32_t scratch) {
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+    const int count = work.tile.count - group * 64 - warp_row;  // of the warp's rows
+    const int64_t first = work.tile.first + group * 64 + warp_row;
+    float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_sum(totals[half]);
-      const Denominator denominator =
-          Denominator::of(total, __fmul_rn(maxima[half], factor), params.sink_logits, work.head);
-      const float inverse = denominator.inverse;
-      const int tile_row = row + half * 8;
-      const bool exists = tile_row < work.tile.count;
-      const int64_t token = work.tile.first + tile_row;
-      if (params.lse && part == 0 && exists && first_column == 0)
-        params.lse[work.head * params.packing.num_tokens + token] = denominator.lse;
-      auto* output = static_cast<Element*>(params.output) +
-                     (token * params.num_heads + work.head) * head_size + first_column + part * 8;
+      const int row = lane / 4 + half * 8;
+      const Denominator denominator = Denominator::of(quad_sum(totals[half]), __fmul_rn(maxima[half], factor),
+                                                      params.sink_logits, work.head);
+      inverse[half] = denominator.inverse;
+      if (params.lse && lane % 4 == 0 && row < count && first_column == 0)
+        params.lse[work.head * params.packing.num_tokens + first + row] = denominator.lse;
+    }
+    sync_warps<128>(Turns<Shape>::kFirstBarrier + Shape::kGroups + group);  // all have read the queries
 #pragma unroll
-      for (int n = 0; n < kColumns / 32; ++n) {
-        uint32_t mine[4];  // columns part * 2 .. + 2 of four blocks of 8
+    for (int n = 0; n < kColumns / 16; ++n) {
+      uint32_t tile[4];
 #pragma unroll
-        for (int block = 0; block < 4; ++block)
-          mine[block] = Half<Element>::pack(sums[(n * 4 + block) * 4 + 2 * half] * inverse,
-                                            sums[(n * 4 + block) * 4 + 2 * half + 1] * inverse);
-        uint32_t piece[4];  // block `part`, columns source * 2 .. + 2
+      for (int e = 0; e < 4; ++e)
+        tile[e] = Half<Element>::pack(sums[n * 8 + 2 * e] * inverse[e % 2],
+                                      sums[n * 8 + 2 * e + 1] * inverse[e % 2]);
+      store_matrix_x4(swizzled_place(scratch, Shape::kRows, warp_row + lane % 16, n * 2 + lane / 16), tile);
+    }
+    fence_async_shared();  // before the next queries arrive there
+    __syncwarp();
+    const int head_size = static_cast<int>(params.cache.head_size);
+    auto* output = static_cast<Element*>(params.output) + (first * params.num_heads + work.head) * head_size +
+                   first_column;
+    const int64_t stride = params.num_heads * head_size;
+    constexpr int kPieces = kColumns / 8;  // of a row
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          // Thread p sends block p ^ step to thread p ^ step, and gets block p from it.
-          const int other = part ^ step;
-          uint32_t sent = mine[0];
-#pragma unroll
-          for (int block = 1; block < 4; ++block)
-            if (other == block) sent = mine[block];
-          const uint32_t got = __shfl_xor_sync(~0u, sent, step);
-#pragma unroll
-          for (int source = 0; source < 4; ++source)
-            if (other == source) piece[source] = got;
-        }
-        if (exists && first_column + n * 32 + part * 8 < head_size)
-          *reinterpret_cast<uint4*>(output + n * 32) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
-      }
+    for (int n = 0; n < kPieces / 2; ++n) {
+      const int row = (n * 32 + lane) / kPieces, piece = (n * 32 + lane) % kPieces;
+      const uint4 part = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + row, piece));
+      if (row < count && first_column + piece * 8 < head_size)
+        *reinterpret_cast<uint4*>(output + row * stride + piece * 8) = part;
     }
   }
 };
