@@ -133,14 +133,20 @@ struct Sm90Rows {
 #pragma unroll
     for (int n = 0; n < kColumns / 2; ++n) sums[n] *= rescale[n / 2 % 2];
   }
-  // The branch comes before the wait: the compiler moves a wait to the front of straight code, and then the
-  // softmax in front of it begins where the sums have ended.
+  // With two groups the branch comes before the wait: the compiler moves a wait to the front of straight
+  // code, and then the softmax in front of it begins where the sums have ended. Among three, others' sums
+  // fill that time.
   __device__ __forceinline__ void finish_values() {
-    if (is_rescaled()) {
-      wait_values();
-      rescale_sums();
+    if constexpr (Shape::kTakesTurns) {
+      if (is_rescaled()) {
+        wait_values();
+        rescale_sums();
+      } else {
+        wait_values();
+      }
     } else {
       wait_values();
+      if (is_rescaled()) rescale_sums();
     }
   }
   // Divides and writes the rows. They pass through `scratch`, the group's rows of the queries, so that a warp
@@ -172,17 +178,21 @@ struct Sm90Rows {
     }
     fence_async_shared();  // before the next queries arrive there
     __syncwarp();
+    constexpr int kPieces = kColumns / 8;  // of a row
+    uint4 parts[kPieces / 2];
+#pragma unroll
+    for (int n = 0; n < kPieces / 2; ++n)
+      parts[n] = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + (n * 32 + lane) / kPieces,
+                                               (n * 32 + lane) % kPieces));
     const int head_size = static_cast<int>(params.cache.head_size);
     auto* output = static_cast<Element*>(params.output) + (first * params.num_heads + work.head) * head_size +
                    first_column;
     const int64_t stride = params.num_heads * head_size;
-    constexpr int kPieces = kColumns / 8;  // of a row
 #pragma unroll
     for (int n = 0; n < kPieces / 2; ++n) {
-      const int row = (n * 32 + lane) / kPieces, piece = (n * 32 + lane) % kPieces;
-      const uint4 part = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + row, piece));
-      if (row < count && first_column + piece * 8 < head_size)
-        *reinterpret_cast<uint4*>(output + row * stride + piece * 8) = part;
+      const int row = (n * 32 + lane) / kPieces, column = (n * 32 + lane) % kPieces * 8;
+      if (row < count && first_column + column < head_size)
+        *reinterpret_cast<uint4*>(output + row * stride + column) = parts[n];
     }
   }
 };

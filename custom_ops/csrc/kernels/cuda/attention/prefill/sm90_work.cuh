@@ -99,7 +99,7 @@ struct Sm90Work {
 
 template <typename Shape>
 struct Sm90Shared {
-  static constexpr int kWorks = 3;  // the one under way and those found
+  static constexpr int kWorks = 2;  // the one under way and the next
   // A longer work is loaded but for so many tiles when the next one is taken: what one block has taken, no
   // other can begin.
   static constexpr int kTilesAhead = 4;
