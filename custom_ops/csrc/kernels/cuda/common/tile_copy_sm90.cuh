@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/attention/key_rows.cuh"
+#include "kernels/cuda/attention/key_tiles.cuh"
 #include "wgmma.cuh"
 
 namespace ortolan::cuda {
@@ -64,12 +65,41 @@ struct Sm90TileCopy {
     if (lane == 0) full.arrive_expecting(kTileBytes);
     __syncwarp();
     if (lane >= copies) return;
+    start_boxes(target + lane * box_rows * 128, map, rows, slot, full);
+  }
+
+  // The same for a tile that the end of the sequence cuts, where the rows before the end are adjacent;
+  // returns false where they are not. Rows past the end hold anything.
+  __device__ __forceinline__ bool start_cut(uint32_t target, const CUtensorMap& map, int32_t first,
+                                            Barrier& full) const {
+    const int lane = threadIdx.x % 32;
+    const KeyRows rows(cache, sequence, kv_head);
+    const int copies = divide_up(min(kKeys, end - first), box_rows);
+    const int32_t position = first + lane % copies * box_rows;
+    const int32_t slot = rows.first_slot(position);
+    if (!__all_sync(~0u, rows.are_adjacent(slot, min(box_rows, end - position)))) return false;
+    if (lane == 0) full.arrive_expecting(copies * box_rows * kBoxes * 128);
+    __syncwarp();
+    if (lane < copies) start_boxes(target + lane * box_rows * 128, map, rows, slot, full);
+    return true;
+  }
+  // Makes rows past the end zeros, which have arrived.
+  __device__ __forceinline__ void clear_past_end(uint32_t target, int32_t first) const {
+    constexpr int kPieces = kColumns / 8;
+    for (int i = (end - first) * kPieces + static_cast<int>(threadIdx.x) % 32; i < kKeys * kPieces; i += 32)
+      store_shared_16(swizzled_place(target, kKeys, i / kPieces, i % kPieces), {});
+    fence_async_shared();
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ void start_boxes(uint32_t target, const CUtensorMap& map, const KeyRows& rows,
+                                              int32_t slot, Barrier& full) const {
     const auto plane = static_cast<int32_t>(cache.page(sequence, slot) * cache.num_kv_heads + kv_head);
     const int32_t row = rows.pages ? slot % static_cast<int32_t>(cache.page_slots) : slot;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      copy_box(target + box * kKeys * 128 + lane * box_rows * 128, map, first_column + box * 64, row, plane,
-               full);
+      copy_box(target + box * kKeys * 128, map, first_column + box * 64, row, plane, full);
   }
 
   __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const Element* source,

@@ -13,11 +13,34 @@ struct Sm90Loader {
   const Sm90Maps& maps;
   int first_column;
 
-  __device__ __forceinline__ void load(uint32_t target, const CUtensorMap& map, const void* cache,
-                                       const Sm90Work<Shape>& work, int32_t tile, Barrier& full) const {
-    const Sm90TileCopy<Element, Shape::kColumns, Shape::kKeys> copy{
-        params.cache, work.tile.sequence, work.kv_head, work.end, maps.box_rows, first_column};
-    copy.start(target, map, cache, tile * Shape::kKeys, full);
+  using TileCopy = Sm90TileCopy<Element, Shape::kColumns, Shape::kKeys>;
+
+  __device__ __forceinline__ TileCopy tile_copy(const Sm90Work<Shape>& work) const {
+    return {params.cache, work.tile.sequence, work.kv_head, work.end, maps.box_rows, first_column};
+  }
+  static __device__ __forceinline__ bool cuts(const Sm90Work<Shape>& work, int32_t first) {
+    return first + Shape::kKeys > work.end;
+  }
+
+  // Keys past the end of the sequence may be anything: nobody sees them.
+  __device__ __forceinline__ void load_keys(uint32_t target, const Sm90Work<Shape>& work, int32_t first,
+                                            Barrier& full) const {
+    const TileCopy copy = tile_copy(work);
+    if (cuts(work, first) && copy.start_cut(target, maps.keys, first, full)) return;
+    copy.start(target, maps.keys, params.key_cache, first, full);
+  }
+  // Values past it have weights of zero, but may be NaN. `landed`: where they arrive before they are cleared.
+  __device__ __forceinline__ void load_values(uint32_t target, const Sm90Work<Shape>& work, int32_t first,
+                                              Barrier& full, Barrier& landed, uint32_t& parity) const {
+    const TileCopy copy = tile_copy(work);
+    if (!cuts(work, first) || !copy.start_cut(target, maps.values, first, landed)) {
+      copy.start(target, maps.values, params.value_cache, first, full);
+      return;
+    }
+    landed.wait(parity);
+    parity ^= 1;
+    copy.clear_past_end(target, first);
+    if (threadIdx.x % 32 == 0) full.arrive();
   }
 
   __device__ __forceinline__ void load_queries(uint32_t target, const Sm90Work<Shape>& work,
@@ -75,8 +98,8 @@ struct Sm90Loader {
       for (int n = 0; n < work.visits.count(); ++n, key_at.advance()) {
         if (lane == 0 && n + Shared::kTilesAhead == work.visits.count() - 1) shared.wants_work.arrive();
         shared.keys.wait_empty(key_at);
-        load(keys + key_at.place * Shape::kTileBytes, maps.keys, params.key_cache, work, work.visits.at(n),
-             shared.keys.full[key_at.place]);
+        load_keys(keys + key_at.place * Shape::kTileBytes, work, work.visits.at(n) * Shape::kKeys,
+                  shared.keys.full[key_at.place]);
       }
       shared.handed_works.release(work_at);
     }
@@ -86,14 +109,15 @@ struct Sm90Loader {
   __device__ __forceinline__ void bring_values(Shared& shared, uint32_t values) const {
     Ring<Shared::kWorks> work_at;
     Ring<Shape::kStages> value_at;
+    uint32_t landed_parity = 0;
     for (;;) {
       shared.handed_works.wait_full(work_at);
       const Sm90Work<Shape>& work = shared.works[work_at.place];
       if (work.tile.sequence < 0) return;
       for (int n = 0; n < work.visits.count(); ++n, value_at.advance()) {
         shared.values.wait_empty(value_at);
-        load(values + value_at.place * Shape::kTileBytes, maps.values, params.value_cache, work,
-             work.visits.at(n), shared.values.full[value_at.place]);
+        load_values(values + value_at.place * Shape::kTileBytes, work, work.visits.at(n) * Shape::kKeys,
+                    shared.values.full[value_at.place], shared.landed, landed_parity);
       }
       shared.handed_works.release(work_at);
     }

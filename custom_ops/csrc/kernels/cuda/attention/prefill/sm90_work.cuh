@@ -104,7 +104,7 @@ struct Sm90Shared {
   // other can begin.
   static constexpr int kTilesAhead = 4;
   Handover<kWorks> handed_works;
-  Barrier wants_work;
+  Barrier wants_work, landed;
   Handover<Shape::kQueryStages> queries;
   Handover<Shape::kStages> keys, values;
   Sm90Exchange<Shape> exchange;
@@ -113,6 +113,7 @@ struct Sm90Shared {
   __device__ __forceinline__ void init() {
     handed_works.init(Shape::kGroups * 4 + 2);
     wants_work.init(1);
+    landed.init(1);
     queries.init(Shape::kGroups * 4);
     keys.init(Shape::kGroups * 4);
     values.init(Shape::kGroups * 4);
