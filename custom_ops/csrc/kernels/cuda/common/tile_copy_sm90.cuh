@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/cuda/attention/key_rows.cuh"
-#include "kernels/cuda/attention/key_tiles.cuh"
 #include "wgmma.cuh"
 
 namespace ortolan::cuda {
@@ -74,7 +73,7 @@ struct Sm90TileCopy {
                                             Barrier& full) const {
     const int lane = threadIdx.x % 32;
     const KeyRows rows(cache, sequence, kv_head);
-    const int copies = divide_up(min(kKeys, end - first), box_rows);
+    const int copies = (min(kKeys, end - first) + box_rows - 1) / box_rows;
     const int32_t position = first + lane % copies * box_rows;
     const int32_t slot = rows.first_slot(position);
     if (!__all_sync(~0u, rows.are_adjacent(slot, min(box_rows, end - position)))) return false;
