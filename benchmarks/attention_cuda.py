@@ -2,9 +2,10 @@
 
     python benchmarks/attention_cuda.py --json attention_cuda.json
 
-Every case is checked on fresh random inputs against float64 before it is timed. Prefill is counted in visible pairs
-of a query and a key, whatever a kernel really computes; decode runs in a CUDA graph over rotating caches that do not
-fit into the L2 cache. The peers come with PyTorch; one that cannot run a case is left out of its line.
+Every case is checked on fresh random inputs against float64 before it is timed, by turns with its peers. Prefill is
+counted in visible pairs of a query and a key, whatever a kernel really computes; decode runs in a CUDA graph over
+rotating caches that do not fit into the L2 cache. The peers come with PyTorch; one that cannot run a case is left out
+of its line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (PyTorch's own habit)
-from cuda_timing import L2_BYTES, DeviceSession, captured, machine, median_ms, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, captured, machine, medians_by_turns, use_own_stream
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortolan.custom_ops import emitters
@@ -86,6 +87,17 @@ PREFILL = (
     Case(tokens=32768),
     Case(tokens=16384, head_size=64, target=380),
     Case(tokens=16384, heads=8, kv_heads=4, head_size=256, target=500),
+    Case(tokens=16384, head_size=80, target=360),
+    Case(tokens=16384, heads=32, kv_heads=32, head_size=96, target=437),
+    Case(tokens=16384, head_size=112),
+    Case(tokens=8192, heads=16, kv_heads=16, head_size=192, target=519),
+    *(Case(tokens=t, heads=8, kv_heads=1, head_size=512, target=400) for t in (8192, 16384, 32768)),
+    Case(tokens=12000),
+    Case(tokens=16384, heads=28, kv_heads=4),
+    Case(tokens=16384, heads=40, kv_heads=40),
+    Case(tokens=512, sequences=32),
+    Case(tokens=512, past=32768, target=480),
+    Case(tokens=64, past=32768, target=250),
     Case(tokens=4096, past=28672, head_size=64),
     Case(tokens=32768, window=512, target=300),
     Case(tokens=32768, window=1024, target=380),
@@ -128,9 +140,12 @@ def measure(case: Case, flex: bool) -> dict[str, object]:
     """Check and time one case beside its peers; prints one line."""
     inputs = [Inputs(case) for _ in range(copies(case))]
     error = check(case, inputs[0])
-    ours = time_ours(case, inputs)
-    peers = {name: time_peer(make, inputs, case.decode) for name, make in peers_of(case, flex).items()}
-    times = {"ortolan": ours, **{name: ms for name, ms in peers.items() if ms}}
+    steps = {"ortolan": ortolan_step(case, inputs)}
+    for name, make in peers_of(case, flex).items():
+        if step := peer_step(make, inputs, case.decode):
+            steps[name] = step
+    times = medians_by_turns(steps)
+    ours = times["ortolan"]
     best = min((ms for name, ms in times.items() if name != "ortolan"), default=math.nan)
 
     def speed(ms: float) -> float:
@@ -174,12 +189,6 @@ class Inputs:
         if not case.capacity:
             return (query.transpose(1, 2), *caches)
         return (query.transpose(1, 2), *(cache[:, :, slots].contiguous() for cache in caches))
-
-
-def time_ours(case: Case, inputs: list[Inputs]) -> float:
-    """Time one SwaAttention of a session that runs it on every set of inputs in turn."""
-    step, calls = ortolan_step(case, inputs)
-    return median_ms(step, calls)
 
 
 def ortolan_step(case: Case, inputs: list[Inputs]) -> tuple[Callable[[], None], int]:
@@ -246,8 +255,10 @@ def peers_of(case: Case, flex: bool) -> dict[str, Callable[[Inputs], Callable[[]
     return windowed if case.window > 0 else {"cuDNN": bind(cudnn), "FA2": bind(flash)}
 
 
-def time_peer(make: Callable[[Inputs], Callable[[], object]], inputs: list[Inputs], decode: bool) -> float | None:
-    """Time a peer like ours; None where it refuses the case."""
+def peer_step(
+    make: Callable[[Inputs], Callable[[], object]], inputs: list[Inputs], decode: bool
+) -> tuple[Callable[[], object], int] | None:
+    """Return a peer's calls and how many they are; None where it refuses the case."""
     try:
         steps = [make(i) for i in inputs]
 
@@ -255,7 +266,8 @@ def time_peer(make: Callable[[Inputs], Callable[[], object]], inputs: list[Input
             for step in steps:
                 step()
 
-        return median_ms(captured(run) if decode else run, len(steps))
+        run()
+        return (captured(run) if decode else run), len(steps)
     except Exception as error:  # a peer's refusal has many types
         print(f"  a peer refuses: {str(error).splitlines()[0][:150]}")
         return None

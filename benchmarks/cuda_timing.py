@@ -74,17 +74,27 @@ def use_own_stream() -> None:
 
 def median_ms(step: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:
     """Return the median device time of one of the `calls` that a step makes, in milliseconds."""
-    for _ in range(3):
-        step()
-    times = []
+    return medians_by_turns({"": (step, calls)}, repeats)[""]
+
+
+def medians_by_turns(steps: Mapping[str, tuple[Callable[[], object], int]], repeats: int = 15) -> dict[str, float]:
+    """Return the median of each of several steps as `median_ms` does; they take turns.
+
+    Clocks fall under the power limit while a GPU is busy: who comes first would gain by it.
+    """
+    for step, _ in steps.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
-    return statistics.median(times)
+        for name, (step, calls) in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:

@@ -112,7 +112,11 @@ def layers() -> dict[str, Layer]:
         "head size 8, groups of 8": Layer(heads=8, kv_heads=1, head_size=8),
         "head size 64": Layer(head_size=64),
         "head size 128, window": Layer(head_size=128, window=50, sink=5),
+        "head size 80": Layer(head_size=80, heads=4, kv_heads=4),
+        "head size 96, window": Layer(head_size=96, window=50, sink=5),
+        "head size 192": Layer(head_size=192, heads=2, kv_heads=1),
         "head size 256": Layer(head_size=256, heads=2, kv_heads=1),
+        "head size 512": Layer(head_size=512, heads=2, kv_heads=1),
     }
 
 

@@ -2,7 +2,7 @@
 
     ORTOLAN_MATRIX=whole pytest -m cuda -n 10 tests/op/test_matrix.py -k test_whole
 
-runs everything on a GPU in 216 tests and checks every query; `ORTOLAN_MATRIX=whole:3/8` runs the third eighth of the
+runs everything on a GPU in 576 tests and checks every query; `ORTOLAN_MATRIX=whole:3/8` runs the third eighth of the
 tests. At the end a line counts the cases and names the largest error as a share of what is allowed.
 """
 

@@ -16,7 +16,7 @@ from tolerances import assert_as_good_as_plain
 
 WINDOW = 20
 CHUNKS = {"1": 1, "W-1": WINDOW - 1, "W": WINDOW, "W+1": WINDOW + 1, "2W+3": 2 * WINDOW + 3}
-HEAD_SIZES = (8, 24, 64, 80, 96, 128, 256, 512)
+HEAD_SIZES = (8, 24, 64, 72, 80, 96, 112, 128, 136, 192, 224, 256, 512)
 
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -58,6 +58,16 @@ def test_steps_of_few_tokens_reach_every_sequence(tokens):
 def test_head_sizes(head_size, isa):
     check(Shape(tokens=[5, 1], past=[66, 3], head_size=head_size))
     check(Shape(tokens=[7], past=[150], head_size=head_size, window=WINDOW, sink=3))
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_head_sizes_of_prompts(head_size):
+    """More than 16 tokens; rows of the last tiles, of pages and at the wrap are copied one by one."""
+    if devices.current() == "cpu":
+        pytest.skip("the CPU kernels have one family for any number of tokens")
+    check(Shape(tokens=[70, 5, 33], past=[0, 9, 130], head_size=head_size, heads=4, kv_heads=1, sink_logits=True))
+    check(Shape(tokens=[40], past=[300], head_size=head_size, window=50, sink=3))
+    check(Shape(tokens=[90, 20], past=[60, 0], head_size=head_size, page_slots=16, options={"softcap": 20.0}))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])

@@ -114,26 +114,25 @@ cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch
 }
 
 bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device& device) {
-  const int64_t head_size = params.cache.head_size;
   const bool pages_align = !params.cache.block_table || params.cache.page_slots % 8 == 0;
-  return device.compute_capability == 90 && params.element != ElementType::kFloat32 && pages_align &&
-         (head_size == 64 || head_size == 128 || head_size == 256);
+  return device.compute_capability == 90 && params.element != ElementType::kFloat32 && pages_align;
 }
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch) {
   return with_half_element(params.element, [&]<typename Element>() {
     // Tiles much longer than a window are mostly masked.
     const bool small_window = params.window >= 0 && params.window <= 128;
-    switch (params.cache.head_size) {
-      case 64:
-        return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch)
-                            : launch_sm90_prefill<Element, 64, 128>(params, launch);
-      case 128:
-        return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch)
-                            : launch_sm90_prefill<Element, 128, 128>(params, launch);
-      default:
-        return launch_sm90_prefill<Element, 256, 80>(params, launch);
-    }
+    const int64_t head_size = params.cache.head_size;
+    if (head_size <= 64)
+      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch)
+                          : launch_sm90_prefill<Element, 64, 128>(params, launch);
+    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch);
+    if (head_size <= 128)
+      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch)
+                          : launch_sm90_prefill<Element, 128, 128>(params, launch);
+    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch);
+    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch);
+    return launch_sm90_prefill<Element, 512, 64>(params, launch);
   });
 }
 

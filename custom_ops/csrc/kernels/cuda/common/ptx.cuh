@@ -72,6 +72,21 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t tile) {
   return transposed;
 }
 
+// Stores 16 bytes to shared memory, and loads them.
+__device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& values) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(values.x), "r"(values.y),
+               "r"(values.z), "r"(values.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 values;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+               : "r"(address)
+               : "memory");
+  return values;
+}
+
 // 16-bit element types: conversion from float pairs (low half first) and the m16n8k16 product.
 template <typename Element>
 struct Half;

@@ -34,19 +34,21 @@ struct Handover {
   }
 };
 
-// Tiles of kKeys positions of one sequence and kv head. Tiles whose rows are adjacent (whole pages or parts
-// of them) are copied by the tensor unit, `box_rows` rows at a time; the others - at the wrap of a ring, at
-// the end of what is written, where rows may hold anything and become zeros - row by row.
-template <typename Element, int kHeadSize, int kKeys>
+// Tiles of kKeys positions and kColumns columns of one sequence and kv head. Tiles whose rows are adjacent
+// (whole pages or parts of them) are copied by the tensor unit, `box_rows` rows at a time; the others - at
+// the wrap of a ring, at the end of what is written, where rows may hold anything and become zeros - row by
+// row. Columns past the head size become zeros.
+template <typename Element, int kColumns, int kKeys>
 struct Sm90TileCopy {
-  static constexpr int kBoxes = kHeadSize / 64;  // of 64 columns, 128 bytes
-  static constexpr int kTileBytes = kKeys * kHeadSize * 2;
+  static constexpr int kBoxes = (kColumns + 63) / 64;  // of 64 columns, 128 bytes
+  static constexpr int kTileBytes = kKeys * kBoxes * 128;
 
   const CacheLayout& cache;
   int sequence;
   int kv_head;
   int32_t end;  // positions of the sequence
   int box_rows;
+  int first_column = 0;
 
   // For a whole warp; `full` expects one arrival. `map` describes the cache at `source`.
   __device__ __forceinline__ void start(uint32_t target, const CUtensorMap& map, const void* source,
@@ -62,24 +64,56 @@ struct Sm90TileCopy {
     if (lane == 0) full.arrive_expecting(kTileBytes);
     __syncwarp();
     if (lane >= copies) return;
+    start_boxes(target + lane * box_rows * 128, map, rows, slot, full);
+  }
+
+  // The same for a tile that the end of the sequence cuts, where the rows before the end are adjacent;
+  // returns false where they are not. Rows past the end hold anything.
+  __device__ __forceinline__ bool start_cut(uint32_t target, const CUtensorMap& map, int32_t first,
+                                            Barrier& full) const {
+    const int lane = threadIdx.x % 32;
+    const KeyRows rows(cache, sequence, kv_head);
+    const int copies = (min(kKeys, end - first) + box_rows - 1) / box_rows;
+    const int32_t position = first + lane % copies * box_rows;
+    const int32_t slot = rows.first_slot(position);
+    if (!__all_sync(~0u, rows.are_adjacent(slot, min(box_rows, end - position)))) return false;
+    if (lane == 0) full.arrive_expecting(copies * box_rows * kBoxes * 128);
+    __syncwarp();
+    if (lane < copies) start_boxes(target + lane * box_rows * 128, map, rows, slot, full);
+    return true;
+  }
+  // Makes rows past the end zeros, which have arrived.
+  __device__ __forceinline__ void clear_past_end(uint32_t target, int32_t first) const {
+    constexpr int kPieces = kColumns / 8;
+    for (int i = (end - first) * kPieces + static_cast<int>(threadIdx.x) % 32; i < kKeys * kPieces; i += 32)
+      store_shared_16(swizzled_place(target, kKeys, i / kPieces, i % kPieces), {});
+    fence_async_shared();
+    __syncwarp();
+  }
+
+ private:
+  __device__ __forceinline__ void start_boxes(uint32_t target, const CUtensorMap& map, const KeyRows& rows,
+                                              int32_t slot, Barrier& full) const {
     const auto plane = static_cast<int32_t>(cache.page(sequence, slot) * cache.num_kv_heads + kv_head);
     const int32_t row = rows.pages ? slot % static_cast<int32_t>(cache.page_slots) : slot;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
-      copy_box(target + box * kKeys * 128 + lane * box_rows * 128, map, box * 64, row, plane, full);
+      copy_box(target + box * kKeys * 128, map, first_column + box * 64, row, plane, full);
   }
 
   __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const Element* source,
                                             int32_t first, Barrier& full) const {
     const int lane = threadIdx.x % 32;
     const int32_t first_slot = rows.first_slot(first);
+    const int columns = static_cast<int>(cache.head_size) - first_column;
 #pragma unroll 1
-    for (int i = lane; i < kKeys * kHeadSize / 8; i += 32) {
-      const int row = i / (kHeadSize / 8), chunk = i % (kHeadSize / 8);
+    for (int i = lane; i < kKeys * kColumns / 8; i += 32) {
+      const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
       // Negative too where a row that nobody sees has no page.
       const int64_t offset = first + row < end ? rows.offset(first_slot + row) : -1;
-      copy_async_16(swizzled_place(target, kKeys, row, chunk), source + (offset < 0 ? 0 : offset + chunk * 8),
-                    offset >= 0);
+      const bool exists = offset >= 0 && column < columns;
+      copy_async_16(swizzled_place(target, kKeys, row, column / 8),
+                    source + (exists ? offset + first_column + column : 0), exists);
     }
     copy_async_commit();
     copy_async_wait<0>();

@@ -19,6 +19,22 @@ inline int64_t max_query_tiles(const Packing& packing, int tile_rows, int min_to
   return packing.num_tokens / tile_rows + (packing.num_sequences < most ? packing.num_sequences : most);
 }
 
+// Tiles of a sequence; none where it has no more than `min_tokens`. Past the last sequence too.
+__device__ __forceinline__ int query_tiles(const Packing& packing, int sequence, int tile_rows,
+                                           int min_tokens) {
+  const int tokens =
+      sequence >= 0 && sequence < packing.num_sequences ? static_cast<int>(packing.count(sequence)) : 0;
+  return tokens > min_tokens ? (tokens + tile_rows - 1) / tile_rows : 0;
+}
+
+// Of all sequences. For whole warps.
+__device__ __forceinline__ int count_query_tiles(const Packing& packing, int tile_rows, int min_tokens) {
+  int tiles = 0;
+  for (int sequence = threadIdx.x % 32; sequence < packing.num_sequences; sequence += 32)
+    tiles += query_tiles(packing, sequence, tile_rows, min_tokens);
+  return fold_lanes<16, 1>(tiles, Add());
+}
+
 // Tile `index` from the end (the longest rows first) among sequences of more than `min_tokens` tokens. For
 // whole warps.
 __device__ __forceinline__ QueryTile find_query_tile(const Packing& packing, int index, int tile_rows,
@@ -26,20 +42,18 @@ __device__ __forceinline__ QueryTile find_query_tile(const Packing& packing, int
   const int lane = threadIdx.x % 32;
   for (int end = static_cast<int>(packing.num_sequences); end > 0; end -= 32) {
     const int sequence = end - 1 - lane;  // lanes count backwards
-    const int tokens = sequence >= 0 ? static_cast<int>(packing.count(sequence)) : 0;
-    const int tiles = tokens > min_tokens ? (tokens + tile_rows - 1) / tile_rows : 0;
+    const int tiles = query_tiles(packing, sequence, tile_rows, min_tokens);
     const int before = inclusive_sum(tiles, lane);
     const unsigned owners = __ballot_sync(~0u, index < before);
     if (owners) {
       const int owner = __ffs(owners) - 1;
       const int owner_tiles = __shfl_sync(~0u, tiles, owner);
-      const int owner_tokens = __shfl_sync(~0u, tokens, owner);
       const int place = index - (__shfl_sync(~0u, before, owner) - owner_tiles);
       QueryTile tile;
       tile.sequence = end - 1 - owner;
       tile.offset = (owner_tiles - 1 - place) * tile_rows;
       tile.first = static_cast<int32_t>(packing.first(tile.sequence)) + tile.offset;
-      tile.count = min(tile_rows, owner_tokens - tile.offset);
+      tile.count = min(tile_rows, static_cast<int>(packing.count(tile.sequence)) - tile.offset);
       return tile;
     }
     index -= __shfl_sync(~0u, before, 31);

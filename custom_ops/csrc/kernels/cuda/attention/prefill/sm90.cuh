@@ -1,12 +1,14 @@
 // Prefill attention for sm_90a: wgmma fed by tensor copies, warps specialised.
 //
-// As many blocks as multiprocessors, each with tiles of query rows of one head after another. Two warps load,
-// queries and keys, and values, into rings of stages, running ahead into the block's next work. Warpgroups
-// hold 64 rows each: products with the keys from shared memory, softmax in registers, weighted sums of the
-// values with the weights from registers. A tile's softmax runs beside the weighted sums of the tile before
-// it, and the groups take turns at issuing products. Key tiles are cut by position and taken in ascending
-// order, so equal queries give equal bits however a prompt is cut; a group skips tiles that none of its rows
-// sees. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
+// As many blocks as multiprocessors, each with tiles of query rows of one head after another. One warp finds
+// them, and two load, queries and keys, and values, into rings of stages, running ahead into the block's next
+// work. Warpgroups hold 64 rows each: products with the keys from shared memory, softmax in registers,
+// weighted sums of the values with the weights from registers. A tile's softmax runs beside the weighted sums
+// of the tile before it, and the groups take turns at issuing products. Key tiles are cut by position and
+// taken in ascending order, so equal queries give equal bits however a prompt is cut; a group skips tiles
+// that none of its rows sees. Heads of more than 256 columns are halved between the two blocks of a cluster:
+// each multiplies half of the columns of queries, keys and values, and they add up one another's products
+// with the keys. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
 #pragma once
 
 #include "sm90_load.cuh"
@@ -15,17 +17,19 @@
 namespace ortolan::cuda {
 
 // A computing warpgroup's walk over the block's works.
-template <typename Element, int kHeadSize, typename Shape>
+template <typename Element, typename Shape>
 struct Sm90Group {
-  using Rows = Sm90Rows<Element, kHeadSize, Shape>;
+  using Rows = Sm90Rows<Element, Shape>;
   const SwaAttentionParams& params;
   Sm90Shared<Shape>& shared;
   uint32_t keys;  // addresses of the rings
   uint32_t values;
+  int first_column;
   int group;
   Logits logits;
   Turns<Shape> turns;
   Ring<Shape::kStages> key_at, value_at;
+  uint32_t exchange_parity = 0;
 
   __device__ __forceinline__ uint32_t key_tile() const { return keys + key_at.place * Shape::kTileBytes; }
   __device__ __forceinline__ uint32_t value_tile() const {
@@ -48,11 +52,16 @@ struct Sm90Group {
 
   // Products with tile `tile` become weights. `common`: what all of the group's rows see.
   __device__ __forceinline__ void weigh(Rows& rows, const Sm90Work<Shape>& work, const SeenPositions& common,
-                                        int32_t tile) const {
+                                        int32_t tile) {
+    if constexpr (Shape::kBlocks > 1)
+      shared.exchange.add_others(rows.z, values + Shape::kStages * Shape::kTileBytes, group, exchange_parity);
     if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys;
-    if (first_key < common.oldest || first_key + Shape::kKeys - 1 > common.newest)
-      rows.mask(work.visibility, work.first + group * 64 + row_of_thread(), first_key);
+    const int32_t row = work.first + group * 64 + row_of_thread();
+    if (first_key < common.oldest)
+      rows.mask(work.visibility, row, first_key);
+    else if (first_key + Shape::kKeys - 1 > common.newest)
+      rows.mask_newest(work.visibility, row, first_key);
     rows.weigh(logits.factor);
   }
 
@@ -68,7 +77,7 @@ struct Sm90Group {
     rows.template wait_keys<0>();
     shared.keys.release(key_at);
     weigh(rows, work, common, begin);
-    rows.rescale_sums();
+    if (rows.is_rescaled()) rows.rescale_sums();
     rows.round_weights();
 #pragma unroll 1
     for (int32_t tile = begin + 1; tile < end; ++tile) {
@@ -81,9 +90,8 @@ struct Sm90Group {
       rows.template wait_keys<1>();
       shared.keys.release(key_at);
       weigh(rows, work, common, tile);
-      rows.wait_values();
+      rows.finish_values();
       shared.values.release(value_at);
-      rows.rescale_sums();
       rows.round_weights();
     }
     shared.values.wait_full(value_at);
@@ -121,9 +129,10 @@ struct Sm90Group {
       if (work.tile.sequence < 0) break;
       rows.clear();
       shared.queries.wait_full(query_at);
-      visit(rows, work, queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
+      const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
+      visit(rows, work, own_queries);
+      rows.store(params, work, group, first_column, logits.factor, own_queries);
       shared.queries.release(query_at);
-      rows.store(params, work, group * 64 + row_of_thread(), logits.factor);
       shared.handed_works.release(work_at);
     }
     turns.end();
@@ -141,24 +150,34 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
   const uint32_t queries = (shared_address(shared_memory) + 1023) & ~1023u;
   const uint32_t keys = queries + Shape::kQueryStages * Shape::kQueryBytes;
   const uint32_t values = keys + Shape::kStages * Shape::kTileBytes;
+  const int first_column = Shape::kBlocks > 1 ? cluster_rank() * Shape::kColumns : 0;
   if (threadIdx.x == 0) shared.init();
   __syncthreads();
+  if (Shape::kBlocks > 1) cluster_sync();
   wait_for_previous_kernel();
   launch_dependents();
 
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();
-    const Sm90Loader<Element, kHeadSize, Shape> loader{params, maps};
+    const Sm90Loader<Element, Shape> loader{params, maps, first_column};
     const int warp = threadIdx.x / 32 % 4;
-    if (warp == 0) loader.bring_keys(shared, queries, keys, queue);
+    if (warp == 0) loader.bring_keys(shared, queries, keys);
     if (warp == 1) loader.bring_values(shared, values);
-    return;
+    if (warp == 2) loader.find_works(shared, queue);
+  } else {
+    raise_registers<Shape::kComputeRegisters>();
+    Sm90Group<Element, Shape> computing{params,
+                                        shared,
+                                        keys,
+                                        values,
+                                        first_column,
+                                        group,
+                                        Logits::of(params.scale, params.softcap),
+                                        Turns<Shape>{group}};
+    computing.compute(queries);
   }
-  raise_registers<Shape::kComputeRegisters>();
-  Sm90Group<Element, kHeadSize, Shape> computing{
-      params, shared, keys, values, group, Logits::of(params.scale, params.softcap), Turns<Shape>{group}};
-  computing.compute(queries);
+  if (Shape::kBlocks > 1) cluster_sync();  // until then the other block writes here
 #else
   refuse_architecture();
 #endif

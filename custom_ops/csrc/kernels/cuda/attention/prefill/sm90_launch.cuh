@@ -16,7 +16,7 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   const auto element = params.element;
   Sm90Maps maps;
   maps.box_rows = copied_rows(cache, params.window >= 0, Shape::kKeys);
-  const TensorShape queries{kHeadSize, params.num_heads, params.packing.num_tokens};
+  const TensorShape queries{cache.head_size, params.num_heads, params.packing.num_tokens};
   cudaError_t error = make_tensor_map(maps.query, element, params.query, queries, {64, 1, 64});
   if (error == cudaSuccess)
     error = make_cache_map(maps.keys, element, params.key_cache, cache, maps.box_rows);
@@ -28,13 +28,13 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   error = allow_shared_memory<kKernel>(launch.device);
   if (error != cudaSuccess) return error;
   WorkQueue queue;
-  queue.tiles = static_cast<int>(max_query_tiles(params.packing, Shape::kRows, kDecodeTokens));
   queue.section_heads = static_cast<int>(heads_per_section(params));
-  queue.works = static_cast<unsigned>(queue.tiles) * static_cast<unsigned>(params.num_heads);
+  const int64_t works = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens) * params.num_heads;
   queue.taken = launch.counters;
-  const unsigned blocks = std::min(queue.works, static_cast<unsigned>(launch.device.num_multiprocessors));
-  return launch_overlapped(kKernel, dim3(blocks), dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
-                           maps, queue);
+  const auto clusters =
+      static_cast<unsigned>(std::min<int64_t>(works, launch.device.num_multiprocessors / Shape::kBlocks));
+  return launch_clusters(kKernel, dim3(clusters * Shape::kBlocks), dim3(Shape::kThreads), Shape::kBlocks,
+                         Shape::kSharedBytes, launch, params, maps, queue);
 }
 
 // One source file per element type keeps a build parallel.

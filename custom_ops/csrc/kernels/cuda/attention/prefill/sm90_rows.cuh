@@ -6,10 +6,11 @@
 
 namespace ortolan::cuda {
 
-template <typename Element, int kHeadSize, typename Shape>
+template <typename Element, typename Shape>
 struct Sm90Rows {
   static constexpr int kKeys = Shape::kKeys;
-  float sums[kHeadSize / 2];
+  static constexpr int kColumns = Shape::kColumns;
+  float sums[kColumns / 2];
   float maxima[2];
   float totals[2];
   float rescale[2];                 // of what was summed before the newest weights
@@ -18,7 +19,7 @@ struct Sm90Rows {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) sums[n] = 0;
+    for (int n = 0; n < kColumns / 2; ++n) sums[n] = 0;
     maxima[0] = maxima[1] = -INFINITY;
     totals[0] = totals[1] = 0;
   }
@@ -27,7 +28,7 @@ struct Sm90Rows {
     const uint64_t a = wgmma_tile(queries, 16), b = wgmma_tile(keys, 16);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kHeadSize / 16; ++k)
+    for (int k = 0; k < kColumns / 16; ++k)
       Wgmma<Element, kKeys>::products(z, moved_tile(a, k / 4 * Shape::kRows * 128 + k % 4 * 32),
                                       moved_tile(b, k / 4 * kKeys * 128 + k % 4 * 32), k > 0);
     wgmma_commit();
@@ -37,7 +38,7 @@ struct Sm90Rows {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k)
-      Wgmma<Element, kHeadSize>::sums(sums, weights[k], moved_tile(b, k * 2048));
+      Wgmma<Element, kColumns>::sums(sums, weights[k], moved_tile(b, k * 2048));
     wgmma_commit();
   }
   // Waits for products, the newest `kPending` apart.
@@ -50,18 +51,34 @@ struct Sm90Rows {
   __device__ __forceinline__ void wait_values() {
     wgmma_wait<0>();
 #pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) asm volatile("" : "+f"(sums[n])::"memory");
+    for (int n = 0; n < kColumns / 2; ++n) asm volatile("" : "+f"(sums[n])::"memory");
 #pragma unroll
     for (int n = 0; n < kKeys / 2; ++n) asm volatile("" : "+f"(z[n])::"memory");
   }
 
   // `row` and `key`: positions of the thread's first row and of the tile's first key.
   __device__ __forceinline__ void mask(const Visibility& visibility, int32_t row, int32_t key) {
-    const SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
+    SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
     key += threadIdx.x % 4 * 2;
 #pragma unroll
+    for (int half = 0; half < 2; ++half)  // so that the compiler compares with constants
+      seen[half] = {seen[half].oldest - key, seen[half].newest - key, seen[half].sink_end - key};
+#pragma unroll
     for (int n = 0; n < kKeys / 2; ++n)
-      if (!seen[n / 2 % 2].holds(key + n / 4 * 8 + n % 2)) z[n] = -INFINITY;
+      if (!seen[n / 2 % 2].holds(n / 4 * 8 + n % 2)) z[n] = -INFINITY;
+  }
+  // The same where nothing lies before the window.
+  __device__ __forceinline__ void mask_newest(const Visibility& visibility, int32_t row, int32_t key) {
+    key += threadIdx.x % 4 * 2;
+    int32_t end[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const SeenPositions seen = visibility.of_query(row + 8 * half);
+      end[half] = max(seen.newest + 1, seen.sink_end) - key;
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys / 2; ++n)
+      if (n / 4 * 8 + n % 2 >= end[n / 2 % 2]) z[n] = -INFINITY;
   }
 
   // Logits become weights. What waits on one another is kept short: a scheduler has two or three warps.
@@ -109,52 +126,73 @@ struct Sm90Rows {
 #pragma unroll
     for (int n = 0; n < kKeys / 4; ++n) weights[n / 4][n % 4] = Half<Element>::pack(z[2 * n], z[2 * n + 1]);
   }
-  __device__ __forceinline__ void rescale_sums() {
-    if (__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1)) return;
-#pragma unroll
-    for (int n = 0; n < kHeadSize / 2; ++n) sums[n] *= rescale[n / 2 % 2];
+  __device__ __forceinline__ bool is_rescaled() const {
+    return !__all_sync(~0u, rescale[0] == 1 && rescale[1] == 1);
   }
-  // Divides and writes the rows: the four threads of a row exchange what they hold into pieces of 16 bytes.
+  __device__ __forceinline__ void rescale_sums() {
+#pragma unroll
+    for (int n = 0; n < kColumns / 2; ++n) sums[n] *= rescale[n / 2 % 2];
+  }
+  // With two groups the branch comes before the wait: the compiler moves a wait to the front of straight
+  // code, and then the softmax in front of it begins where the sums have ended. Among three, others' sums
+  // fill that time.
+  __device__ __forceinline__ void finish_values() {
+    if constexpr (Shape::kTakesTurns) {
+      if (is_rescaled()) {
+        wait_values();
+        rescale_sums();
+      } else {
+        wait_values();
+      }
+    } else {
+      wait_values();
+      if (is_rescaled()) rescale_sums();
+    }
+  }
+  // Divides and writes the rows. They pass through `scratch`, the group's rows of the queries, so that a warp
+  // writes whole rows. `first_column`: of the block.
   __device__ __forceinline__ void store(const SwaAttentionParams& params, const Sm90Work<Shape>& work,
-                                        int row, float factor) {
-    const int lane = threadIdx.x % 32, part = lane % 4;
+                                        int group, int first_column, float factor, uint32_t scratch) {
+    const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+    const int count = work.tile.count - group * 64 - warp_row;  // of the warp's rows
+    const int64_t first = work.tile.first + group * 64 + warp_row;
+    float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float total = quad_sum(totals[half]);
-      const Denominator denominator =
-          Denominator::of(total, __fmul_rn(maxima[half], factor), params.sink_logits, work.head);
-      const float inverse = denominator.inverse;
-      const int tile_row = row + half * 8;
-      const bool exists = tile_row < work.tile.count;
-      const int64_t token = work.tile.first + tile_row;
-      if (params.lse && part == 0 && exists)
-        params.lse[work.head * params.packing.num_tokens + token] = denominator.lse;
-      auto* output = static_cast<Element*>(params.output) +
-                     (token * params.num_heads + work.head) * kHeadSize + part * 8;
+      const int row = lane / 4 + half * 8;
+      const Denominator denominator = Denominator::of(quad_sum(totals[half]), __fmul_rn(maxima[half], factor),
+                                                      params.sink_logits, work.head);
+      inverse[half] = denominator.inverse;
+      if (params.lse && lane % 4 == 0 && row < count && first_column == 0)
+        params.lse[work.head * params.packing.num_tokens + first + row] = denominator.lse;
+    }
+    sync_warps<128>(Turns<Shape>::kFirstBarrier + Shape::kGroups + group);  // all have read the queries
 #pragma unroll
-      for (int n = 0; n < kHeadSize / 32; ++n) {
-        uint32_t mine[4];  // columns part * 2 .. + 2 of four blocks of 8
+    for (int n = 0; n < kColumns / 16; ++n) {
+      uint32_t tile[4];
 #pragma unroll
-        for (int block = 0; block < 4; ++block)
-          mine[block] = Half<Element>::pack(sums[(n * 4 + block) * 4 + 2 * half] * inverse,
-                                            sums[(n * 4 + block) * 4 + 2 * half + 1] * inverse);
-        uint32_t piece[4];  // block `part`, columns source * 2 .. + 2
+      for (int e = 0; e < 4; ++e)
+        tile[e] = Half<Element>::pack(sums[n * 8 + 2 * e] * inverse[e % 2],
+                                      sums[n * 8 + 2 * e + 1] * inverse[e % 2]);
+      store_matrix_x4(swizzled_place(scratch, Shape::kRows, warp_row + lane % 16, n * 2 + lane / 16), tile);
+    }
+    fence_async_shared();  // before the next queries arrive there
+    __syncwarp();
+    constexpr int kPieces = kColumns / 8;  // of a row
+    uint4 parts[kPieces / 2];
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          // Thread p sends block p ^ step to thread p ^ step, and gets block p from it.
-          const int other = part ^ step;
-          uint32_t sent = mine[0];
+    for (int n = 0; n < kPieces / 2; ++n)
+      parts[n] = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + (n * 32 + lane) / kPieces,
+                                               (n * 32 + lane) % kPieces));
+    const int head_size = static_cast<int>(params.cache.head_size);
+    auto* output = static_cast<Element*>(params.output) + (first * params.num_heads + work.head) * head_size +
+                   first_column;
+    const int64_t stride = params.num_heads * head_size;
 #pragma unroll
-          for (int block = 1; block < 4; ++block)
-            if (other == block) sent = mine[block];
-          const uint32_t got = __shfl_xor_sync(~0u, sent, step);
-#pragma unroll
-          for (int source = 0; source < 4; ++source)
-            if (other == source) piece[source] = got;
-        }
-        if (exists)
-          *reinterpret_cast<uint4*>(output + n * 32) = make_uint4(piece[0], piece[1], piece[2], piece[3]);
-      }
+    for (int n = 0; n < kPieces / 2; ++n) {
+      const int row = (n * 32 + lane) / kPieces, column = (n * 32 + lane) % kPieces * 8;
+      if (row < count && first_column + column < head_size)
+        *reinterpret_cast<uint4*>(output + row * stride + column) = parts[n];
     }
   }
 };

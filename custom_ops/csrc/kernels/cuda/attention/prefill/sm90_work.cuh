@@ -7,22 +7,28 @@
 #include "kernels/cuda/common/tile_copy_sm90.cuh"
 #include "kernels/cuda/common/wgmma.cuh"
 #include "query_tiles.cuh"
+#include "sm90_exchange.cuh"
 
 namespace ortolan::cuda {
 
+// For heads of at most kHeadSize columns: what is missing of it is zeros.
 template <int kHeadSize, int kKeyRows>
 struct Sm90Shape {
   static constexpr int kKeys = kKeyRows;                   // of a tile
-  static constexpr int kGroups = kHeadSize == 64 ? 3 : 2;  // warpgroups that compute
+  static constexpr int kBlocks = kHeadSize > 256 ? 2 : 1;  // a cluster's, which share a work's columns
+  static constexpr int kColumns = kHeadSize / kBlocks;     // a block's
+  static constexpr int kGroups = kColumns <= 96 ? 3 : 2;   // warpgroups that compute
   static constexpr int kRows = kGroups * 64;
   static constexpr int kThreads = (kGroups + 1) * 128;
-  static constexpr int kBoxes = kHeadSize / 64;  // of 64 columns, 128 bytes
-  static constexpr int kTileBytes = kKeys * kHeadSize * 2;
-  static constexpr int kQueryBytes = kRows * kHeadSize * 2;
+  static constexpr int kBoxes = (kColumns + 63) / 64;  // of 64 columns, 128 bytes
+  static constexpr int kTileBytes = kKeys * kBoxes * 128;
+  static constexpr int kQueryBytes = kRows * kBoxes * 128;
+  static constexpr int kExchangeBytes = kBlocks > 1 ? kRows * kKeys * 4 : 0;
   static constexpr int kStages = kTileBytes <= 16384 ? 4 : 2;
   static constexpr bool kTakesTurns = kGroups == 2;  // with three, another is always at its softmax
-  static constexpr int kQueryStages = kHeadSize == 256 ? 1 : 2;
-  static constexpr int kSharedBytes = kQueryStages * kQueryBytes + 2 * kStages * kTileBytes + 1024;
+  static constexpr int kQueryStages = kColumns <= 128 ? 2 : 1;
+  static constexpr int kSharedBytes =
+      kQueryStages * kQueryBytes + 2 * kStages * kTileBytes + kExchangeBytes + 1024;
   // Of a thread; together what the block is launched with.
   static constexpr int kLoadRegisters = kGroups == 3 ? 32 : 40;
   static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
@@ -37,16 +43,27 @@ struct Sm90Maps {
   int box_rows;
 };
 
-// All works of a launch: a block begins with the one of its own number, and then takes whatever is next, as
-// works differ in length.
+// All works of a launch, the longest first. A block begins with the one of its own number, and then takes
+// whatever is next, as works differ in length. The blocks of a cluster need the same works: clusters deal
+// them among themselves, to and fro, which is nearly as even.
 struct WorkQueue {
-  int tiles;  // of a head
   int section_heads;
-  unsigned works;
   unsigned* taken;  // two counters, zero between launches: works taken, blocks that have left
 
-  __device__ __forceinline__ unsigned take() const { return gridDim.x + atomicAdd(taken, 1); }
+  // For a whole warp; `round`: how many the block has taken.
+  template <int kBlocks>
+  __device__ __forceinline__ unsigned take(unsigned round) const {
+    const unsigned clusters = gridDim.x / kBlocks, cluster = blockIdx.x / kBlocks;
+    if (kBlocks > 1) return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
+    if (round == 0) return blockIdx.x;
+    unsigned number = 0;
+    if (threadIdx.x % 32 == 0) number = gridDim.x + atomicAdd(taken, 1);
+    return __shfl_sync(~0u, number, 0);
+  }
+  // For one thread of a block that takes no more.
+  template <int kBlocks>
   __device__ __forceinline__ void leave() const {
+    if (kBlocks > 1) return;
     __threadfence();
     if (atomicInc(taken + 1, gridDim.x - 1) == gridDim.x - 1) *taken = 0;
   }
@@ -55,7 +72,7 @@ struct WorkQueue {
 // One tile of query rows and the keys it meets; the same for all warps.
 template <typename Shape>
 struct Sm90Work {
-  QueryTile tile;
+  QueryTile tile;  // a sequence of -1: no more
   int head;
   int kv_head;
   int32_t first;  // position of the tile's first row
@@ -63,12 +80,9 @@ struct Sm90Work {
   Visibility visibility;
   KeyTiles visits;
 
-  // Returns false where there is nothing to do.
-  __device__ __forceinline__ bool find(const SwaAttentionParams& params, unsigned number, int tiles,
-                                       int section_heads) {
-    const TileAndHead place = TileAndHead::of(number, tiles, section_heads);
+  // For whole warps.
+  __device__ __forceinline__ void find(const SwaAttentionParams& params, const TileAndHead& place) {
     tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
-    if (tile.sequence < 0) return false;
     head = place.head;
     kv_head = head / static_cast<int>(params.num_heads / params.cache.num_kv_heads);
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
@@ -76,7 +90,6 @@ struct Sm90Work {
     end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
     visibility = Visibility::of(params, tile.sequence, end - 1);
     visits = of_rows(0, tile.count);
-    return true;
   }
   // Key tiles of some of the rows.
   __device__ __forceinline__ KeyTiles of_rows(int begin, int count) const {
@@ -86,17 +99,26 @@ struct Sm90Work {
 
 template <typename Shape>
 struct Sm90Shared {
-  static constexpr int kWorks = 2;  // ahead of one another
+  static constexpr int kWorks = 2;  // the one under way and the next
+  // A longer work is loaded but for so many tiles when the next one is taken: what one block has taken, no
+  // other can begin.
+  static constexpr int kTilesAhead = 4;
   Handover<kWorks> handed_works;
+  Barrier wants_work, landed;
   Handover<Shape::kQueryStages> queries;
   Handover<Shape::kStages> keys, values;
-  Sm90Work<Shape> works[kWorks];  // a sequence of -1: no more
+  Sm90Exchange<Shape> exchange;
+  Sm90Work<Shape> works[kWorks];
 
   __device__ __forceinline__ void init() {
-    handed_works.init(Shape::kGroups * 4 + 1);
+    handed_works.init(Shape::kGroups * 4 + 2);
+    wants_work.init(1);
+    landed.init(1);
     queries.init(Shape::kGroups * 4);
     keys.init(Shape::kGroups * 4);
     values.init(Shape::kGroups * 4);
+    if constexpr (Shape::kBlocks > 1) exchange.init();
+    fence_barriers();
     fence_async_proxy();
   }
 };
