@@ -71,7 +71,7 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
   self.clear();
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     const bool is_new = cursor.settle(self.params, self.shape, piece.line);
-    span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
+    span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.shape);
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
     sync_warps<kMergeThreads>(1);  // all have read the last tile's factors

@@ -24,7 +24,7 @@
 
 namespace ortolan::cuda {
 
-constexpr int kSpanTiles = 8;
+constexpr int kMostSpanTiles = 8;
 // Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
 // keys.
 template <int kHeadSize>
@@ -65,7 +65,7 @@ static_assert(most_row_tiles(128, 128, 4, 8) == 128);  // a token each
 static_assert(most_row_tiles(300, 300, 8, 8) == 300);
 static_assert(most_row_tiles(32, 32, 3, 8) == 32);
 static_assert(most_row_tiles(2, 17, 4, 8) == 9);         // 16 and 1
-static_assert(most_row_tiles(128, 4096, 4, 16) == 512);  // 16 each
+static_assert(most_row_tiles(128, 8192, 4, 64) == 512);  // 64 each
 
 // Sizes that the host knows.
 struct DecodeShape {
@@ -76,8 +76,9 @@ struct DecodeShape {
   int buffers;    // tiles whose sums wait to be merged, at most
   int tile_keys;  // a power of two
   int tile_shift;
-  int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
-  int row_tiles;   // of a sequence, at most
+  PowerOfTwo span_tiles;  // kMostSpanTiles at most
+  int entry_rows;         // query rows (token, head of the group) that an entry may hold, a multiple of 4
+  int row_tiles;          // of a sequence, at most
   int sequences;
   int counted_strips;  // that the device may number; 0: all are numbered already
   int entries;         // strips * kv heads, strips outermost
@@ -92,7 +93,7 @@ struct DecodeShape {
   // [counted_strips].
   __host__ __device__ int table_size() const { return entries + 1 + counted_strips; }
   __host__ __device__ int64_t partials() const {
-    return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
+    return static_cast<int64_t>(entries) * max_spans + (static_cast<int64_t>(blocks) << span_tiles.shift);
   }
 };
 
@@ -221,15 +222,16 @@ struct SpanTiles {
   int begin;
   int end;
 
-  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span) {
-    return {tiles.rank(span * kSpanTiles), tiles.rank((span + 1) * kSpanTiles)};
+  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span, PowerOfTwo span_tiles) {
+    return {tiles.rank(span << span_tiles.shift), tiles.rank((span + 1) << span_tiles.shift)};
   }
 };
 
 // Number of a span among those that an entry visits: sinks' spans come before the window's.
-__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, int max_spans) {
-  const int sink_spans = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
-  const int gap = tiles.begin / kSpanTiles - sink_spans;
+__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, PowerOfTwo span_tiles,
+                                           int max_spans) {
+  const int sink_spans = divide_up(tiles.sink_end, span_tiles);
+  const int gap = tiles.begin / span_tiles - sink_spans;
   const int number = span < sink_spans || gap < 0 ? span : span - gap;
   return number < max_spans ? number : max_spans - 1;
 }
@@ -243,6 +245,7 @@ struct DecodeWorkspace {
   float* sums;
   int rows;  // of an entry
   int max_spans;
+  PowerOfTwo span_tiles;
   int64_t first_tile;  // place of the first tile's sums; spans' come before
 
   static size_t starts_bytes(const DecodeShape& shape) {
@@ -263,6 +266,7 @@ struct DecodeWorkspace {
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,
             shape.max_spans,
+            shape.span_tiles,
             static_cast<int64_t>(shape.entries) * shape.max_spans};
   }
   __device__ __forceinline__ int64_t span_place(int entry, int number) const {
@@ -270,7 +274,8 @@ struct DecodeWorkspace {
   }
   // `owner` is the block that holds the first tile of the tile's span.
   __device__ __forceinline__ int64_t tile_place(int owner, int tile) const {
-    return first_tile + static_cast<int64_t>(owner) * kSpanTiles + tile % kSpanTiles;
+    const int64_t first = first_tile + (static_cast<int64_t>(owner) << span_tiles.shift);
+    return first + (tile & ((1 << span_tiles.shift) - 1));
   }
 };
 

@@ -1,0 +1,78 @@
+// Decode attention for sm_90a: one to a few tokens of a sequence against all of its keys, by wgmma.
+//
+// Grid: one block per multiprocessor, or clusters of one sequence; plan.cuh says which key tiles each takes.
+// All query rows (token, head of the group) of an entry, up to 64, are the rows of one product, so that keys
+// and values are read once for them. One warp loads through the tensor unit, one or two warpgroups multiply.
+// A tile's logits are brought to the tile's own maximum, tiles are merged into spans in registers, spans by
+// the combine kernel: the order of sums is fixed by key position alone, and equal for any number of rows.
+// Source of the split over keys: Dao et al., Flash-Decoding (2023); of the packed heads: FlashAttention.
+#pragma once
+
+#include "cluster.cuh"
+#include "prefetch.cuh"
+#include "sm90_load.cuh"
+#include "sm90_rows.cuh"
+
+namespace ortolan::cuda {
+
+// A block's piece of a line, by the trade of each warp.
+template <typename Element, int kHeadSize, typename Line>
+__device__ __forceinline__ void sum_piece_sm90(const SwaAttentionParams& params, const DecodeShape& shape,
+                                               const DecodeWorkspace& workspace, const Sm90DecodeMaps& maps,
+                                               const Sm90DecodeShared& shared, const Line& line) {
+  using Shape = Sm90DecodeShape<kHeadSize>;
+  const auto block = static_cast<int>(blockIdx.x);
+  const int begin = line.begin(block), end = line.begin(block + 1);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // known to be uniform
+  const Visibility visibility = Visibility::of(params);
+  if (warp < Shape::kGroups * 4) {
+    Sm90DecodeRows<Element, kHeadSize> self{params,     shape,
+                                            workspace,  shared,
+                                            visibility, Logits::of(params.scale, params.softcap),
+                                            warp / 4,   static_cast<int>(threadIdx.x) % 128};
+    self.run(line, begin, end);
+  } else if (warp == Shape::kGroups * 4) {
+    // What another row tile of the sequence reads again had better stay.
+    const uint64_t policy = shape.row_tiles > 1 ? evict_normal_policy() : evict_first_policy();
+    const Sm90DecodeLoad<Element, kHeadSize> self{
+        params, shape, maps, shared, visibility, policy, static_cast<int>(threadIdx.x) % 32};
+    self.run(line, begin, end);
+  }
+}
+
+// `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
+template <typename Element, int kHeadSize, bool kClusters>
+__global__ void __launch_bounds__(Sm90DecodeShape<kHeadSize>::kThreads, 1)
+    sm90_decode_kernel(const __grid_constant__ SwaAttentionParams params,
+                       const __grid_constant__ DecodeShape shape,
+                       const __grid_constant__ DecodeWorkspace workspace,
+                       const __grid_constant__ Sm90DecodeMaps maps) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Shape = Sm90DecodeShape<kHeadSize>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const Sm90DecodeShared shared = Sm90DecodeShared::of<kHeadSize>(shared_memory, shape);
+  if (threadIdx.x < shape.stages) {
+    shared.full[threadIdx.x].init(1);
+    shared.empty[threadIdx.x].init(Shape::kGroups * 4);
+    fence_async_proxy();
+  }
+  __syncthreads();
+  if (shape.guesses) prefetch_first_tile(params, shape);
+  wait_for_previous_kernel();
+
+  if constexpr (kClusters) {
+    const ClusterLine line(params, shape, static_cast<int>(blockIdx.x) / shape.cluster);
+    sum_piece_sm90<Element, kHeadSize>(params, shape, workspace, maps, shared, line);
+    combine_cluster<Element, kHeadSize>(params, shape, workspace, line, shared.memory);
+  } else {
+    const int strips = count_tiles(params, shape, shared.starts);
+    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
+    sum_piece_sm90<Element, kHeadSize>(params, shape, workspace, maps, shared,
+                                       DecodeLine(shared.starts, shape));
+  }
+#else
+  refuse_architecture();
+#endif
+}
+
+}  // namespace ortolan::cuda
