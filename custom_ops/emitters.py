@@ -54,6 +54,7 @@ def swa_attention(
     past_len: str,
     block_table: str = "",
     sink_logits: str = "",
+    prefix_end: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -62,11 +63,12 @@ def swa_attention(
     capacity: int = 0,
     scale: float = 0.0,
     softcap: float = 0.0,
+    causal: int = 1,
 ) -> onnx.NodeProto:
     """Build a SwaAttention node.
 
-    Causal attention, with optional sliding window and sinks, of this step's queries over the cache that
-    already holds this step's keys.
+    Attention of this step's queries over the cache that already holds this step's keys: causal, with an
+    optional sliding window, sinks and prefixes; or in both directions.
 
     Args:
         query: [T, Hq, D] T1. Queries of this step, after norm and RoPE.
@@ -80,6 +82,8 @@ def swa_attention(
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
         sink_logits: [Hq] tensor(float). A learned logit per head that joins the softmax's denominator and
             has no value.
+        prefix_end: [B] tensor(int32). Positions before it see each other in both directions, whatever the
+            window. Only with causal = 1.
         outputs: names of output [T, Hq, D], lse [Hq, T].
         name: name of the node.
         window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 or more.
@@ -88,9 +92,11 @@ def swa_attention(
             without a window).
         scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 or more.
         softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 or more.
+        causal: 0: a query sees later keys, too: all of its sequence, or those less than W before or after
+            it, and the sinks. Allowed: 0 or 1.
     """
-    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits,)
-    return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap})
+    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits, prefix_end,)
+    return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap, "causal": causal})
 
 
 def snap_kv_capture(

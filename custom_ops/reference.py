@@ -62,9 +62,28 @@ def ring_kv_append(
     return keys, values
 
 
-def visible_positions(position: int, window: int, sink: int) -> list[int]:
-    """List the positions that the query at `position` sees, ascending."""
-    return [j for j in range(position + 1) if window < 0 or j > position - window or j < sink]
+def visible_positions(
+    position: int, window: int, sink: int, *, length: int | None = None, causal: bool = True, prefix_end: int = 0
+) -> list[int]:
+    """List the positions that the query at `position` sees, ascending.
+
+    Args:
+        position: of the query.
+        window: W; -1 for none.
+        sink: S.
+        length: tokens in the cache; None where the query's is the last.
+        causal: whether a query sees no later key, prefixes apart.
+        prefix_end: positions before it see each other.
+    """
+
+    def sees(j: int) -> bool:
+        if not causal:
+            return window < 0 or abs(position - j) < window or j < sink
+        if position < prefix_end and j < prefix_end:
+            return True
+        return j <= position and (window < 0 or j > position - window or j < sink)
+
+    return [j for j in range(position + 1 if length is None else length) if sees(j)]
 
 
 def swa_attention(
@@ -75,12 +94,14 @@ def swa_attention(
     past_len: Array,
     block_table: Array | None = None,
     sink_logits: Array | None = None,
+    prefix_end: Array | None = None,
     *,
     window: int = -1,
     sink: int = 0,
     capacity: int = 0,
     scale: float = 0.0,
     softcap: float = 0.0,
+    causal: int = 1,
 ) -> tuple[Floats, Floats]:
     """Attend from queries [T, Hq, D] to the cache; returns output [T, Hq, D] and lse [Hq, T]."""
     tokens, heads, _ = query.shape
@@ -89,13 +110,14 @@ def swa_attention(
     output = np.zeros(query.shape)
     lse = np.full((heads, tokens), -np.inf)
     for sequence in range(len(query_start) - 1):
+        prefix = 0 if prefix_end is None else int(prefix_end[sequence])
         for row in range(query_start[sequence], query_start[sequence + 1]):
             for head in range(heads):
-                position = _length(past_len, sequence, head // group) + int(row - query_start[sequence])
-                where = [
-                    _locate(key_cache, block_table, sequence, slot_of(j, slots, sink))
-                    for j in visible_positions(position, window, sink)
-                ]
+                past = _length(past_len, sequence, head // group)
+                length = past + int(query_start[sequence + 1] - query_start[sequence])
+                position = past + int(row - query_start[sequence])
+                seen = visible_positions(position, window, sink, length=length, causal=bool(causal), prefix_end=prefix)
+                where = [_locate(key_cache, block_table, sequence, slot_of(j, slots, sink)) for j in seen]
                 keys = np.array([key_cache[page, head // group, r] for page, r in where], np.float64)
                 values = np.array([value_cache[page, head // group, r] for page, r in where], np.float64)
                 logits = _logits(query[row, head].astype(np.float64), keys, scale, softcap)

@@ -45,8 +45,8 @@ _CONTRACT: tuple[Operator, ...] = (
     ),
     Operator(
         name="SwaAttention",
-        doc="Causal attention, with optional sliding window and sinks, of this step's queries over the cache "
-        "that already holds this step's keys.",
+        doc="Attention of this step's queries over the cache that already holds this step's keys: causal, with "
+        "an optional sliding window, sinks and prefixes; or in both directions.",
         inputs=(
             QUERY,
             KEY_CACHE,
@@ -59,6 +59,13 @@ _CONTRACT: tuple[Operator, ...] = (
                 shape="[Hq]",
                 type=FLOAT,
                 doc="A learned logit per head that joins the softmax's denominator and has no value.",
+                optional=True,
+            ),
+            Port(
+                name="prefix_end",
+                shape="[B]",
+                type=INT32,
+                doc="Positions before it see each other in both directions, whatever the window. Only with causal = 1.",
                 optional=True,
             ),
         ),
@@ -91,6 +98,15 @@ _CONTRACT: tuple[Operator, ...] = (
             CAPACITY,
             SCALE,
             SOFTCAP,
+            Attribute(
+                name="causal",
+                default=1,
+                least=0,
+                most=1,
+                allowed="0 or 1",
+                doc="0: a query sees later keys, too: all of its sequence, or those less than W before or after it, "
+                "and the sinks.",
+            ),
         ),
         workspace=True,
     ),

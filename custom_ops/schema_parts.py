@@ -46,6 +46,7 @@ class Attribute:
         allowed: the allowed values, in words.
         symbol: the contract's symbol of the value, for messages.
         least: the smallest allowed number; None for any finite one.
+        most: the largest allowed number; None for any finite one.
         nonzero: 0 is not allowed.
         choices: the texts that are allowed; empty for numbers.
         enumeration: the C++ enumeration of the choices, whose values are named after them: kSiluMul for "silu_mul".
@@ -57,6 +58,7 @@ class Attribute:
     doc: str
     symbol: str = ""
     least: int | None = None
+    most: int | None = None
     nonzero: bool = False
     choices: tuple[str, ...] = ()
     enumeration: str = ""

@@ -46,13 +46,18 @@ class Shape:
     per_head_past: Sequence[Sequence[int]] | None = None
     options: dict[str, float] = field(default_factory=dict)  # scale, softcap
     sink_logits: bool = False
+    causal: bool = True
+    prefix_end: Sequence[int] | None = None
 
     @functools.cached_property  # asked for once for every row of a cache
     def slots(self) -> int:
         """C."""
         longest = max(p + t for p, t in zip(self.longest_past, self.tokens, strict=True))
         ring = self.sink + self.window - 1 + max(max(self.tokens), 1)
-        return self.capacity or (longest if self.window < 0 else max(min(longest, ring), self.sink + self.window))
+        if self.capacity:
+            return self.capacity
+        keeps_all = self.window < 0 or self.prefix_end is not None
+        return max(longest if keeps_all else min(longest, ring), self.sink + max(self.window, 1))
 
     @property
     def longest_past(self) -> list[int]:
@@ -62,7 +67,21 @@ class Shape:
     @property
     def attributes(self) -> dict[str, float]:
         """Attributes of SwaAttention."""
-        return {"window": self.window, "sink": self.sink, "capacity": self.slots, **self.options}
+        mask = {} if self.causal else {"causal": 0}
+        return {"window": self.window, "sink": self.sink, "capacity": self.slots, **mask, **self.options}
+
+    def visible_positions(self, sequence: int, head: int, token: int) -> list[int]:
+        """List the positions that a kv head's queries of one of a sequence's tokens see."""
+        past = self.per_head_past[sequence][head] if self.per_head_past else self.past[sequence]
+        prefix = self.prefix_end[sequence] if self.prefix_end else 0
+        return reference.visible_positions(
+            past + token,
+            self.window,
+            self.sink,
+            length=past + self.tokens[sequence],
+            causal=self.causal,
+            prefix_end=prefix,
+        )
 
 
 Feeds = dict[str, np.ndarray]
@@ -109,6 +128,8 @@ def attention_feeds(shape: Shape, seed: int = 0) -> Feeds:
     feeds |= {"key_cache": caches[0], "value_cache": caches[1], **table}
     if shape.sink_logits:
         feeds["sink_logits"] = rng.standard_normal(shape.heads).astype(np.float32)
+    if shape.prefix_end is not None:
+        feeds["prefix_end"] = np.array(shape.prefix_end, np.int32)
     return feeds
 
 
@@ -165,11 +186,9 @@ def plain_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]
     scale = np.float32(shape.options.get("scale", 0) or size**-0.5)
     softcap = np.float32(shape.options.get("softcap", 0))
     output, lse = np.zeros((tokens, heads, size), np.float32), np.full((heads, tokens), -np.inf, np.float32)
-    past = np.broadcast_to(feeds["past_len"].reshape(len(shape.tokens), -1), (len(shape.tokens), shape.kv_heads))
-    for sequence, head in np.ndindex(past.shape):
+    for sequence, head in np.ndindex(len(shape.tokens), shape.kv_heads):
         for row in range(feeds["query_start"][sequence], feeds["query_start"][sequence + 1]):
-            position = int(past[sequence, head] + row - feeds["query_start"][sequence])
-            seen = reference.visible_positions(position, shape.window, shape.sink)
+            seen = shape.visible_positions(sequence, head, row - feeds["query_start"][sequence])
             keys, values = (gather(shape, feeds, name, sequence, head, seen) for name in ("key_cache", "value_cache"))
             for h in range(head * group, (head + 1) * group):
                 z = keys @ feeds["query"][row, h].astype(np.float32) * scale

@@ -17,6 +17,8 @@ HEAD_SIZES = (64, 128, 256)
 PAGES = (0, 16, 32)  # slots; 0: contiguous
 CHUNKS = ("whole", "even", "odd")
 BATCHES = ("one", "mixed")
+MASKS = ("causal", "both", "prefix")
+PREFIX_END = 100
 RING_MULTIPLE = 32  # slots; whole pages of either size, and no whole tiles of any kernel
 
 
@@ -34,6 +36,7 @@ class MatrixCase:
         batch: "one" sequence, or "mixed" lengths: that, a third, one token, and a few less.
         page_slots: P; 0 for contiguous caches.
         lse: whether the log-sum-exp is asked for.
+        mask: "causal", "both" directions as far as the step reaches, or a "prefix" of PREFIX_END positions.
     """
 
     window: int
@@ -45,6 +48,7 @@ class MatrixCase:
     batch: str
     page_slots: int = 0
     lse: bool = True
+    mask: str = "causal"
 
     @property
     def lengths(self) -> list[int]:
@@ -60,7 +64,8 @@ class MatrixCase:
     def capacity(self) -> int:
         """C: the least that the contract allows, in whole pages."""
         ring = max(self.sink + self.window - 1 + self.chunk_size, self.sink + self.window)
-        slots = self.length if self.window < 0 else min(self.length, ring)
+        keeps_all = self.window < 0 or (self.mask == "prefix" and self.sink < PREFIX_END)
+        slots = self.length if keeps_all else min(self.length, ring)
         return -(-max(slots, self.sink + max(self.window, 1)) // RING_MULTIPLE) * RING_MULTIPLE
 
     def steps(self) -> Iterator[list[tuple[int, int]]]:
@@ -68,6 +73,10 @@ class MatrixCase:
         cuts = [self._cuts(length) for length in self.lengths]
         for number in range(max(map(len, cuts))):
             yield [c[number] if number < len(c) else (n, n) for c, n in zip(cuts, self.lengths, strict=True)]
+
+    def step_ends(self, length: int) -> np.ndarray:
+        """Return, for each position of a sequence of some length, the end of the step that reads it: [L]."""
+        return np.concatenate([np.full(end - begin, end) for begin, end in self._cuts(length)])
 
     def _cuts(self, length: int) -> list[tuple[int, int]]:
         tail = min(length, 3) if self.chunks == "odd" else 0

@@ -13,7 +13,7 @@ from typing import Any
 import devices
 import ml_dtypes
 import numpy as np
-from attention_matrix import CHUNKS, MatrixCase, Rows, sequence_rows
+from attention_matrix import CHUNKS, PREFIX_END, MatrixCase, Rows, sequence_rows
 from tolerances import ERROR_FACTOR, ROUNDING_UNITS
 
 DRAWN_ROWS = 8  # of a sequence, checked beside those at the edges
@@ -31,7 +31,8 @@ class Expected:
 
 def expect(case: MatrixCase, element: np.dtype, sequence: int, *, every_row: bool = False) -> Expected:
     """Compute the oracle of one sequence; cases that differ in chunks, pages or outputs share it."""
-    shared = dataclasses.replace(case, chunks="whole", batch="mixed", page_slots=0, lse=True)
+    chunks = "whole" if case.mask == "causal" else case.chunks  # else they bound what queries see
+    shared = dataclasses.replace(case, chunks=chunks, batch="mixed", page_slots=0, lse=True)
     return _expect(shared, element, sequence, devices.current(), every_row)
 
 
@@ -47,7 +48,7 @@ def _expect(case: MatrixCase, element: np.dtype, sequence: int, device: str, eve
 
 def checked_rows(case: MatrixCase, length: int) -> np.ndarray:
     """Positions where something changes - of sinks, window, chunks, rings and sequence - and a few drawn ones."""
-    edges = {0, case.sink, length - 1, length - 3}
+    edges = {0, case.sink, length - 1, length - 3, PREFIX_END}
     if case.window > 0:
         edges |= {case.window, case.sink + case.window}
     for chunks in CHUNKS:
@@ -68,27 +69,34 @@ def oracle(case: MatrixCase, rows: Rows, positions: np.ndarray, kind: type) -> t
     for begin in range(0, len(positions), BLOCK_ROWS):
         block = slice(begin, begin + BLOCK_ROWS)
         i = positions[block]
-        rows, visible = query[xp.asarray(i)], xp.asarray(visible_keys(case, i))
+        rows, seen = query[xp.asarray(i)], visible_keys(case, i, len(keys))
+        end, visible = seen.shape[1], xp.asarray(seen)
         for head in range(0, heads, group):
-            logits = rows[:, head : head + group].reshape(-1, size) @ keys[: i[-1] + 1, head // group].T
+            logits = rows[:, head : head + group].reshape(-1, size) @ keys[:end, head // group].T
             logits = logits.reshape(len(i), group, -1) * kind(size**-0.5)
             logits = xp.where(visible[:, None], logits, kind(-np.inf))
             largest = logits.max(axis=2, keepdims=True)
             weights = xp.exp(logits - largest)
             total = weights.sum(axis=2, keepdims=True)
-            sums = weights.reshape(len(i) * group, -1) @ values[: i[-1] + 1, head // group]
+            sums = weights.reshape(len(i) * group, -1) @ values[:end, head // group]
             output[block, head : head + group] = sums.reshape(len(i), group, size) / total
             lse[head : head + group, block] = (largest + xp.log(total))[:, :, 0].T
     return output, lse
 
 
-def visible_keys(case: MatrixCase, positions: np.ndarray) -> np.ndarray:
-    """Say which keys, up to the last of some ascending positions, each of them sees: [R, L]."""
-    i, j = positions[:, None], np.arange(positions[-1] + 1)
-    return (j <= i) & ((case.window < 0) | (j > i - case.window) | (j < case.sink))
+def visible_keys(case: MatrixCase, positions: np.ndarray, length: int) -> np.ndarray:
+    """Say which keys each of some ascending positions sees, up to the last one that any may see: [R, K]."""
+    step_end = case.step_ends(length)[positions][:, None]
+    i, j = positions[:, None], np.arange(positions[-1] + 1 if case.mask == "causal" else step_end[-1, 0])
+    near = (case.window < 0) | (j > i - case.window) | (j < case.sink)
+    if case.mask == "both":
+        ahead = (case.window < 0) | (j < i + case.window) | (j < case.sink)
+        return (j < step_end) & near & ahead
+    prefix = (i < PREFIX_END) & (j < min(PREFIX_END, length)) & (j < step_end)
+    return ((j <= i) & near) | (prefix & (case.mask == "prefix"))
 
 
-def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype) -> float:
+def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype, least_size: float = 0.0) -> float:
     """Return the largest error as a share of what tolerances.py allows; NaN where a value is no number.
 
     Args:
@@ -96,7 +104,9 @@ def share_of_allowed(actual: Any, plain: Any, exact: Any, stored: np.dtype) -> f
         plain: float32.
         exact: float64.
         stored: the type whose rounding is allowed for.
+        least_size: the size of values that rounding is counted at, at least. A log-sum-exp of one key is a sum of
+            products that may cancel: its rounding is that of the products.
     """
     allowed = ERROR_FACTOR * abs(devices.rounded(plain, stored) - exact).max()
-    allowed += ROUNDING_UNITS * float(ml_dtypes.finfo(stored).eps) * abs(exact).max()
+    allowed += ROUNDING_UNITS * float(ml_dtypes.finfo(stored).eps) * max(abs(exact).max(), least_size)
     return float(abs(actual - exact).max() / allowed)

@@ -13,7 +13,7 @@ from typing import Any
 
 import devices
 import numpy as np
-from attention_matrix import HEADS, MatrixCase, rows_of
+from attention_matrix import HEADS, PREFIX_END, MatrixCase, rows_of
 from matrix_oracle import expect, share_of_allowed
 from resident import BoundOperator, Resident
 
@@ -44,7 +44,7 @@ class Steps:
 
 def steps_of(case: MatrixCase, element: np.dtype) -> Steps:
     """Lay out a case's tokens."""
-    shared = dataclasses.replace(case, window=-1, sink=0, page_slots=0, lse=True)
+    shared = dataclasses.replace(case, window=-1, sink=0, page_slots=0, lse=True, mask="causal")
     return _steps_of(shared, element, devices.current())
 
 
@@ -124,7 +124,13 @@ def run_case(case: MatrixCase, element: np.dtype) -> Results:
         attended = {port: first[port] for port in ("query", "query_start", "past_len")}
         ports = ("output", "lse") if case.lse else ("output",)
         append = BoundOperator("RingKvAppend", caches, appended, (), sink=case.sink)
-        attend = BoundOperator("SwaAttention", caches, attended, ports, window=case.window, sink=case.sink)
+        causal = int(case.mask != "both")
+        prefixes = {}
+        if case.mask == "prefix":
+            prefixes["prefix_end"] = Resident.of(np.full(len(case.lengths), PREFIX_END, np.int32))
+        attend = BoundOperator(
+            "SwaAttention", caches | prefixes, attended, ports, window=case.window, sink=case.sink, causal=causal
+        )
         for number, (begin, end) in enumerate(zip(steps.begins, steps.begins[1:], strict=False)):
             inputs = step_inputs(steps, number, len(case.lengths))
             append.run({port: inputs[port] for port in appended}, {})
@@ -166,7 +172,7 @@ def check_against_oracle(results: Results, *, every_row: bool = False) -> float:
             if results.lse is not None:
                 places = xp.asarray(steps.lse_places[sequence][:, expected.positions])
                 sums = results.lse.storage.reshape(-1)[places]
-                shares.append(share_of_allowed(sums, expected.plain[1], expected.exact[1], np.dtype(np.float32)))
+                shares.append(share_of_allowed(sums, expected.plain[1], expected.exact[1], np.dtype(np.float32), 1.0))
             assert all(share <= 1 for share in shares), f"sequence {sequence}: {shares} of the error allowed"
             worst = max(worst, *shares)
     return worst

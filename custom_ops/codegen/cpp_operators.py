@@ -101,6 +101,7 @@ def _read(attribute: Attribute) -> str:
         return f'choice<{attribute.enumeration}>({{{name}, "", {allowed}}}, {default}, {{{pairs}}})'
     rule = [name, f'"{attribute.symbol}"', allowed]
     rule += [f".least = {attribute.least}"] if attribute.least is not None else []
+    rule += [f".most = {attribute.most}"] if attribute.most is not None else []
     rule += [".nonzero = true"] if attribute.nonzero else []
     fields = [".name = ", ".symbol = ", ".allowed = "]
     rule = [f + r for f, r in zip(fields, rule[:3], strict=True)] + rule[3:]

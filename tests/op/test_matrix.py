@@ -20,6 +20,7 @@ from attention_matrix import (
     HEAD_SIZES,
     HEADS,
     LENGTHS,
+    MASKS,
     PAGES,
     SINKS,
     WINDOWS,
@@ -39,6 +40,7 @@ AXES = {
     "batch": BATCHES,
     "page_slots": PAGES,
     "lse": (True, False),
+    "mask": MASKS,
 }
 OUTER = ("length", "group", "head_size", "chunks")  # one test each; the rest are runs within it, on the same tokens
 
@@ -86,8 +88,9 @@ def outer_cases() -> list[tuple]:
 def test_whole(name, values, record_property):
     with devices.using(devices.TARGETS[name]):
         found = Findings()
-        for window, sink, batch in itertools.product(WINDOWS, SINKS, BATCHES):
-            found.check(MatrixCase(**dict(zip(OUTER, values, strict=True)), window=window, sink=sink, batch=batch))
+        for window, sink, batch, mask in itertools.product(WINDOWS, SINKS, BATCHES, MASKS):
+            outer = dict(zip(OUTER, values, strict=True))
+            found.check(MatrixCase(**outer, window=window, sink=sink, batch=batch, mask=mask))
     record_property("matrix", (found.cases, found.worst))
     assert not found.problems, f"{len(found.problems)} of {found.cases} cases: " + "\n".join(found.problems[:10])
 

@@ -42,6 +42,13 @@ ATTENTION_INPUTS = {
         {},
     ),
     "sink_logits' has shape": (attention(sink_logits=np.zeros(3, np.float32)), {}),
+    "prefix_end' has shape": (attention(prefix_end=np.zeros(3, np.int32)), {}),
+    "'prefix_end' holds -1": (attention(prefix_end=np.array([0, -1], np.int32)), {}),
+    "needs causal = 1": (attention(prefix_end=np.zeros(2, np.int32)), {"causal": 0}),
+    "need the prefix's first ones": (
+        attention(past_len=np.array([40, 0], np.int32), prefix_end=np.array([41, 0], np.int32)),
+        {"window": 8},
+    ),
 }
 
 
@@ -71,6 +78,8 @@ def test_attention_refuses_a_chunk_that_overwrote_its_window():
         ({"capacity": 4, "sink": 4}, "capacity C = 4 must be more than sink S = 4"),
         ({"scale": -1.0}, "scale"),
         ({"softcap": -1.0}, "softcap"),
+        ({"causal": 2}, "causal = 2 is not allowed; allowed: 0 or 1"),
+        ({"causal": -1}, "causal = -1"),
     ],
 )
 def test_attributes_are_refused_when_the_session_is_made(attributes, message):

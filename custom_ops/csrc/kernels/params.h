@@ -49,16 +49,18 @@ struct SwaAttentionParams {
   CacheLayout cache;
   Packing packing;
   Lengths past_len;
-  int64_t num_heads;         // Hq
-  int64_t window;            // W; -1: none
-  float scale;               // resolved, never 0
-  float softcap;             // 0: none
-  const void* query;         // [T, Hq, D]
-  const void* key_cache;     // [N, Hkv, P, D]
-  const void* value_cache;   // [N, Hkv, P, D]
-  const float* sink_logits;  // [Hq] or null
-  void* output;              // [T, Hq, D]
-  float* lse;                // [Hq, T] or null
+  int64_t num_heads;  // Hq
+  int64_t window;     // W; -1: none
+  float scale;        // resolved, never 0
+  float softcap;      // 0: none
+  bool causal;
+  const void* query;          // [T, Hq, D]
+  const void* key_cache;      // [N, Hkv, P, D]
+  const void* value_cache;    // [N, Hkv, P, D]
+  const float* sink_logits;   // [Hq] or null
+  const int32_t* prefix_end;  // [B] or null
+  void* output;               // [T, Hq, D]
+  float* lse;                 // [Hq, T] or null
 };
 
 struct SnapKvCaptureParams {

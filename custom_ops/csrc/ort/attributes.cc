@@ -51,7 +51,7 @@ struct Given {
 };
 
 bool is_allowed(const AttributeRule& rule, double value) {
-  return std::isfinite(value) && value >= rule.least && !(rule.nonzero && value == 0);
+  return std::isfinite(value) && value >= rule.least && value <= rule.most && !(rule.nonzero && value == 0);
 }
 
 std::string title(const AttributeRule& rule) {

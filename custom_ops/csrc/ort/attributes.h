@@ -16,6 +16,7 @@ struct AttributeRule {
   const char* symbol;   // the contract's, or empty
   const char* allowed;  // in words
   double least = -std::numeric_limits<double>::infinity();
+  double most = std::numeric_limits<double>::infinity();
   bool nonzero = false;
 };
 

@@ -106,7 +106,8 @@ void check_attended_pages(const Context& context, const SwaAttentionParams& p, s
   for (int64_t b = 0; b < p.packing.num_sequences; ++b)
     for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h) {
       const int64_t past = p.past_len.at(b, h), length = past + p.packing.count(b);
-      const int64_t oldest = p.window < 0 ? 0 : std::max<int64_t>(0, past - p.window + 1);
+      const bool sees_all = p.window < 0 || (p.prefix_end && past < p.prefix_end[b]);
+      const int64_t oldest = sees_all ? 0 : std::max<int64_t>(0, past - p.window + 1);
       check_pages(context, p.cache, block_table, b, 0, std::min(p.cache.sink, oldest));
       check_pages(context, p.cache, block_table, b, oldest, length);
     }
@@ -123,6 +124,21 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
     context.bad_shape(query_index, query, "with Hq a multiple of Hkv = " + number(cache.num_kv_heads));
 }
 
+const int32_t* read_prefixes(const Context& context, size_t index, const SwaAttentionParams& p) {
+  const Tensor tensor = context.input(index, {p.packing.num_sequences});
+  if (!tensor.present) return nullptr;
+  if (!p.causal)
+    context.node().fail(
+        "input 'prefix_end' needs causal = 1; with causal = 0 every query sees later keys already, so leave "
+        "it out");
+  const int32_t* values = tensor.as<int32_t>();
+  for (int64_t b = 0; context.values_readable() && b < tensor.size(); ++b)
+    if (values[b] < 0)
+      context.node().fail("input 'prefix_end' holds " + number(values[b]) +
+                          "; a position must be at least 0");
+  return values;
+}
+
 void check_window(const Context& context, const SwaAttentionParams& p) {
   const CacheLayout& cache = p.cache;
   const NodeInfo& node = context.node();
@@ -137,6 +153,11 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
       if (p.window < 0)
         node.fail("sequence " + number(b) + " has " + number(length) + " tokens, more than capacity C = " +
                   number(cache.capacity) + "; attention without a window needs all of them");
+      const int64_t prefix = p.prefix_end ? p.prefix_end[b] : 0;
+      if (p.past_len.at(b, h) < prefix && prefix > cache.sink)
+        node.fail("sequence " + number(b) + " has " + number(length) +
+                  " tokens, more than capacity C = " + number(cache.capacity) +
+                  "; its queries before 'prefix_end' = " + number(prefix) + " need the prefix's first ones");
       if (cache.capacity < cache.sink + p.window - 1 + tokens)
         node.fail("sequence " + number(b) + " appended T_b = " + number(tokens) +
                   " tokens to a ring of C = " + number(cache.capacity) +

@@ -51,6 +51,8 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
                  const CacheLayout& cache, int64_t head_size);
 
 // A window's keys must still be in the ring when its queries attend.
+// Reads where each sequence's prefix ends; null where none is given.
+const int32_t* read_prefixes(const Context& context, size_t index, const SwaAttentionParams& p);
 void check_window(const Context& context, const SwaAttentionParams& params);
 
 // A sequence cannot hold more than its cache has slots.

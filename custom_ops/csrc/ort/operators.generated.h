@@ -55,6 +55,7 @@ inline constexpr Port kSwaAttentionInputs[] = {
     {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
     {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
+    {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
 };
 inline constexpr Port kSwaAttentionOutputs[] = {
     {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
@@ -63,7 +64,7 @@ inline constexpr Port kSwaAttentionOutputs[] = {
 namespace ops {
 struct SwaAttention {
   using Params = SwaAttentionParams;
-  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits }; };
+  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits, kPrefixEnd }; };
   struct Out { enum : size_t { kOutput, kLse }; };
   struct Attributes {
     int64_t window = -1;
@@ -71,6 +72,7 @@ struct SwaAttention {
     int64_t capacity = 0;
     float scale = 0.0f;
     float softcap = 0.0f;
+    int64_t causal = 1;
 
     static Attributes read(const AttributeReader& reader) {
       Attributes attributes;
@@ -79,6 +81,7 @@ struct SwaAttention {
       attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
       attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
       attributes.softcap = reader.real({.name = "softcap", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.causal = reader.integer({.name = "causal", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 1);
       return attributes;
     }
   };

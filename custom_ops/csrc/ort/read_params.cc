@@ -69,6 +69,8 @@ SwaAttentionParams read_params(const Call<ops::SwaAttention>& call) {
   params.window = call.attributes().window;
   params.scale = resolved_scale(call.attributes().scale, query.dim(2));
   params.softcap = call.attributes().softcap;
+  params.causal = call.attributes().causal != 0;
+  params.prefix_end = read_prefixes(call, Op::In::kPrefixEnd, params);
   check_window(call, params);
   check_attended_pages(call, params, Op::In::kBlockTable);
   params.query = query.data;

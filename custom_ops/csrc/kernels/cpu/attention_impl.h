@@ -52,7 +52,7 @@ class AttentionTask {
   }
 
   // Spans that hold a key visible to some row of the block.
-  int64_t num_spans() const { return position(rows_.count() - 1) / kSpanKeys + 1; }
+  int64_t num_spans() const { return (seen().window.end - 1) / kSpanKeys + 1; }
 
   bool touches_span(int64_t span) const { return touched(span * kSpanKeys, (span + 1) * kSpanKeys); }
 
@@ -106,16 +106,17 @@ class AttentionTask {
   int64_t token(int64_t r) const { return p_.packing.first(rows_.sequence) + (rows_.begin + r) / group_; }
   int64_t position(int64_t r) const { return past_ + (rows_.begin + r) / group_; }
   int64_t query_head(int64_t r) const { return rows_.head * group_ + (rows_.begin + r) % group_; }
-  Visible visible(int64_t r) const { return Visible(position(r), p_.window, p_.cache.sink); }
+  Visible visible(int64_t r) const { return Visible::of(p_, rows_.sequence, position(r), length_); }
 
   const Element* query_row(int64_t r) const {
     return static_cast<const Element*>(p_.query) + (token(r) * p_.num_heads + query_head(r)) * size_;
   }
 
-  // What some row of the block sees: windows move with the rows, so the first and the last row bound it.
+  // What some row of the block sees: windows move with the rows, and the rows of a prefix, which see all of
+  // it, come first. So the first and the last row bound it.
   Visible seen() const {
-    const Visible last = visible(rows_.count() - 1);
-    return {last.sinks, {visible(0).window.begin, last.window.end}};
+    const Visible first = visible(0), last = visible(rows_.count() - 1);
+    return {last.sinks, {first.window.begin, std::max(first.window.end, last.window.end)}};
   }
 
   bool touched(int64_t begin, int64_t end) const { return seen().touches(begin, end); }

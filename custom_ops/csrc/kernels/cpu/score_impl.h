@@ -92,7 +92,7 @@ class ScoreHead {
   void for_each_block(int64_t span, int64_t limit, Body body) const {
     std::vector<float> rows(kTileKeys * size_), columns(kTileKeys * size_);
     const int64_t end = std::min((span + 1) * kSpanKeys, limit);
-    const Visible all({}, {0, length_});
+    const Visible all{{}, {0, length_}};
     for (int64_t first = span * kSpanKeys; first < end; first += kTileKeys) {
       const float* keys = tile_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_,
                                     first, all, rows.data());

@@ -25,14 +25,21 @@ struct KeyRange {
   KeyRange clip(int64_t low, int64_t high) const { return {std::max(begin, low), std::min(end, high)}; }
 };
 
-// The keys of `position` as OPS defines them: a causal window, and the sinks before it.
+// Keys that a query sees: those around it, and the sinks before them.
 struct Visible {
   KeyRange sinks, window;
 
-  Visible(KeyRange sinks, KeyRange window) : sinks(sinks), window(window) {}
-  Visible(int64_t position, int64_t window_keys, int64_t sink) {
-    window = {window_keys < 0 ? 0 : std::max<int64_t>(0, position - window_keys + 1), position + 1};
-    sinks = {0, std::min(sink, window.begin)};
+  // The query at `position` of a sequence with `length` tokens.
+  static Visible of(const SwaAttentionParams& p, int64_t sequence, int64_t position, int64_t length) {
+    const int64_t prefix = p.prefix_end ? std::min<int64_t>(p.prefix_end[sequence], length) : 0;
+    if (position < prefix) return {{0, 0}, {0, prefix}};
+    const bool limited = p.window >= 0;
+    const int64_t oldest = limited ? std::max<int64_t>(0, position - p.window + 1) : 0;
+    if (p.causal) return {{0, std::min(p.cache.sink, oldest)}, {oldest, position + 1}};
+    const int64_t newest_end = limited ? std::min(length, position + p.window) : length;
+    // Sinks behind the window, and then also before it, lie next to it.
+    const int64_t end = std::max(newest_end, std::min(p.cache.sink, length));
+    return {{0, std::min(p.cache.sink, oldest)}, {oldest, end}};
   }
 
   bool covers(int64_t begin, int64_t end) const {
@@ -99,29 +106,37 @@ constexpr int64_t kPassVecs = 4;
 constexpr int64_t kPassVecs = 1;
 #endif
 
+// Columns whose products are summed apart: rounding grows with the terms of one chain of sums.
+constexpr int64_t kDotColumns = 32;
+
 // scores[r][0..64) = queries[r] . key j, for kRows rows that lie `query_stride` apart.
 template <int64_t kRows>
 void dot_tile(const float* queries, int64_t query_stride, const float* columns, int64_t size, float* scores) {
   for (int64_t first = 0; first < kTileVecs; first += kPassVecs) {
     const float* column = columns + first * kLanes;
-    Vec sum[kRows][kPassVecs] = {};
-    for (int64_t d = 0; d < size; ++d, column += kTileKeys)
-      for (int64_t v = 0; v < kPassVecs; ++v) {
-        const Vec key = load(column + v * kLanes);
-        for (int64_t r = 0; r < kRows; ++r)
-          sum[r][v] = sum[r][v] + broadcast(queries[r * query_stride + d]) * key;
-      }
-    for (int64_t r = 0; r < kRows; ++r)
-      for (int64_t v = 0; v < kPassVecs; ++v) store(scores + r * kTileKeys + (first + v) * kLanes, sum[r][v]);
+    float* target = scores + first * kLanes;
+    for (int64_t begin = 0; begin < size; begin += kDotColumns) {
+      Vec sum[kRows][kPassVecs] = {};
+      const int64_t end = std::min(begin + kDotColumns, size);
+      for (int64_t d = begin; d < end; ++d, column += kTileKeys)
+        for (int64_t v = 0; v < kPassVecs; ++v) {
+          const Vec key = load(column + v * kLanes);
+          for (int64_t r = 0; r < kRows; ++r)
+            sum[r][v] = sum[r][v] + broadcast(queries[r * query_stride + d]) * key;
+        }
+      for (int64_t r = 0; r < kRows; ++r)
+        for (int64_t v = 0; v < kPassVecs; ++v) {
+          float* place = target + r * kTileKeys + v * kLanes;
+          store(place, begin ? load(place) + sum[r][v] : sum[r][v]);
+        }
+    }
   }
 }
 
 // Adds kVecs vectors from column d on: sums[r][d..] += sum over `keys` of weights[r][j] * rows[j][d..].
 template <int64_t kRows, int64_t kVecs>
 void add_weighted_vecs(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
-  Vec sum[kRows][kVecs];
-  for (int64_t r = 0; r < kRows; ++r)
-    for (int64_t v = 0; v < kVecs; ++v) sum[r][v] = load(sums + r * size + v * kLanes);
+  Vec sum[kRows][kVecs] = {};  // apart, so that rounding does not grow with every tile
   for (int64_t j = keys.begin; j < keys.end; ++j)
     for (int64_t v = 0; v < kVecs; ++v) {
       const Vec value = load(rows + j * size + v * kLanes);
@@ -129,7 +144,10 @@ void add_weighted_vecs(const float* weights, const float* rows, int64_t size, Ke
         sum[r][v] = sum[r][v] + broadcast(weights[r * kTileKeys + j]) * value;
     }
   for (int64_t r = 0; r < kRows; ++r)
-    for (int64_t v = 0; v < kVecs; ++v) store(sums + r * size + v * kLanes, sum[r][v]);
+    for (int64_t v = 0; v < kVecs; ++v) {
+      float* place = sums + r * size + v * kLanes;
+      store(place, load(place) + sum[r][v]);
+    }
 }
 
 // sums[r][0..D) += sum over keys [begin, end) of weights[r][j] * rows[j].
@@ -142,10 +160,10 @@ void add_weighted(const float* weights, const float* rows, int64_t size, KeyRang
     add_weighted_vecs<kRows, 1>(weights, rows + d, size, keys, sums + d);
   for (; d < size; ++d)
     for (int64_t r = 0; r < kRows; ++r) {
-      float sum = sums[r * size + d];
+      float sum = 0;
       for (int64_t j = keys.begin; j < keys.end; ++j)
         sum = sum + weights[r * kTileKeys + j] * rows[j * size + d];
-      sums[r * size + d] = sum;
+      sums[r * size + d] += sum;
     }
 }
 

@@ -49,11 +49,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t kv_head = head / (params.num_heads / params.cache.num_kv_heads);
   const int32_t first = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head)) + tile.offset;
   const int32_t last = first + tile.count - 1;
-  const Visibility visibility = Visibility::of(params);
-  const int32_t oldest = first - visibility.window + 1;
+  const int32_t end = first - tile.offset + static_cast<int32_t>(params.packing.count(tile.sequence));
+  const Visibility visibility = Visibility::of(params, tile.sequence, end - 1);
+  const SeenPositions seen = visibility.of_queries(first, last);
   const KeyRows rows(params.cache, tile.sequence, kv_head);
-  const KeyTiles visits = KeyTiles::of(first, last, visibility.window == kNoWindow ? -1 : visibility.window,
-                                       visibility.sink, kKeys);
+  const KeyTiles visits = KeyTiles::of(seen, kKeys);
 
   const auto* query = static_cast<const float*>(params.query);
   for (int i = threadIdx.x; i < kRows * head_size; i += kThreads) {
@@ -65,16 +65,15 @@ __global__ void __launch_bounds__(kThreads)
     const int32_t slot = rows.first_slot(first_key);
     for (int i = threadIdx.x; i < kKeys * head_size; i += kThreads) {
       const int row = i / head_size, column = i % head_size;
-      const int32_t position = first_key + row;
-      const bool seen = position <= last && (position >= oldest || position < visibility.sink);
       rows_of_keys[row * stride + column] =
-          seen ? static_cast<const float*>(cache)[rows.offset(slot + row) + column] : 0;
+          seen.holds(first_key + row) ? static_cast<const float*>(cache)[rows.offset(slot + row) + column]
+                                      : 0;
     }
   };
 
   const int row = threadIdx.x / kThreadsPerRow;
   const int part = threadIdx.x % kThreadsPerRow;
-  const int32_t position = first + row;
+  const SeenPositions own = visibility.of_query(first + row);
   float maximum = -INFINITY, total = 0;
   float sums[kRows][kColumnsPerThread] = {};
   for (int n = 0; n < visits.count(); ++n) {
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
     float tile_maximum = maximum;
 #pragma unroll
     for (int k = 0; k < kKeysPerThread; ++k) {
-      const bool sees = visibility.sees(position, first_key + k * kThreadsPerRow + part);
+      const bool sees = own.holds(first_key + k * kThreadsPerRow + part);
       z[k] = sees ? logit(params, z[k]) : -INFINITY;
       tile_maximum = fmaxf(tile_maximum, z[k]);
     }

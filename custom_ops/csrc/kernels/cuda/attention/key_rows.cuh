@@ -54,27 +54,6 @@ struct KeyRows {
   }
 };
 
-// Which positions some query of a tile sees; the rows of others are never read.
-struct SeenPositions {
-  int32_t oldest;  // inside the window of some query
-  int32_t newest;
-  int32_t sink;
-
-  static __device__ __forceinline__ SeenPositions of(const Visibility& visibility, int32_t first,
-                                                     int32_t last) {
-    return {first - visibility.window + 1, last, visibility.sink};
-  }
-  __device__ __forceinline__ bool holds(int32_t position) const {
-    return position <= newest && (position >= oldest || position < sink);
-  }
-  __device__ __forceinline__ bool hold_any(int32_t begin, int32_t end) const {
-    return begin <= newest && (end > oldest || begin < sink);
-  }
-  __device__ __forceinline__ bool hold_all(int32_t begin, int32_t end) const {
-    return end - 1 <= newest && (begin >= oldest || end <= sink);
-  }
-};
-
 // A tile of kKeys positions, ready to be copied by kThreads threads to shared memory with rows `kStride`
 // elements apart. Rows that nobody sees, and columns past the head size, become zeros.
 template <int kHeadSize, int kKeys, int kStride, int kThreads>

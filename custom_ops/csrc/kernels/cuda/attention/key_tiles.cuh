@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/cache_layout.h"
+#include "kernels/cuda/common/softmax.cuh"
 
 namespace ortolan::cuda {
 
@@ -23,20 +24,17 @@ ORTOLAN_HOST_DEVICE int32_t divide_up(int32_t number, PowerOfTwo divisor) {
 // of a query are the same however the prompt was cut. Tile n holds the positions n * tile .. (n + 1) * tile.
 struct KeyTiles {
   int32_t sink_end;  // tiles 0 .. sink_end hold sinks and lie before the window's
-  int32_t begin;     // tiles begin .. end hold the window
+  int32_t begin;     // tiles begin .. end hold the window, and sinks within or behind it
   int32_t end;
 
-  // For queries at positions first .. last (inclusive); W = window (-1: none), S = sink. Tile: int or
-  // PowerOfTwo.
+  // Tile: int or PowerOfTwo.
   template <typename Tile>
-  static ORTOLAN_HOST_DEVICE KeyTiles of(int32_t first, int32_t last, int32_t window, int32_t sink,
-                                         Tile tile) {
+  static __device__ __forceinline__ KeyTiles of(const SeenPositions& seen, Tile tile) {
     KeyTiles tiles;
-    const int32_t oldest = window < 0 || first < window ? 0 : first - window + 1;
-    tiles.begin = oldest / tile;
-    tiles.end = last < 0 ? 0 : last / tile + 1;
-    const int32_t sink_tiles = divide_up(sink, tile);
-    tiles.sink_end = sink_tiles < tiles.begin ? sink_tiles : tiles.begin;
+    const int32_t sink_tiles = divide_up(seen.sink_end, tile);
+    tiles.begin = max(seen.oldest, 0) / tile;
+    tiles.end = max(divide_up(seen.newest + 1, tile), sink_tiles);
+    tiles.sink_end = min(sink_tiles, tiles.begin);
     return tiles;
   }
 

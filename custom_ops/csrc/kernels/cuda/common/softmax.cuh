@@ -17,22 +17,58 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return y;
 }
 
-// Position i sees position j: causal, and inside the window or a sink.
+// Positions that some queries see: oldest .. newest, inclusive, and those before `sink_end`.
+struct SeenPositions {
+  int32_t oldest;  // may be negative
+  int32_t newest;
+  int32_t sink_end;
+
+  __device__ __forceinline__ bool holds(int32_t position) const {
+    return bool(((position >= oldest) & (position <= newest)) | (position < sink_end));  // no branches
+  }
+  __device__ __forceinline__ bool hold_any(int32_t begin, int32_t end) const {
+    return (begin <= newest && end > oldest) || begin < sink_end;
+  }
+  __device__ __forceinline__ bool hold_all(int32_t begin, int32_t end) const {
+    return (end - 1 <= newest && begin >= oldest) || end <= sink_end;
+  }
+};
+
+// Which positions of one sequence see which. Queries of a prefix come before all others and see the same, so
+// the first and the last of some queries in a row bound what they see.
 struct Visibility {
   int32_t window;  // kNoWindow: all
   int32_t sink;
+  int32_t ahead;   // later positions that a query sees; 0: causal
+  int32_t last;    // of the sequence
+  int32_t prefix;  // positions before it see each other
 
-  static ORTOLAN_HOST_DEVICE Visibility of(const SwaAttentionParams& params) {
+  // `last`: of the sequence's positions.
+  static __device__ __forceinline__ Visibility of(const SwaAttentionParams& params, int sequence,
+                                                  int32_t last) {
     const bool limited = params.window >= 0 && params.window < kNoWindow;
-    return {limited ? static_cast<int32_t>(params.window) : kNoWindow,
-            limited ? static_cast<int32_t>(params.cache.sink) : 0};
+    const int32_t window = limited ? static_cast<int32_t>(params.window) : kNoWindow;
+    const int32_t prefix = params.prefix_end ? min(params.prefix_end[sequence], last + 1) : 0;
+    return {window, limited ? static_cast<int32_t>(params.cache.sink) : 0,
+            params.causal ? 0
+            : limited     ? window - 1
+                          : kNoWindow,
+            last, prefix};
   }
-  __device__ __forceinline__ bool sees(int32_t i, int32_t j) const {
-    return bool((j <= i) & ((j > i - window) | (j < sink)));  // no branches
+  // What the query at position i sees.
+  __device__ __forceinline__ SeenPositions of_query(int32_t i) const {
+    const bool in_prefix = i < prefix;
+    return {in_prefix ? 0 : i - window + 1, in_prefix ? prefix - 1 : min(i + ahead, last),
+            min(sink, (ahead ? last : i) + 1)};
   }
-  // Whether some of the queries first .. last (inclusive) does not see some of the keys begin .. end.
-  __device__ __forceinline__ bool cuts(int32_t first, int32_t last, int32_t begin, int32_t end) const {
-    return end - 1 > first || begin <= last - window;
+  // What some of the queries first .. last (inclusive) see.
+  __device__ __forceinline__ SeenPositions of_queries(int32_t first, int32_t last) const {
+    const SeenPositions a = of_query(first), b = of_query(last);
+    return {a.oldest, max(a.newest, b.newest), b.sink_end};
+  }
+  // What all of them see, sinks apart.
+  __device__ __forceinline__ SeenPositions of_each(int32_t first, int32_t last) const {
+    return {of_query(last).oldest, of_query(first).newest, 0};
   }
 };
 

@@ -90,16 +90,15 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
   const auto block = static_cast<int>(blockIdx.x);
   const DecodePiece<Line> piece{line, line.begin(block), line.begin(block + 1)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Visibility visibility = Visibility::of(params);
   if (warp < shape.warps) {
     DecodeWarp<Element, kHeadSize, kRowTiles> self{
-        params, shape, shared, visibility, Logits::of(params.scale, params.softcap), warp, lane};
+        params, shape, shared, Logits::of(params.scale, params.softcap), warp, lane};
     multiply_tiles(self, piece);
   } else if (warp < shape.warps + kLoadWarps) {
     const bool is_values = warp > shape.warps;
     const void* cache = is_values ? params.value_cache : params.key_cache;
-    const DecodeLoad<Element, kHeadSize> self{
-        params, shape, visibility, static_cast<const Element*>(cache), evict_first_policy(), lane};
+    const DecodeLoad<Element, kHeadSize> self{params, shape, static_cast<const Element*>(cache),
+                                              evict_first_policy(), lane};
     load_tiles(self, shared, piece, is_values);
   } else {
     DecodeMerge<Element, kHeadSize, kRowTiles> self{

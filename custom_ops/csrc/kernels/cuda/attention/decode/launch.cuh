@@ -45,7 +45,7 @@ void fill_shared(DecodeShape& shape, const Device& device) {
 // Whether a block can tell its first tile from a length and its own number.
 inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
   return device.compute_capability >= 90 && params.packing.num_sequences == 1 && shape.row_tiles == 1 &&
-         params.past_len.head_stride == 0 && !params.cache.block_table;
+         params.past_len.head_stride == 0 && !params.cache.block_table && !params.prefix_end;
 }
 
 // A shape but for what lies in shared memory: entries of `most_rows` query rows at most.
@@ -95,7 +95,7 @@ constexpr bool kHasClusters = kRowTiles == 1 && kHeadSize <= 256;
 // Tiles that an entry visits, at most.
 inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
   const int64_t all = divide_up(static_cast<int32_t>(params.cache.capacity), shape.tile_keys);
-  if (params.window < 0) return static_cast<int>(all);
+  if (params.window < 0 || params.prefix_end) return static_cast<int>(all);
   const int64_t window = (params.window + kDecodeTokens) / shape.tile_keys + 2;
   return static_cast<int>(
       std::min(all + 1, window + divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys)));

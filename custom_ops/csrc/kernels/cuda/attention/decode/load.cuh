@@ -20,7 +20,6 @@ struct DecodeLoad {
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
-  Visibility visibility;
   const Element* cache;  // keys or values
   uint64_t policy;       // of L2
   int lane;
@@ -29,7 +28,7 @@ struct DecodeLoad {
   __device__ __forceinline__ void load(const DecodeCursor& cursor, uint32_t target) const {
     const DecodeEntry& entry = cursor.of;
     const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
-    const SeenPositions seen = SeenPositions::of(visibility, entry.first_position, entry.last_position);
+    const SeenPositions seen = entry.seen();
     const int32_t first = cursor.key_tile() * shape.tile_keys;
     const int32_t slot = rows.first_slot(first);
     const int32_t written = min(shape.tile_keys, entry.last_position + 1 - first);

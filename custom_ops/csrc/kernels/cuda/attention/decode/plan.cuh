@@ -105,6 +105,7 @@ struct DecodeEntry {
   int rows;
   int32_t first_position;  // of the sequence's first new token
   int32_t last_position;
+  Visibility visibility;
   KeyTiles tiles;
 
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
@@ -117,13 +118,17 @@ struct DecodeEntry {
     entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
     const int rows = tokens <= kDecodeTokens ? tokens * shape.group - entry.first_row : 0;
     entry.rows = rows < 0 ? 0 : rows < shape.entry_rows ? rows : shape.entry_rows;
-    const Visibility visibility = Visibility::of(params);
     entry.last_position = entry.first_position + tokens - 1;
-    entry.tiles = entry.rows ? KeyTiles::of(entry.first_position, entry.last_position,
-                                            visibility.window == kNoWindow ? -1 : visibility.window,
-                                            visibility.sink, PowerOfTwo{shape.tile_shift})
-                             : KeyTiles{};
+    entry.visibility = Visibility::of(params, sequence, entry.last_position);
+    entry.tiles = entry.rows ? KeyTiles::of(entry.seen(), PowerOfTwo{shape.tile_shift}) : KeyTiles{};
     return entry;
+  }
+  // Positions that some of the sequence's queries see, and those that each of them sees.
+  __device__ __forceinline__ SeenPositions seen() const {
+    return visibility.of_queries(first_position, last_position);
+  }
+  __device__ __forceinline__ SeenPositions seen_by_each() const {
+    return visibility.of_each(first_position, last_position);
   }
   static __device__ __forceinline__ DecodeEntry of_holder(const SwaAttentionParams& params,
                                                           const DecodeShape& shape, int holder, int kv_head) {

@@ -18,9 +18,8 @@ __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& pa
   const int32_t past = load_relaxed(params.past_len.values);
   if (past < 0) return;
   const auto last = past + static_cast<int32_t>(params.packing.num_tokens) - 1;
-  const Visibility visibility = Visibility::of(params);
-  const KeyTiles tiles = KeyTiles::of(past, last, visibility.window == kNoWindow ? -1 : visibility.window,
-                                      visibility.sink, PowerOfTwo{shape.tile_shift});
+  const SeenPositions seen = Visibility::of(params, 0, last).of_queries(past, last);
+  const KeyTiles tiles = KeyTiles::of(seen, PowerOfTwo{shape.tile_shift});
   const int count = tiles.count(), pieces = shape.cluster ? shape.cluster : shape.blocks;
   const EvenCut cut = EvenCut::of(shape, shape.cluster ? count : count * shape.entries, pieces);
   const auto block = static_cast<int>(blockIdx.x);

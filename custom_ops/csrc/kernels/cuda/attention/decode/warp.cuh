@@ -29,7 +29,6 @@ struct DecodeWarp {
   const SwaAttentionParams& params;
   const DecodeShape& shape;
   const DecodeShared& shared;
-  Visibility visibility;
   Logits logits;
   int warp;
   int lane;
@@ -74,8 +73,7 @@ struct DecodeWarp {
   __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
     const DecodeEntry& entry = cursor.of;
     const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
-    if (!SeenPositions::of(visibility, entry.first_position, entry.last_position)
-             .hold_any(first, first + kKeys)) {
+    if (!entry.seen().hold_any(first, first + kKeys)) {
       shared.multiplied[cursor.stage.place].arrive_once(lane);
       wait_merged(cursor);
       if (lane < kRows) {
@@ -122,11 +120,14 @@ struct DecodeWarp {
 #pragma unroll
       for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
     }
-    if (!visibility.cuts(entry.first_position, entry.last_position, first, first + 16)) return;
+    if (entry.seen_by_each().hold_all(first, first + 16)) return;
 #pragma unroll
-    for (int n = 0; n < 4 * kRowTiles; ++n)
-      if (!visibility.sees(positions[n / 4][n % 2], first + n % 4 / 2 * 8 + lane / 4))
-        z[n / 4][n % 4] = -INFINITY;
+    for (int n = 0; n < 2 * kRowTiles; ++n) {
+      const SeenPositions own = entry.visibility.of_query(positions[n / 2][n % 2]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (!own.holds(first + half * 8 + lane / 4)) z[n / 2][half * 2 + n % 2] = -INFINITY;
+    }
   }
 
   // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.

@@ -102,15 +102,14 @@ struct MmaPrefill {
   __device__ __forceinline__ void mask(float (&z)[Shape::kRowTiles][kKeyTiles][4], int32_t first_key,
                                        int32_t first_query) const {
 #pragma unroll
-    for (int r = 0; r < Shape::kRowTiles; ++r)
+    for (int r = 0; r < 2 * Shape::kRowTiles; ++r) {
+      const SeenPositions own = visibility.of_query(first_query + r * 8 + lane / 4);
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int32_t i = first_query + r * 16 + lane / 4 + e / 2 * 8;
-          const int32_t j = first_key + n * 8 + lane % 4 * 2 + e % 2;
-          if (!visibility.sees(i, j)) z[r][n][e] = -INFINITY;
-        }
+      for (int n = 0; n < 2 * kKeyTiles; ++n) {
+        const int32_t key = first_key + n / 2 * 8 + lane % 4 * 2 + n % 2;
+        if (!own.holds(key)) z[r / 2][n / 2][r % 2 * 2 + n % 2] = -INFINITY;
+      }
+    }
   }
 
   // Turns logits into exponentials, and rescales what was summed before.
@@ -225,18 +224,19 @@ __global__ void __launch_bounds__(128, 2)
   const int64_t kv_head = head / (params.num_heads / params.cache.num_kv_heads);
   const int32_t first = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head)) + tile.offset;
   const int32_t last = first + tile.count - 1;
-  const Visibility visibility = Visibility::of(params);
+  const int32_t end = first - tile.offset + static_cast<int32_t>(params.packing.count(tile.sequence));
+  const Visibility visibility = Visibility::of(params, tile.sequence, end - 1);
+  const SeenPositions seen = visibility.of_queries(first, last), of_each = visibility.of_each(first, last);
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Shape::kColumnWarps * Shape::kRowTiles * 16;
   const int first_column = warp % Shape::kColumnWarps * Shape::kColumns;
-  const KeyTiles visits = KeyTiles::of(first, last, visibility.window == kNoWindow ? -1 : visibility.window,
-                                       visibility.sink, Shape::kKeys);
+  const KeyTiles visits = KeyTiles::of(seen, Shape::kKeys);
   Prefill prefill{.params = params,
                   .shared = reinterpret_cast<Element*>(shared_memory),
                   .rows = KeyRows(params.cache, tile.sequence, kv_head),
                   .visibility = visibility,
                   .logits = Logits::of(params.scale, params.softcap),
-                  .seen = SeenPositions::of(visibility, first, last),
+                  .seen = seen,
                   .warp_row = warp_row};
 #pragma unroll
   for (int r = 0; r < Shape::kRowTiles; ++r) prefill.maxima[r][0] = prefill.maxima[r][1] = -INFINITY;
@@ -263,8 +263,7 @@ __global__ void __launch_bounds__(128, 2)
         z[e / (Prefill::kKeyTiles * 4)][e / 4 % Prefill::kKeyTiles][e % 4] =
             prefill.logits.map(z[e / (Prefill::kKeyTiles * 4)][e / 4 % Prefill::kKeyTiles][e % 4]);
     }
-    if (visibility.cuts(first, last, first_key, first_key + Shape::kKeys))
-      prefill.mask(z, first_key, first + warp_row);
+    if (!of_each.hold_all(first_key, first_key + Shape::kKeys)) prefill.mask(z, first_key, first + warp_row);
     prefill.exponentiate(z);
     prefill.multiply_values(z, first_column);
   }

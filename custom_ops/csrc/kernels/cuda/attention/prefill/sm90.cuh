@@ -23,7 +23,6 @@ struct Sm90Group {
   uint32_t keys;  // addresses of the rings
   uint32_t values;
   int group;
-  Visibility visibility;
   Logits logits;
   Turns<Shape> turns;
   Ring<Shape::kStages> key_at, value_at;
@@ -47,25 +46,28 @@ struct Sm90Group {
     shared.values.release(value_at);
   }
 
-  // Products with tile `tile` become weights.
-  __device__ __forceinline__ void weigh(Rows& rows, int32_t first_row, int32_t tile) const {
+  // Products with tile `tile` become weights. `common`: what all of the group's rows see.
+  __device__ __forceinline__ void weigh(Rows& rows, const Sm90Work<Shape>& work, const SeenPositions& common,
+                                        int32_t tile) const {
     if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys;
-    if (visibility.cuts(first_row, first_row + 63, first_key, first_key + Shape::kKeys))
-      rows.mask(visibility, first_row + row_of_thread(), first_key);
+    if (first_key < common.oldest || first_key + Shape::kKeys - 1 > common.newest)
+      rows.mask(work.visibility, work.first + group * 64 + row_of_thread(), first_key);
     rows.weigh(logits.factor);
   }
 
-  // Key tiles begin .. end, all of which the group's rows see; `first_row`: the position of its first row.
-  __device__ __forceinline__ void run(Rows& rows, int32_t first_row, uint32_t queries, int32_t begin,
-                                      int32_t end) {
+  // Key tiles begin .. end, all of which some of the group's rows see.
+  __device__ __forceinline__ void run(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries,
+                                      int32_t begin, int32_t end) {
+    const int32_t first_row = work.first + group * 64;
+    const SeenPositions common = work.visibility.of_each(first_row, first_row + 63);
     shared.keys.wait_full(key_at);
     turns.take();
     rows.start_keys(queries, key_tile());
     turns.pass();
     rows.template wait_keys<0>();
     shared.keys.release(key_at);
-    weigh(rows, first_row, begin);
+    weigh(rows, work, common, begin);
     rows.rescale_sums();
     rows.round_weights();
 #pragma unroll 1
@@ -78,7 +80,7 @@ struct Sm90Group {
       turns.pass();
       rows.template wait_keys<1>();
       shared.keys.release(key_at);
-      weigh(rows, first_row, tile);
+      weigh(rows, work, common, tile);
       rows.wait_values();
       shared.values.release(value_at);
       rows.rescale_sums();
@@ -93,8 +95,7 @@ struct Sm90Group {
   // All tiles of a work, in ascending order.
   __device__ __forceinline__ void visit(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries) {
     const int count = min(64, work.tile.count - group * 64);
-    const KeyTiles own = count > 0 ? work.of_rows(group * 64, count, visibility) : KeyTiles{};
-    const int32_t first_row = work.first + group * 64;
+    const KeyTiles own = count > 0 ? work.of_rows(group * 64, count) : KeyTiles{};
     const bool has_gap = own.sink_end < own.begin;
     for (int n = 0; n < work.visits.count();) {
       const int32_t tile = work.visits.at(n);
@@ -104,7 +105,7 @@ struct Sm90Group {
         continue;
       }
       const int32_t end = has_gap && tile < own.sink_end ? own.sink_end : own.end;
-      run(rows, first_row, queries, tile, end);
+      run(rows, work, queries, tile, end);
       n += end - tile;
     }
   }
@@ -155,14 +156,8 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
     return;
   }
   raise_registers<Shape::kComputeRegisters>();
-  Sm90Group<Element, kHeadSize, Shape> computing{params,
-                                                 shared,
-                                                 keys,
-                                                 values,
-                                                 group,
-                                                 Visibility::of(params),
-                                                 Logits::of(params.scale, params.softcap),
-                                                 Turns<Shape>{group}};
+  Sm90Group<Element, kHeadSize, Shape> computing{
+      params, shared, keys, values, group, Logits::of(params.scale, params.softcap), Turns<Shape>{group}};
   computing.compute(queries);
 #else
   refuse_architecture();

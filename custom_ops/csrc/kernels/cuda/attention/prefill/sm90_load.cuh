@@ -32,7 +32,6 @@ struct Sm90Loader {
   // All of a block's works: what they are, their queries and keys.
   __device__ __forceinline__ void bring_keys(Sm90Shared<Shape>& shared, uint32_t queries, uint32_t keys,
                                              const WorkQueue& queue) const {
-    const Visibility visibility = Visibility::of(params);
     const int lane = threadIdx.x % 32;
     Ring<Sm90Shared<Shape>::kWorks> work_at;
     Ring<Shape::kQueryStages> query_at;
@@ -46,7 +45,7 @@ struct Sm90Loader {
     for (unsigned number = blockIdx.x; number < queue.works; number = __shfl_sync(~0u, following, 0)) {
       if (lane == 0) following = queue.take();
       Sm90Work<Shape> found;
-      if (!found.find(params, number, queue.tiles, queue.section_heads, visibility)) continue;
+      if (!found.find(params, number, queue.tiles, queue.section_heads)) continue;
       shared.handed_works.wait_empty(work_at);
       hand_over(found);
       const Sm90Work<Shape>& work = shared.works[work_at.place];  // registers are few

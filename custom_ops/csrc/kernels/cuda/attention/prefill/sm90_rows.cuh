@@ -57,10 +57,11 @@ struct Sm90Rows {
 
   // `row` and `key`: positions of the thread's first row and of the tile's first key.
   __device__ __forceinline__ void mask(const Visibility& visibility, int32_t row, int32_t key) {
-    const int lane = threadIdx.x % 32;
+    const SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
+    key += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kKeys / 2; ++n)
-      if (!visibility.sees(row + n / 2 % 2 * 8, key + n / 4 * 8 + lane % 4 * 2 + n % 2)) z[n] = -INFINITY;
+      if (!seen[n / 2 % 2].holds(key + n / 4 * 8 + n % 2)) z[n] = -INFINITY;
   }
 
   // Logits become weights. What waits on one another is kept short: a scheduler has two or three warps.

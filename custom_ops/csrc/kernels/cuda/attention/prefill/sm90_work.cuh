@@ -60,11 +60,12 @@ struct Sm90Work {
   int kv_head;
   int32_t first;  // position of the tile's first row
   int32_t end;    // positions of the sequence
+  Visibility visibility;
   KeyTiles visits;
 
   // Returns false where there is nothing to do.
   __device__ __forceinline__ bool find(const SwaAttentionParams& params, unsigned number, int tiles,
-                                       int section_heads, const Visibility& visibility) {
+                                       int section_heads) {
     const TileAndHead place = TileAndHead::of(number, tiles, section_heads);
     tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
     if (tile.sequence < 0) return false;
@@ -73,14 +74,13 @@ struct Sm90Work {
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
     first = past + tile.offset;
     end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
-    visits = of_rows(0, tile.count, visibility);
+    visibility = Visibility::of(params, tile.sequence, end - 1);
+    visits = of_rows(0, tile.count);
     return true;
   }
   // Key tiles of some of the rows.
-  __device__ __forceinline__ KeyTiles of_rows(int begin, int count, const Visibility& visibility) const {
-    return KeyTiles::of(first + begin, first + begin + count - 1,
-                        visibility.window == kNoWindow ? -1 : visibility.window, visibility.sink,
-                        Shape::kKeys);
+  __device__ __forceinline__ KeyTiles of_rows(int begin, int count) const {
+    return KeyTiles::of(visibility.of_queries(first + begin, first + begin + count - 1), Shape::kKeys);
   }
 };
 
