@@ -16,6 +16,7 @@ struct ClusterLine {
   int index;        // of the entry, and of the cluster
   int first_block;  // of the cluster
   EvenCut cut;
+  static constexpr bool snaps = false;
 
   __device__ __forceinline__ ClusterLine(const SwaAttentionParams& params, const DecodeShape& shape,
                                          int index)

@@ -46,7 +46,7 @@ struct PartialRow {
 
   __device__ __forceinline__ int start() const { return line.first(entry); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
-    return start() + span.end <= line.begin(owner + 1);
+    return line.snaps || start() + span.end <= line.begin(owner + 1);
   }
   // Whether the entry visits no other span than `first`.
   __device__ __forceinline__ bool is_only(const SpanTiles& first) const {
@@ -106,6 +106,20 @@ struct VisitedSpans {
   }
 };
 
+// Maximum and denominator of a round's spans, and the weights of each lane's two: its own number's and that
+// of the lane 32 later.
+__device__ __forceinline__ SoftmaxState weigh_spans(float (&weights)[2], SoftmaxState low,
+                                                    SoftmaxState high) {
+  SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
+  all.maximum = fold_lanes<1, 16>(all.maximum, Max());
+  const float base = finite_max(all.maximum);
+  weights[0] = fast_exp2(low.maximum - base);
+  weights[1] = fast_exp2(high.maximum - base);
+  all.total = fmaf(low.total, weights[0], high.total * weights[1]);
+  all.total = fold_lanes<1, 16>(all.total, Add());
+  return all;
+}
+
 // The spans of one round, and the sums of its parts.
 struct SpanRound {
   SoftmaxState* states;  // [spans]
@@ -124,16 +138,10 @@ struct SpanRound {
 
   // Maximum and denominator of all, and each lane's two weights; the same in every warp.
   __device__ __forceinline__ SoftmaxState weigh(float (&weights)[2], int count, int lane) const {
-    const SoftmaxState low = lane < count ? states[lane] : kNoKeys;
-    const SoftmaxState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
-    SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
-    all.maximum = fold_lanes<1, 16>(all.maximum, Max());
-    const float base = finite_max(all.maximum);
-    weights[0] = fast_exp2(low.maximum - base);
-    weights[1] = fast_exp2(high.maximum - base);
-    all.total = fmaf(low.total, weights[0], high.total * weights[1]);
-    all.total = fold_lanes<1, 16>(all.total, Add());
-    return all;
+    SoftmaxState low = kNoKeys, high = kNoKeys;
+    if (lane < count) low = states[lane];
+    if (lane + 32 < count) high = states[lane + 32];
+    return weigh_spans(weights, low, high);
   }
 
   // Adds every kSpanParts-th span, for the columns of a warp.

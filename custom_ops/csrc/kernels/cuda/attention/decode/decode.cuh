@@ -113,6 +113,9 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
     decode_kernel(const __grid_constant__ SwaAttentionParams params,
                   const __grid_constant__ DecodeShape shape,
                   const __grid_constant__ DecodeWorkspace workspace) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  refuse_architecture();  // sm90.cuh is for it
+#else
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
@@ -135,10 +138,11 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
                                         shared.stages);
   } else {
     const int strips = count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
+    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
     sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
                                              DecodeLine(shared.starts, shape));
   }
+#endif
 }
 
 }  // namespace ortolan::cuda

@@ -3,7 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#ifdef DECODE_PROBE
+#include <cstdlib>
+#endif
 
+#include "combine_rows.cuh"
 #include "decode.cuh"
 #include "kernels/cuda/attention/instances.h"
 #include "kernels/cuda/common/launch.cuh"
@@ -131,7 +135,6 @@ inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
 template <typename Element, int kHeadSize>
 cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
                            const DecodeWorkspace& workspace, const Launch& launch) {
-  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
   // A window's spans may lie anywhere in their rounds.
   const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
   const int64_t rows = params.packing.num_tokens * params.num_heads;
@@ -145,7 +148,24 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
                              shape, workspace, spans, by_token);
   };
-  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
+  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
+  constexpr int kQuad = 4;                         // rows, which entries have a multiple of
+  const auto enqueue_rows = [&](auto kernel, int64_t rows_of_warp) {
+    const int64_t warps = places / rows_of_warp * RowColumns<kHeadSize>::kGroups;
+    return launch_overlapped(kernel, dim3(static_cast<unsigned>((warps + 3) / 4)), dim3(128), 0, launch,
+                             params, shape, workspace);
+  };
+#ifdef DECODE_PROBE
+  const int how = getenv("HOW") ? atoi(getenv("HOW")) : 9;
+  if (how == 0) return cudaSuccess;
+  if (how == 1) return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+  if (how == 2) return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, 1>, 1);
+  if (how == 3) return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, kQuad>, kQuad);
+#endif
+  const int64_t filled = std::min(rows, places) * (kHeadSize / 32);
+  if (filled > 64 * launch.device.num_multiprocessors)
+    return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, kQuad>, kQuad);
+  if (filled > 2 * launch.device.num_multiprocessors)
     return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
   if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);

@@ -20,6 +20,7 @@
 
 #include "kernels/cuda/attention/key_tiles.cuh"
 #include "kernels/cuda/common/kernels.h"
+#include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/softmax.cuh"
 
 namespace ortolan::cuda {
@@ -85,6 +86,7 @@ struct DecodeShape {
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
+  bool snaps;     // cuts move to the ends of spans where pieces are short; see DecodeLine
   bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
@@ -156,6 +158,24 @@ struct DecodeEntry {
     return (params.packing.first(sequence) + token(shape, row)) * params.num_heads + head(shape, row);
   }
 
+  // Finishes adjacent columns of a row, an even number; the first column's thread also writes the row's LSE.
+  template <typename Element, int kCount>
+  __device__ __forceinline__ void store_columns(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                int row, int column, SoftmaxState state,
+                                                const float (&sums)[kCount]) const {
+    const int64_t head = this->head(shape, row);
+    const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
+    if (params.lse && column == 0)
+      params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
+          denominator.lse;
+    const auto head_size = static_cast<int>(params.cache.head_size);
+    auto* to = static_cast<Element*>(params.output) + row_number(params, shape, row) * head_size + column;
+#pragma unroll
+    for (int c = 0; c < kCount; c += 2)
+      if (column + c < head_size)
+        *reinterpret_cast<uint32_t*>(to + c) =
+            Half<Element>::pack(sums[c] * denominator.inverse, sums[c + 1] * denominator.inverse);
+  }
   // Finishes one column of a row; the first column's thread also writes the row's LSE.
   template <typename Element>
   __device__ __forceinline__ void store_row(const SwaAttentionParams& params, const DecodeShape& shape,
@@ -192,15 +212,21 @@ struct EvenCut {
 };
 
 // The line of all tiles, cut for all blocks.
+//
+// Partial sums of many rows are long. Where a block has few tiles of such rows, its piece ends where a span
+// does, so that every span is handed on whole.
 struct DecodeLine {
+  static constexpr unsigned kShortPiece = 24;  // tiles
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
   EvenCut cut;
+  bool snaps;
 
   __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
       : starts(starts),
         entries(shape.entries),
-        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)) {}
+        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
+        snaps(shape.snaps && cut.quotient < kShortPiece) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
@@ -231,6 +257,22 @@ struct SpanTiles {
     return {tiles.rank(span << span_tiles.shift), tiles.rank((span + 1) << span_tiles.shift)};
   }
 };
+
+// Where a block's piece of a line begins.
+template <typename Line>
+__device__ __forceinline__ int snapped_begin(const SwaAttentionParams& params, const DecodeShape& shape,
+                                             const Line& line, int block) {
+  const int begin = line.begin(block);
+  if (!line.snaps || block == 0 || block == shape.blocks) return begin;
+  const int index = line.entry_of(begin);
+  const DecodeEntry entry = line.entry(params, shape, index);
+  const int number = begin - line.first(index);
+  if (number >= entry.tiles.count()) return begin;
+  const SpanTiles span =
+      SpanTiles::of(entry.tiles, entry.tiles.at(number) / shape.span_tiles, shape.span_tiles);
+  const bool is_early = 2 * (number - span.begin) < span.end - span.begin;
+  return line.first(index) + (is_early ? span.begin : span.end);
+}
 
 // Number of a span among those that an entry visits: sinks' spans come before the window's.
 __device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, PowerOfTwo span_tiles,

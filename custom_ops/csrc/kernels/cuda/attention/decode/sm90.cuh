@@ -16,27 +16,33 @@
 namespace ortolan::cuda {
 
 // A block's piece of a line, by the trade of each warp.
-template <typename Element, int kHeadSize, typename Line>
+template <typename Element, int kHeadSize, bool kCombines, typename Line>
 __device__ __forceinline__ void sum_piece_sm90(const SwaAttentionParams& params, const DecodeShape& shape,
                                                const DecodeWorkspace& workspace, const Sm90DecodeMaps& maps,
                                                const Sm90DecodeShared& shared, const Line& line) {
   using Shape = Sm90DecodeShape<kHeadSize>;
   const auto block = static_cast<int>(blockIdx.x);
-  const int begin = line.begin(block), end = line.begin(block + 1);
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // known to be uniform
-  const Visibility visibility = Visibility::of(params);
-  if (warp < Shape::kGroups * 4) {
-    Sm90DecodeRows<Element, kHeadSize> self{params,     shape,
-                                            workspace,  shared,
-                                            visibility, Logits::of(params.scale, params.softcap),
-                                            warp / 4,   static_cast<int>(threadIdx.x) % 128};
+  const int begin = snapped_begin(params, shape, line, block);
+  const int end = snapped_begin(params, shape, line, block + 1);
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
+  const auto thread = static_cast<int>(threadIdx.x) % 128;
+  // Where the block goes on to combine, all of its threads need registers again.
+  constexpr bool kMovesBack = Shape::kMovesRegisters && kCombines;
+  if (group < Shape::kGroups) {
+    if constexpr (Shape::kMovesRegisters) raise_registers<Shape::kComputeRegisters>();
+    Sm90DecodeRows<Element, kHeadSize> self{
+        params, shape, workspace, shared, Logits::of(params.scale, params.softcap), group, thread};
     self.run(line, begin, end);
-  } else if (warp == Shape::kGroups * 4) {
-    // What another row tile of the sequence reads again had better stay.
-    const uint64_t policy = shape.row_tiles > 1 ? evict_normal_policy() : evict_first_policy();
-    const Sm90DecodeLoad<Element, kHeadSize> self{
-        params, shape, maps, shared, visibility, policy, static_cast<int>(threadIdx.x) % 32};
-    self.run(line, begin, end);
+    __syncwarp();
+    if constexpr (kMovesBack) lower_registers<Shape::kEvenRegisters>();
+  } else {
+    if constexpr (Shape::kMovesRegisters) lower_registers<Shape::kLoadRegisters>();
+    if (thread < 32) {
+      const Sm90DecodeLoad<Element, kHeadSize> self{params, shape, maps, shared, thread};
+      self.run(line, begin, end);
+    }
+    __syncwarp();
+    if constexpr (kMovesBack) raise_registers<Shape::kEvenRegisters>();
   }
 }
 
@@ -62,13 +68,13 @@ __global__ void __launch_bounds__(Sm90DecodeShape<kHeadSize>::kThreads, 1)
 
   if constexpr (kClusters) {
     const ClusterLine line(params, shape, static_cast<int>(blockIdx.x) / shape.cluster);
-    sum_piece_sm90<Element, kHeadSize>(params, shape, workspace, maps, shared, line);
+    sum_piece_sm90<Element, kHeadSize, true>(params, shape, workspace, maps, shared, line);
     combine_cluster<Element, kHeadSize>(params, shape, workspace, line, shared.memory);
   } else {
     const int strips = count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
-    sum_piece_sm90<Element, kHeadSize>(params, shape, workspace, maps, shared,
-                                       DecodeLine(shared.starts, shape));
+    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
+    sum_piece_sm90<Element, kHeadSize, false>(params, shape, workspace, maps, shared,
+                                              DecodeLine(shared.starts, shape));
   }
 #else
   refuse_architecture();

@@ -15,6 +15,7 @@ DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& dev
   DecodeShape shape = plan_entries(params, device, kSm90DecodeRows, Shape::kTileKeys, Shape::kSpanTiles);
   shape.warps = Shape::kGroups * 4;
   shape.buffers = 1;
+  shape.snaps = shape.entry_rows > kDecodeTileRows;
   for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
     if (Sm90DecodeShared::bytes<kHeadSize>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
   return shape;
@@ -40,10 +41,10 @@ struct Sm90DecodeLaunch {
   cudaError_t make_maps() {
     maps.box_rows = copied_rows(params.cache, params.window >= 0, Sm90DecodeShape<kHeadSize>::kKeys);
     const cudaError_t error =
-        make_cache_map(maps.keys, params.element, params.key_cache, params.cache, maps.box_rows);
-    return error != cudaSuccess
-               ? error
-               : make_cache_map(maps.values, params.element, params.value_cache, params.cache, maps.box_rows);
+        make_cache_map(maps.keys, params.element, params.key_cache, params.cache, maps.box_rows, false);
+    return error != cudaSuccess ? error
+                                : make_cache_map(maps.values, params.element, params.value_cache,
+                                                 params.cache, maps.box_rows, false);
   }
   int shared_bytes() const { return Sm90DecodeShared::bytes<kHeadSize>(shape); }
 

@@ -5,6 +5,7 @@
 // page becomes zeros. A box at the end of what is written also brings rows that nobody sees: products with
 // such keys are masked, such values become zeros before they are multiplied. Boxes without any seen row read
 // nothing. Where a box would run over the wrap of a ring or the end of a page, rows are copied one by one.
+// Copies have no policy for L2 and the maps no promotion: both cost a tenth of the bus.
 #pragma once
 
 #include "cursor.cuh"
@@ -12,22 +13,6 @@
 #include "sm90_shape.cuh"
 
 namespace ortolan::cuda {
-
-// copy_box with a policy for what it leaves in L2.
-__device__ __forceinline__ void copy_box_with_policy(uint32_t target, const CUtensorMap& map, int32_t x,
-                                                     int32_t y, int32_t z, Barrier& barrier,
-                                                     uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(target),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state)), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ uint64_t evict_normal_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
-  return policy;
-}
 
 template <typename Element, int kHeadSize>
 struct Sm90DecodeLoad {
@@ -37,8 +22,6 @@ struct Sm90DecodeLoad {
   const DecodeShape& shape;
   const Sm90DecodeMaps& maps;
   const Sm90DecodeShared& shared;
-  Visibility visibility;
-  uint64_t policy;  // of L2
   int lane;
 
   // Where a lane's box of a step lies.
@@ -63,7 +46,7 @@ struct Sm90DecodeLoad {
   // Keys and then values of one step, to the next two places of the ring.
   __device__ __forceinline__ void load(const DecodeEntry& entry, int32_t first, RingPlace& at) const {
     const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
-    const SeenPositions seen = SeenPositions::of(visibility, entry.first_position, entry.last_position);
+    const SeenPositions seen = entry.seen();
     const int boxes = Shape::kKeys / maps.box_rows;
     const Box box = find_box(entry, rows, seen, first + lane % boxes * maps.box_rows);
     const bool is_whole = __all_sync(~0u, box.is_whole);
@@ -88,7 +71,7 @@ struct Sm90DecodeLoad {
                                              Barrier& full) const {
 #pragma unroll
     for (int n = 0; n < Shape::kBoxes; ++n)
-      copy_box_with_policy(target + n * Shape::kKeys * 128, map, n * 64, box.row, box.plane, full, policy);
+      copy_box(target + n * Shape::kKeys * 128, map, n * 64, box.row, box.plane, full);
   }
   __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const SeenPositions& seen,
                                             const Element* source, int32_t first, Barrier& full) const {
@@ -113,8 +96,7 @@ struct Sm90DecodeLoad {
     DecodeCursor cursor{.tile = begin};
     for (; cursor.tile < end; cursor.advance(shape)) {
       cursor.settle(params, shape, line);
-      const SeenPositions seen =
-          SeenPositions::of(visibility, cursor.of.first_position, cursor.of.last_position);
+      const SeenPositions seen = cursor.of.seen();
 #pragma unroll 1
       for (int step = 0; step < Shape::kSteps; ++step) {
         const int32_t first = cursor.key_tile() * Shape::kTileKeys + step * Shape::kKeys;

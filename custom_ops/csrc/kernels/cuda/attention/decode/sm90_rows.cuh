@@ -23,7 +23,6 @@ struct Sm90DecodeRows {
   const DecodeShape& shape;
   const DecodeWorkspace& workspace;
   const Sm90DecodeShared& shared;
-  Visibility visibility;
   Logits logits;
   int group;   // of columns
   int thread;  // of the warpgroup
@@ -75,8 +74,8 @@ struct Sm90DecodeRows {
 
   __device__ __forceinline__ void multiply_keys() {
     shared.full[at.place].wait(at.parity);
-    const uint64_t a = wgmma_tile(shared.queries(), 16);
-    const uint64_t b = wgmma_tile(shared.buffer<kHeadSize>(at.place), 16);
+    const uint64_t a = wgmma_tile(descriptor_address(shared.queries()), 16);
+    const uint64_t b = wgmma_tile(descriptor_address(shared.buffer<kHeadSize>(at.place)), 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k)
@@ -93,7 +92,7 @@ struct Sm90DecodeRows {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.buffer<kHeadSize>(at.place) + group * (kColumns / 64) * kKeys * 128;
     if (!seen.hold_all(first, first + kKeys)) clear_unseen(values, seen, first);
-    const uint64_t b = wgmma_tile(values, kKeys * 128);
+    const uint64_t b = wgmma_tile(descriptor_address(values), kKeys * 128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k)
@@ -124,12 +123,15 @@ struct Sm90DecodeRows {
   template <int kHalves>
   __device__ __forceinline__ void weigh(const DecodeEntry& entry, int32_t first) {
     if (logits.mapped) logits.map(z);
-    if (visibility.cuts(entry.first_position, entry.last_position, first, first + kKeys)) {
+    if (!entry.seen_by_each().hold_all(first, first + kKeys)) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 2; ++n)
-        if (n / 2 % 2 < kHalves &&
-            !visibility.sees(positions[n / 2 % 2], first + n / 4 * 8 + thread % 4 * 2 + n % 2))
-          z[n] = -INFINITY;
+      for (int half = 0; half < kHalves; ++half) {
+        const SeenPositions own = entry.visibility.of_query(positions[half]);
+#pragma unroll
+        for (int n = 0; n < kKeys / 4; ++n)
+          if (!own.holds(first + n / 2 * 8 + thread % 4 * 2 + n % 2))
+            z[n / 2 * 4 + 2 * half + n % 2] = -INFINITY;
+      }
     }
     float maximum[kHalves], base[kHalves];
 #pragma unroll
@@ -170,7 +172,7 @@ struct Sm90DecodeRows {
   // A tile's sums, and its rows' states.
   __device__ __forceinline__ void sum_tile(const DecodeEntry& entry, int32_t tile,
                                            SoftmaxState (&states)[2]) {
-    const SeenPositions seen = SeenPositions::of(visibility, entry.first_position, entry.last_position);
+    const SeenPositions seen = entry.seen();
 #pragma unroll
     for (int n = 0; n < kColumns / 2; ++n) tile_sums[n] = 0;
     maxima[0] = maxima[1] = -INFINITY;

@@ -20,8 +20,10 @@ struct Sm90DecodeShape {
   static constexpr int kBoxes = kHeadSize / 64;               // of 64 columns, 128 bytes
   static constexpr int kBufferBytes = kKeys * kHeadSize * 2;  // keys or values of a step
   static constexpr int kQueryBytes = kSm90DecodeRows * kHeadSize * 2;
-  // A warp loads; where registers allow it, three more help to combine.
-  static constexpr int kThreads = kGroups == 1 ? 256 : 288;
+  static constexpr int kThreads = (kGroups + 1) * 128;  // a warp of the last warpgroup loads
+  // Of a thread; together what the block is launched with. With one warpgroup there are enough for all.
+  static constexpr bool kMovesRegisters = kGroups > 1;
+  static constexpr int kEvenRegisters = 168, kLoadRegisters = 56, kComputeRegisters = 224;
 };
 
 // What the host prepares: tensor maps, and how many rows of a step one copy takes (pages may be smaller).
@@ -30,6 +32,10 @@ struct Sm90DecodeMaps {
   CUtensorMap values;  // the same
   int box_rows;
 };
+
+// An address in the block's own shared memory as descriptors hold it: without the block's rank in its
+// cluster.
+__device__ __forceinline__ uint32_t descriptor_address(uint32_t address) { return address & 0x3ffff; }
 
 struct Sm90DecodeShared {
   unsigned char* memory;  // queries [kSm90DecodeRows, D], then a ring of keys and values by turns
