@@ -37,7 +37,7 @@ struct Launch {
 };
 
 // A sequence with at most this many new tokens belongs to the decode kernel.
-constexpr int kDecodeTokens = 64;
+constexpr int kDecodeTokens = 16;
 
 // Query rows (token, head of a group) of a tile of the decode kernel's products; one pass takes a tile or
 // two.

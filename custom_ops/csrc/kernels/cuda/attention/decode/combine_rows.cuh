@@ -1,9 +1,7 @@
-// Merges decode attention's partial sums of many rows: combine.cuh's order of additions, without shared
-// memory.
+// Merges decode attention's partial sums of entries with many rows: combine.cuh's order of additions, without
+// shared memory.
 //
-// A warp merges kRows adjacent rows of an entry, or 128 columns of them: it looks once for the places of the
-// sums, and what it waits for is on its way for all rows together. Each lane has two spans of a round to look
-// for, and columns.
+// A warp merges a row, or 128 columns of it. Each lane looks for two spans of a round, and then owns columns.
 #pragma once
 
 #include "combine.cuh"
@@ -32,45 +30,41 @@ struct RowColumns {
   }
 };
 
-template <int kHeadSize, int kRows>
+template <int kHeadSize>
 struct CombinedRows {
   using Columns = RowColumns<kHeadSize>;
 
   const DecodeWorkspace& workspace;
-  const PartialRow<kHeadSize, DecodeLine>& first;  // of the rows
-  int first_column;                                // of the lane
+  const PartialRow<kHeadSize, DecodeLine>& row;
+  int first_column;  // of the lane
   int lane;
-  SoftmaxState states[2][kRows];  // of spans lane and lane + 32 of the round
-  int places[2];  // twice their places, and 1 where the span was handed on tile by tile; -1: none
+  SoftmaxState states[2];  // of spans lane and lane + 32 of the round
+  int places[2];           // twice their places, and 1 where the span was handed on tile by tile; -1: none
 
-  __device__ __forceinline__ int64_t at(int64_t place, int row) const {
-    return place * workspace.rows + first.row + row;
+  __device__ __forceinline__ int64_t at(int64_t place) const { return place * workspace.rows + row.row; }
+  __device__ __forceinline__ SoftmaxState state_at(int64_t place) const {
+    return workspace.states[at(place)];
   }
-  __device__ __forceinline__ SoftmaxState state_at(int64_t place, int row) const {
-    return workspace.states[at(place, row)];
-  }
-  __device__ __forceinline__ const float* sums_at(int64_t place, int row) const {
-    return workspace.sums + at(place, row) * kHeadSize + first_column;
+  __device__ __forceinline__ const float* sums_at(int64_t place) const {
+    return workspace.sums + at(place) * kHeadSize + first_column;
   }
   __device__ __forceinline__ bool is_part(int first_tile, int t) const {
     return t < 1 << workspace.span_tiles.shift &&
-           first.tiles.rank(first_tile + t + 1) > first.tiles.rank(first_tile + t);
+           row.tiles.rank(first_tile + t + 1) > row.tiles.rank(first_tile + t);
   }
 
   __device__ __forceinline__ void find_span(int number, int index, bool is_visited) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) states[number][r] = kNoKeys;
+    states[number] = kNoKeys;
     places[number] = -1;
     if (!is_visited) return;
     const PowerOfTwo span_tiles = workspace.span_tiles;
-    const SpanTiles span = SpanTiles::of(first.tiles, index, span_tiles);
+    const SpanTiles span = SpanTiles::of(row.tiles, index, span_tiles);
     if (span.begin >= span.end) return;
-    const int owner = first.line.snaps ? 0 : first.line.owner(first.start() + span.begin);
-    if (first.is_whole(span, owner)) {
+    const int owner = row.line.snaps ? 0 : row.line.owner(row.start() + span.begin);
+    if (row.is_whole(span, owner)) {
       const int64_t place =
-          workspace.span_place(first.entry, span_number(first.tiles, index, span_tiles, workspace.max_spans));
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) states[number][r] = state_at(place, r);
+          workspace.span_place(row.entry, span_number(row.tiles, index, span_tiles, workspace.max_spans));
+      states[number] = state_at(place);
       places[number] = static_cast<int>(place) * 2;
       return;
     }
@@ -79,15 +73,13 @@ struct CombinedRows {
 #pragma unroll 1
     for (int t = 0; t < kMostSpanTiles; ++t) {
       if (!is_part(first_tile, t)) continue;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r)
-        states[number][r] = Merge::of(states[number][r], state_at(place + t, r)).state;
+      states[number] = Merge::of(states[number], state_at(place + t)).state;
     }
     places[number] = static_cast<int>(place) * 2 + 1;
   }
 
   // The sums of a span that was handed on tile by tile.
-  __device__ __forceinline__ Columns sum_tiles(int64_t place, int index, int row) const {
+  __device__ __forceinline__ Columns sum_tiles(int64_t place, int index) const {
     constexpr int kTogether = 4;
     const int first_tile = index << workspace.span_tiles.shift;
     Columns sum{};
@@ -100,8 +92,8 @@ struct CombinedRows {
       for (int t = 0; t < kTogether; ++t) {
         part_states[t] = kNoKeys;
         if (!is_part(first_tile, begin + t)) continue;
-        part_states[t] = state_at(place + begin + t, row);
-        parts[t].load(sums_at(place + begin + t, row));
+        part_states[t] = state_at(place + begin + t);
+        parts[t].load(sums_at(place + begin + t));
       }
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
@@ -113,9 +105,8 @@ struct CombinedRows {
     return sum;
   }
 
-  // The round's sums of one row.
-  __device__ __forceinline__ Columns add_round(const float (&weights)[2], int round, int count,
-                                               int row) const {
+  // The round's sums.
+  __device__ __forceinline__ Columns add_round(const float (&weights)[2], int round, int count) const {
     Columns parts[kSpanParts] = {}, sum{};
 #pragma unroll 1
     for (int begin = 0; begin < count; begin += kSpanParts) {
@@ -124,12 +115,11 @@ struct CombinedRows {
 #pragma unroll
       for (int p = 0; p < kSpanParts; ++p) {
         found[p] = __shfl_sync(~0u, begin < 32 ? places[0] : places[1], (begin + p) % 32);
-        if (found[p] >= 0 && found[p] % 2 == 0) sums[p].load(sums_at(found[p] / 2, row));
+        if (found[p] >= 0 && found[p] % 2 == 0) sums[p].load(sums_at(found[p] / 2));
       }
 #pragma unroll
       for (int p = 0; p < kSpanParts; ++p) {
-        if (found[p] >= 0 && found[p] % 2)
-          sums[p] = sum_tiles(found[p] / 2, round * kRoundSpans + begin + p, row);
+        if (found[p] >= 0 && found[p] % 2) sums[p] = sum_tiles(found[p] / 2, round * kRoundSpans + begin + p);
         const float weight = __shfl_sync(~0u, begin < 32 ? weights[0] : weights[1], (begin + p) % 32);
         if (found[p] >= 0) parts[p].add(sums[p], weight);
       }
@@ -141,35 +131,29 @@ struct CombinedRows {
     return sum;
   }
 
-  // All of the rows: states and sums.
-  __device__ __forceinline__ void combine(SoftmaxState (&state)[kRows], Columns (&total)[kRows],
-                                          PowerOfTwo span_tiles) {
-    const VisitedSpans visited = VisitedSpans::of(first.tiles, span_tiles);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      total[r] = {};
-      state[r] = kNoKeys;
-    }
+  // All of the row.
+  __device__ __forceinline__ Columns combine(SoftmaxState& state, PowerOfTwo span_tiles) {
+    const VisitedSpans visited = VisitedSpans::of(row.tiles, span_tiles);
+    Columns total{};
+    state = kNoKeys;
     for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
          round = visited.next_round(round)) {
       const int begin = round * kRoundSpans, count = min(kRoundSpans, visited.end - begin);
 #pragma unroll
       for (int k = 0; k < 2; ++k) find_span(k, begin + lane + 32 * k, visited.hold(begin + lane + 32 * k));
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float weights[2];
-        const SoftmaxState added = weigh_spans(weights, states[0][r], states[1][r]);
-        const Columns sum = add_round(weights, round, count, r);
-        const Merge merge = Merge::of(state[r], added);
-        state[r] = merge.state;
-        total[r].merge(merge, sum);
-      }
+      float weights[2];
+      const SoftmaxState added = weigh_spans(weights, states[0], states[1]);
+      const Columns sum = add_round(weights, round, count);
+      const Merge merge = Merge::of(state, added);
+      state = merge.state;
+      total.merge(merge, sum);
     }
+    return total;
   }
 };
 
-// Grid: kRows rows of entries, and groups of their columns, a warp each.
-template <typename Element, int kHeadSize, int kRows>
+// Grid: rows of entries, and groups of their columns, a warp each.
+template <typename Element, int kHeadSize>
 __global__ void __launch_bounds__(128, 4)
     decode_combine_rows_kernel(const __grid_constant__ SwaAttentionParams params,
                                const __grid_constant__ DecodeShape shape,
@@ -177,28 +161,22 @@ __global__ void __launch_bounds__(128, 4)
   using Columns = RowColumns<kHeadSize>;
   launch_dependents();  // who comes next waits for this kernel, and so for the one before
   const int unit = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rows = unit / Columns::kGroups, of_entry = shape.entry_rows / kRows;
-  const int index = rows / of_entry, first_row = rows % of_entry * kRows;
+  const int number = unit / Columns::kGroups, index = number / shape.entry_rows;
   wait_for_previous_kernel();
   if (index >= shape.entries) return;
-  const auto own =
-      CombinedRow::of_entry(params, shape, workspace.starts + shape.entries + 1, index, first_row);
+  const auto own = CombinedRow::of_entry(params, shape, workspace.starts + shape.entries + 1, index,
+                                         number % shape.entry_rows);
   if (own.row >= own.entry.rows) return;
 
   const DecodeLine line(workspace.starts, shape);
   const int first_column = (unit % Columns::kGroups * 32 + lane) * Columns::kOfLane;
-  const PartialRow<kHeadSize, DecodeLine> first{workspace, line, own.entry.tiles, own.index, own.row, 0};
+  const PartialRow<kHeadSize, DecodeLine> row{workspace, line, own.entry.tiles, own.index, own.row, 0};
   const int first_span = own.entry.tiles.at(0) / shape.span_tiles;
-  if (first.is_stored(SpanTiles::of(own.entry.tiles, first_span, shape.span_tiles))) return;
-  CombinedRows<kHeadSize, kRows> self{workspace, first, first_column, lane};
-  SoftmaxState states[kRows];
-  Columns totals[kRows];
-  self.combine(states, totals, shape.span_tiles);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-    if (first_row + r < own.entry.rows)
-      own.entry.template store_columns<Element>(params, shape, first_row + r, first_column, states[r],
-                                                totals[r].values);
+  if (row.is_stored(SpanTiles::of(own.entry.tiles, first_span, shape.span_tiles))) return;
+  CombinedRows<kHeadSize> self{workspace, row, first_column, lane};
+  SoftmaxState state;
+  const Columns total = self.combine(state, shape.span_tiles);
+  own.entry.template store_columns<Element>(params, shape, own.row, first_column, state, total.values);
 }
 
 }  // namespace ortolan::cuda

@@ -3,9 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#ifdef DECODE_PROBE
-#include <cstdlib>
-#endif
 
 #include "combine_rows.cuh"
 #include "decode.cuh"
@@ -149,24 +146,15 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
                              shape, workspace, spans, by_token);
   };
   constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
-  constexpr int kQuad = 4;                         // rows, which entries have a multiple of
-  const auto enqueue_rows = [&](auto kernel, int64_t rows_of_warp) {
-    const int64_t warps = places / rows_of_warp * RowColumns<kHeadSize>::kGroups;
-    return launch_overlapped(kernel, dim3(static_cast<unsigned>((warps + 3) / 4)), dim3(128), 0, launch,
-                             params, shape, workspace);
-  };
-#ifdef DECODE_PROBE
-  const int how = getenv("HOW") ? atoi(getenv("HOW")) : 9;
-  if (how == 0) return cudaSuccess;
-  if (how == 1) return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
-  if (how == 2) return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, 1>, 1);
-  if (how == 3) return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, kQuad>, kQuad);
-#endif
-  const int64_t filled = std::min(rows, places) * (kHeadSize / 32);
-  if (filled > 64 * launch.device.num_multiprocessors)
-    return enqueue_rows(decode_combine_rows_kernel<Element, kHeadSize, kQuad>, kQuad);
-  if (filled > 2 * launch.device.num_multiprocessors)
-    return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors) {
+    // Entries of one token have few rows each: a block for each row is at its end sooner.
+    if (shape.entry_rows <= kDecodeTileRows)
+      return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
+    const int64_t warps = places * RowColumns<kHeadSize>::kGroups;
+    return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>,
+                             dim3(static_cast<unsigned>((warps + 3) / 4)), dim3(128), 0, launch, params,
+                             shape, workspace);
+  }
   if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }

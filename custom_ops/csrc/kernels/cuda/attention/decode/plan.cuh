@@ -66,7 +66,7 @@ static_assert(most_row_tiles(128, 128, 4, 8) == 128);  // a token each
 static_assert(most_row_tiles(300, 300, 8, 8) == 300);
 static_assert(most_row_tiles(32, 32, 3, 8) == 32);
 static_assert(most_row_tiles(2, 17, 4, 8) == 9);         // 16 and 1
-static_assert(most_row_tiles(128, 8192, 4, 64) == 512);  // 64 each
+static_assert(most_row_tiles(128, 4096, 4, 16) == 512);  // 16 each
 
 // Sizes that the host knows.
 struct DecodeShape {
@@ -75,7 +75,6 @@ struct DecodeShape {
   int warps;      // that multiply
   int stages;     // tiles in flight
   int buffers;    // tiles whose sums wait to be merged, at most
-  int streams;    // of spans that are summed beside one another, on sm_90a
   int tile_keys;  // a power of two
   int tile_shift;
   PowerOfTwo span_tiles;  // kMostSpanTiles at most

@@ -11,17 +11,13 @@ namespace ortolan::cuda {
 template <int kHeadSize>
 DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& device) {
   using Shape = Sm90DecodeShape<kHeadSize>;
-  constexpr int kMostStages = 12, kGoodStages = 3, kStaticBytes = 512;
+  constexpr int kMostStages = 12, kStaticBytes = 2048;
   DecodeShape shape = plan_entries(params, device, kSm90DecodeRows, Shape::kTileKeys, Shape::kSpanTiles);
-  shape.warps = 8;
+  shape.warps = Shape::kGroups * 4;
   shape.buffers = 1;
   shape.snaps = shape.entry_rows > kDecodeTileRows;
-  // Two streams with too few stages are slower than one.
-  for (shape.streams = Shape::kStreams; shape.streams > 0; --shape.streams) {
-    for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
-      if (Sm90DecodeShared::bytes<kHeadSize>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
-    if (shape.stages >= kGoodStages || shape.streams == 1) break;
-  }
+  for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
+    if (Sm90DecodeShared::bytes<kHeadSize>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
   return shape;
 }
 
