@@ -112,6 +112,12 @@ struct DecodeCursor {
     stage.advance(shape.stages);
     buffer.advance(shape.buffers);
   }
+  // Passes by tiles of one entry.
+  __device__ __forceinline__ void skip(int tiles) {
+    number += tiles;
+    tile += tiles;
+    is_new = tile == end;
+  }
   __device__ __forceinline__ int key_tile() const { return of.tiles.at(number); }
 };
 

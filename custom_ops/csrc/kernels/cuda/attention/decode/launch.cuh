@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "combine_rows.cuh"
 #include "decode.cuh"
 #include "kernels/cuda/attention/instances.h"
 #include "kernels/cuda/common/launch.cuh"
@@ -146,15 +145,8 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
                              shape, workspace, spans, by_token);
   };
   constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
-  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors) {
-    // Entries of one token have few rows each: a block for each row is at its end sooner.
-    if (shape.entry_rows <= kDecodeTileRows)
-      return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
-    const int64_t warps = places * RowColumns<kHeadSize>::kGroups;
-    return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>,
-                             dim3(static_cast<unsigned>((warps + 3) / 4)), dim3(128), 0, launch, params,
-                             shape, workspace);
-  }
+  if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
+    return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
   if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
   return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
 }

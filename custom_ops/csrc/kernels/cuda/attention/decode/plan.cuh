@@ -20,7 +20,6 @@
 
 #include "kernels/cuda/attention/key_tiles.cuh"
 #include "kernels/cuda/common/kernels.h"
-#include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/softmax.cuh"
 
 namespace ortolan::cuda {
@@ -75,6 +74,7 @@ struct DecodeShape {
   int warps;      // that multiply
   int stages;     // tiles in flight
   int buffers;    // tiles whose sums wait to be merged, at most
+  int streams;    // of spans that are summed beside one another, on sm_90a
   int tile_keys;  // a power of two
   int tile_shift;
   PowerOfTwo span_tiles;  // kMostSpanTiles at most
@@ -158,24 +158,6 @@ struct DecodeEntry {
     return (params.packing.first(sequence) + token(shape, row)) * params.num_heads + head(shape, row);
   }
 
-  // Finishes adjacent columns of a row, an even number; the first column's thread also writes the row's LSE.
-  template <typename Element, int kCount>
-  __device__ __forceinline__ void store_columns(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                int row, int column, SoftmaxState state,
-                                                const float (&sums)[kCount]) const {
-    const int64_t head = this->head(shape, row);
-    const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
-    if (params.lse && column == 0)
-      params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
-          denominator.lse;
-    const auto head_size = static_cast<int>(params.cache.head_size);
-    auto* to = static_cast<Element*>(params.output) + row_number(params, shape, row) * head_size + column;
-#pragma unroll
-    for (int c = 0; c < kCount; c += 2)
-      if (column + c < head_size)
-        *reinterpret_cast<uint32_t*>(to + c) =
-            Half<Element>::pack(sums[c] * denominator.inverse, sums[c + 1] * denominator.inverse);
-  }
   // Finishes one column of a row; the first column's thread also writes the row's LSE.
   template <typename Element>
   __device__ __forceinline__ void store_row(const SwaAttentionParams& params, const DecodeShape& shape,

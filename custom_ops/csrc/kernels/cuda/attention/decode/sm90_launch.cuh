@@ -8,16 +8,31 @@
 
 namespace ortolan::cuda {
 
+// Rows that a sequence is expected to bring; one that brings more takes several entries.
+inline int expected_rows(const SwaAttentionParams& params) {
+  const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
+  const int64_t tokens =
+      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
+  const int64_t rows = params.num_heads / params.cache.num_kv_heads * tokens;
+  constexpr int64_t kTile = kDecodeTileRows;
+  return static_cast<int>(std::min<int64_t>((rows + kTile - 1) / kTile * kTile, kSm90DecodeRows));
+}
+
 template <int kHeadSize>
 DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& device) {
   using Shape = Sm90DecodeShape<kHeadSize>;
-  constexpr int kMostStages = 12, kStaticBytes = 2048;
-  DecodeShape shape = plan_entries(params, device, kSm90DecodeRows, Shape::kTileKeys, Shape::kSpanTiles);
-  shape.warps = Shape::kGroups * 4;
+  constexpr int kMostStages = 12, kGoodStages = 3, kStaticBytes = 512;
+  DecodeShape shape =
+      plan_entries(params, device, expected_rows(params), Shape::kTileKeys, Shape::kSpanTiles);
+  shape.warps = 8;
   shape.buffers = 1;
   shape.snaps = shape.entry_rows > kDecodeTileRows;
-  for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
-    if (Sm90DecodeShared::bytes<kHeadSize>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
+  // Two streams with too few stages are slower than one.
+  for (shape.streams = Shape::kStreams; shape.streams > 0; --shape.streams) {
+    for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
+      if (Sm90DecodeShared::bytes<kHeadSize>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
+    if (shape.stages >= kGoodStages || shape.streams == 1) break;
+  }
   return shape;
 }
 

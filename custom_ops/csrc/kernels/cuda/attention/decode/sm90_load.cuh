@@ -1,5 +1,5 @@
-// The warp of an sm_90a decode block that loads: keys and values by turns, some steps ahead and across the
-// borders of sequences.
+// The warps of an sm_90a decode block that load, one a stream: keys and values by turns, some steps ahead and
+// across the borders of sequences.
 //
 // The tensor unit copies boxes of adjacent rows, 64 columns wide; what they have beyond the head size or the
 // page becomes zeros. A box at the end of what is written also brings rows that nobody sees: products with
@@ -91,20 +91,28 @@ struct Sm90DecodeLoad {
   }
 
   template <typename Line>
-  __device__ __forceinline__ void run(const Line& line, int begin, int end) const {
+  __device__ __forceinline__ void run(const Line& line, int begin, int end, int stream) const {
     RingPlace at;
     DecodeCursor cursor{.tile = begin};
-    for (; cursor.tile < end; cursor.advance(shape)) {
+    for (int span = 0; cursor.tile < end; ++span) {
       cursor.settle(params, shape, line);
+      const int index = cursor.key_tile() / shape.span_tiles;
+      const SpanTiles tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
+      const int count = min(tiles.end - cursor.number, end - cursor.tile);
+      if (span % shape.streams != stream) {
+        cursor.skip(count);
+        continue;
+      }
       const SeenPositions seen = cursor.of.seen();
 #pragma unroll 1
-      for (int step = 0; step < Shape::kSteps; ++step) {
-        const int32_t first = cursor.key_tile() * Shape::kTileKeys + step * Shape::kKeys;
-        if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
-      }
+      for (int n = 0; n < count; ++n, cursor.skip(1))
+#pragma unroll 1
+        for (int step = 0; step < Shape::kSteps; ++step) {
+          const int32_t first = cursor.key_tile() * Shape::kTileKeys + step * Shape::kKeys;
+          if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
+        }
     }
     copy_async_wait<0>();
-    launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
   }
 };
 

@@ -24,6 +24,7 @@ struct Sm90DecodeRows {
   const DecodeWorkspace& workspace;
   const Sm90DecodeShared& shared;
   Logits logits;
+  int stream;
   int group;   // of columns
   int thread;  // of the warpgroup
   RingPlace at;
@@ -44,7 +45,7 @@ struct Sm90DecodeRows {
   __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
     constexpr int kThreads = Shape::kGroups * 128, kPieces = kHeadSize / 8;
     const auto* source = static_cast<const Element*>(params.query);
-    sync_warps<kThreads>(1);  // all have multiplied with the last entry's
+    sync_warps<kThreads>(1 + stream);  // all have multiplied with the last entry's
 #pragma unroll 4
     for (int i = group * 128 + thread; i < kSm90DecodeRows * kPieces; i += kThreads) {
       const int place = i / kPieces, piece = i % kPieces;
@@ -56,7 +57,7 @@ struct Sm90DecodeRows {
       store_piece(swizzled_place(shared.queries(), kSm90DecodeRows, place, piece), value);
     }
     fence_async_shared();
-    sync_warps<kThreads>(1);
+    sync_warps<kThreads>(1 + stream);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       positions[half] = entry.first_position + entry.token(shape, row(half));
@@ -113,10 +114,7 @@ struct Sm90DecodeRows {
         for (int box = 0; box < kColumns / 64; ++box)
           store_piece(values + box * kKeys * 128 + i * 16, uint4{});
     fence_async_shared();
-    if (group)
-      sync_warps<128>(3);
-    else
-      sync_warps<128>(2);
+    sync_warps<128>(3 + group + stream);
   }
 
   // Logits become weights, for the first or both of the thread's rows.
@@ -281,15 +279,25 @@ struct Sm90DecodeRows {
   template <typename Line>
   __device__ __forceinline__ void run(const Line& line, int begin, int end) {
     DecodeCursor cursor{.tile = begin};
-    DecodeSpan span;
+    int entry = -1;  // whose queries are there
     clear_span();
-    for (; cursor.tile < end; cursor.advance(shape)) {
-      const bool is_new = cursor.settle(params, shape, line);
-      if (is_new) take_queries(cursor.of);
-      span.settle(cursor, is_new, line, begin, end, shape);
-      SoftmaxState states[2];
-      sum_tile(cursor.of, cursor.key_tile(), states);
-      hand_on(cursor, span, states);
+    for (int number = 0; cursor.tile < end; ++number) {
+      cursor.settle(params, shape, line);
+      DecodeSpan span;
+      span.settle(cursor, true, line, begin, end, shape);
+      const int count = min(span.tiles.end - cursor.number, end - cursor.tile);
+      if (number % shape.streams != stream) {
+        cursor.skip(count);
+        continue;
+      }
+      if (entry != cursor.entry) take_queries(cursor.of);
+      entry = cursor.entry;
+#pragma unroll 1
+      for (int n = 0; n < count; ++n, cursor.skip(1)) {
+        SoftmaxState states[2];
+        sum_tile(cursor.of, cursor.key_tile(), states);
+        hand_on(cursor, span, states);
+      }
     }
   }
 };

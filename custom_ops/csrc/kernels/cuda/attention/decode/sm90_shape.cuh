@@ -20,9 +20,10 @@ struct Sm90DecodeShape {
   static constexpr int kBoxes = kHeadSize / 64;               // of 64 columns, 128 bytes
   static constexpr int kBufferBytes = kKeys * kHeadSize * 2;  // keys or values of a step
   static constexpr int kQueryBytes = kSm90DecodeRows * kHeadSize * 2;
-  static constexpr int kThreads = (kGroups + 1) * 128;  // a warp of the last warpgroup loads
-  // Of a thread; together what the block is launched with. With one warpgroup there are enough for all.
-  static constexpr bool kMovesRegisters = kGroups > 1;
+  // Two warpgroups multiply, one loads. Without columns to share, each has a stream of spans for itself.
+  static constexpr int kStreams = 2 / kGroups;
+  static constexpr int kThreads = 384;
+  // Of a thread; together what the block is launched with.
   static constexpr int kEvenRegisters = 168, kLoadRegisters = 56, kComputeRegisters = 224;
 };
 
@@ -37,30 +38,40 @@ struct Sm90DecodeMaps {
 // cluster.
 __device__ __forceinline__ uint32_t descriptor_address(uint32_t address) { return address & 0x3ffff; }
 
+// What the warps of a stream share. Streams lie one after another: queries [kSm90DecodeRows, D], then a ring
+// of keys and values by turns.
 struct Sm90DecodeShared {
-  unsigned char* memory;  // queries [kSm90DecodeRows, D], then a ring of keys and values by turns
-  Barrier* full;          // [stages]
-  Barrier* empty;         // [stages]
-  int* starts;            // [DecodeShape::table_size]
+  unsigned char* memory;
+  Barrier* full;   // [stages]
+  Barrier* empty;  // [stages]
 
   template <int kHeadSize>
-  static __host__ __device__ int bytes(const DecodeShape& shape) {
+  static __host__ __device__ int stream_bytes(const DecodeShape& shape) {
     using Shape = Sm90DecodeShape<kHeadSize>;
-    constexpr int kAlignment = 1024;
-    return kAlignment + Shape::kQueryBytes +
-           shape.stages * (Shape::kBufferBytes + 2 * static_cast<int>(sizeof(Barrier))) +
-           shape.table_size() * static_cast<int>(sizeof(int));
+    return Shape::kQueryBytes + shape.stages * Shape::kBufferBytes;
   }
   template <int kHeadSize>
-  static __device__ __forceinline__ Sm90DecodeShared of(unsigned char* memory, const DecodeShape& shape) {
-    using Shape = Sm90DecodeShape<kHeadSize>;
+  static __host__ __device__ int bytes(const DecodeShape& shape) {
+    constexpr int kAlignment = 1024;
+    return kAlignment + shape.table_size() * static_cast<int>(sizeof(int)) +
+           shape.streams *
+               (stream_bytes<kHeadSize>(shape) + 2 * shape.stages * static_cast<int>(sizeof(Barrier)));
+  }
+  template <int kHeadSize>
+  static __device__ __forceinline__ Sm90DecodeShared of(unsigned char* memory, const DecodeShape& shape,
+                                                        int stream) {
     Sm90DecodeShared shared;
-    shared.memory = memory + (-shared_address(memory) & 1023u);
-    shared.full =
-        reinterpret_cast<Barrier*>(shared.memory + Shape::kQueryBytes + shape.stages * Shape::kBufferBytes);
+    memory += -shared_address(memory) & 1023u;
+    shared.memory = memory + stream * stream_bytes<kHeadSize>(shape);
+    shared.full = reinterpret_cast<Barrier*>(memory + shape.streams * stream_bytes<kHeadSize>(shape)) +
+                  stream * 2 * shape.stages;
     shared.empty = shared.full + shape.stages;
-    shared.starts = reinterpret_cast<int*>(shared.empty + shape.stages);
     return shared;
+  }
+  // Behind the last stream: [DecodeShape::table_size].
+  template <int kHeadSize>
+  static __device__ __forceinline__ int* starts(unsigned char* memory, const DecodeShape& shape) {
+    return reinterpret_cast<int*>(of<kHeadSize>(memory, shape, 0).full + shape.streams * 2 * shape.stages);
   }
   __device__ __forceinline__ uint32_t queries() const { return shared_address(memory); }
   template <int kHeadSize>
