@@ -24,6 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortolan.custom_ops import emitters
 
+FEW_TOKENS = 16  # a sequence with at most so many belongs to the decode kernels
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -41,8 +43,8 @@ class Case:
 
     @property
     def decode(self) -> bool:
-        """Whether this is a step of one token."""
-        return self.tokens == 1
+        """Whether this is a step of one token, or of a few that are verified."""
+        return self.tokens <= FEW_TOKENS
 
     @property
     def length(self) -> int:
@@ -69,7 +71,8 @@ class Case:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that a decode step must read."""
-        return 4 * self.kv_heads * self.head_size * self.visible_pairs
+        seen = min(self.length, self.window) if self.window > 0 else self.length
+        return 4 * self.kv_heads * self.head_size * self.sequences * seen
 
     @property
     def title(self) -> str:
@@ -116,6 +119,14 @@ DECODE = (
     Case(tokens=1, past=32767, head_size=64),
     Case(tokens=1, past=131071, window=1024, capacity=3072),
     Case(tokens=1, past=2047),
+    Case(tokens=1, past=32767, head_size=96, target=34),
+    Case(tokens=1, past=16383, heads=8, kv_heads=1, head_size=512, target=14),
+    Case(tokens=1, past=4095, sequences=8, target=37.9),
+    Case(tokens=1, past=8191, sequences=64, target=481),
+    Case(tokens=1, past=1023, sequences=128, target=141),
+    Case(tokens=1, past=4095, sequences=32, head_size=64, target=64),
+    *(Case(tokens=tokens, past=8192) for tokens in (2, 4, 8, 16)),
+    *(Case(tokens=tokens, past=4096, sequences=16) for tokens in (1, 2, 4, 8, 16)),
 )
 
 
@@ -248,7 +259,7 @@ def peers_of(case: Case, flex: bool) -> dict[str, Callable[[Inputs], Callable[[]
         return lambda inputs: make(case, inputs)
 
     if case.decode:
-        return {"cuDNN": bind(cudnn)} if case.window < 0 else {}
+        return {"cuDNN": bind(cudnn)} if case.window < 0 and case.tokens == 1 else {}
     if case.past and case.window < 0:
         return {"FA2": bind(flash_varlen)}
     windowed = {"FA2": bind(flash_varlen), **({"flex": bind(flex_attention)} if flex else {})}

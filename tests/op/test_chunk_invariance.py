@@ -117,6 +117,9 @@ def layers() -> dict[str, Layer]:
         "head size 192": Layer(head_size=192, heads=2, kv_heads=1),
         "head size 256": Layer(head_size=256, heads=2, kv_heads=1),
         "head size 512": Layer(head_size=512, heads=2, kv_heads=1),
+        "head size 112": Layer(head_size=112),
+        "head size 192, ring": Layer(head_size=192, heads=2, kv_heads=1, window=20, sink=3, capacity=23 + 42),
+        "head size 512, groups of 8": Layer(head_size=512, heads=8, kv_heads=1),
     }
 
 
@@ -149,6 +152,16 @@ def test_decode_in_steps_equals_decode_at_once_across_spans():
     at_once = run_chunks(layer, prompt, [1000, *[10] * 10])
     assert_same_bits(run_chunks(layer, prompt, [1000, *[1] * 100]), at_once)
     assert_same_bits(run_chunks(layer, prompt, [1000, *[4] * 25]), at_once)
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256, 512])
+@pytest.mark.parametrize("tokens", [2, 4, 8, 16])
+def test_a_step_of_tokens_equals_as_many_steps_of_one(size, tokens):
+    """What speculation verifies in one step has the bits of plain decoding: one tree of sums for 1 to 16 tokens."""
+    layer = Layer(capacity=1200, heads=8, kv_heads=2, head_size=size)
+    prompt = draw_prompt(layer, 1000 + tokens)
+    at_once = run_chunks(layer, prompt, [1000, tokens])
+    assert_same_bits(run_chunks(layer, prompt, [1000, *[1] * tokens]), at_once)
 
 
 @st.composite

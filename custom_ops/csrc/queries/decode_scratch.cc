@@ -63,8 +63,9 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_query_bytes() { return sizeof
 // Bytes that the largest of all steps asks for, in which every sequence has a token; -1 where no kernel
 // computes in the element type.
 //
-// For an instance of the decode kernel, and from kDecodeTokens tokens on, the bytes rise with the tokens and
-// with the sequences. So each instance's largest steps stand for all, beside the few steps of fewer tokens.
+// For tiles of as many rows, and from kDecodeTokens tokens on, the bytes rise with the tokens and
+// with the sequences. So the largest steps of each size of tiles stand for all, beside the few steps of fewer
+// tokens.
 ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScratchQuery* query) {
   const std::optional<ElementType> element = find_element(query->element);
   if (!element) return -1;
@@ -81,11 +82,12 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScra
   for (int64_t tokens = 1; tokens <= std::min<int64_t>(most_tokens, kDecodeTokens); ++tokens)
     for (int64_t sequences = 1; sequences <= std::min(most_sequences, tokens); ++sequences)
       take(sequences, tokens);
-  // A sequence's tokens that fill one tile of rows; more of them go to the instance of two tiles.
-  const int64_t of_one_tile =
-      std::max<int64_t>(ortolan::cuda::kDecodeTileRows / (query->num_heads / query->num_kv_heads), 1);
   take(most_sequences, most_tokens);
-  take(most_sequences, std::min(most_tokens, most_sequences * of_one_tile));
-  take(std::clamp<int64_t>((most_tokens - 1) / of_one_tile, 1, most_sequences), most_tokens);
+  // How many rows a tile has follows from the tokens that a sequence has on average, rounded up.
+  for (int64_t each = 1; each <= kDecodeTokens; ++each) {
+    take(most_sequences, std::min(most_tokens, most_sequences * each));
+    take(std::clamp<int64_t>((most_tokens - 1) / each, 1, most_sequences), most_tokens);
+    take(std::clamp<int64_t>((most_tokens + each - 1) / each, 1, most_sequences), most_tokens);
+  }
   return static_cast<int64_t>(most);
 }

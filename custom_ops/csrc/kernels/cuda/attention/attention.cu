@@ -30,6 +30,21 @@ auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
   return with_tiles.template operator()<256>();
 }
 
+// Whether decode attention goes by wgmma. Where rows have the size of an instance of the other family, that
+// one is up to 15 % faster for one token.
+bool decodes_by_wgmma(int64_t head_size, const Device& device) {
+  return device.compute_capability == 90 && head_size > 64 && head_size != 128 && head_size != 256;
+}
+
+// Calls f.operator()<kHeadSize>() for the smallest of its instances that holds the head: what a cache's rows
+// lack becomes zeros in shared memory, and is not read.
+template <typename Function>
+auto with_sm90_decode_head_size(int64_t head_size, Function&& f) {
+  if (head_size <= 128) return f.template operator()<128>();
+  if (head_size <= 256) return f.template operator()<256>();
+  return f.template operator()<512>();
+}
+
 template <typename Function>
 auto with_prefill_head_size(int64_t head_size, Function&& f) {
   if (head_size <= 64) return f.template operator()<64>();
@@ -91,6 +106,10 @@ cudaError_t current_device(Device& device) {
 
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
   return with_half_element(params.element, [&]<typename Element>() {
+    if (decodes_by_wgmma(params.cache.head_size, launch.device))
+      return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
+        return launch_sm90_decode<Element, kHeadSize>(params, launch);
+      });
     return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
       return launch_decode<Element, kHeadSize, kRowTiles>(params, launch);
     });
@@ -99,6 +118,10 @@ cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& lau
 
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device) {
   return with_half_element(params.element, [&]<typename Element>() {
+    if (decodes_by_wgmma(params.cache.head_size, device))
+      return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
+        return sm90_decode_workspace_bytes<Element, kHeadSize>(params, device);
+      });
     return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
       return decode_workspace_bytes<Element, kHeadSize, kRowTiles>(params, device);
     });

@@ -16,4 +16,9 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
 template <typename Element, int kHeadSize, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
+template <typename Element, int kHeadSize>
+cudaError_t launch_sm90_decode(const SwaAttentionParams& params, const Launch& launch);
+template <typename Element, int kHeadSize>
+size_t sm90_decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
+
 }  // namespace ortolan::cuda

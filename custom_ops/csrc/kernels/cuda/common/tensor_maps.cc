@@ -25,7 +25,7 @@ Encode find_encoder() {
 }  // namespace
 
 cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
-                            const TensorShape& box) {
+                            const TensorShape& box, bool promotes) {
   static const Encode encode = find_encoder();
   if (!encode) return cudaErrorNotSupported;
   const int64_t bytes = element_bytes(element);
@@ -37,9 +37,11 @@ cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* d
                                   static_cast<cuuint32_t>(box.z)};
   const cuuint32_t steps[] = {1, 1, 1};
   const auto type = static_cast<CUtensorMapDataType>(facts_of(element).tensor_map);
-  const CUresult result = encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box_sizes, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box_sizes, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             promotes ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -18,16 +18,16 @@ struct TensorShape {
 };
 
 // A map of a dense tensor of 16-bit elements whose boxes arrive in rows of 128 swizzled bytes; what a box has
-// beyond the tensor becomes zeros. The driver's encoder is looked up at run time: the library does not link
-// the driver.
+// beyond the tensor becomes zeros. `promotes`: what is read comes to L2 in 256 bytes. The driver's encoder is
+// looked up at run time: the library does not link the driver.
 cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
-                            const TensorShape& box);
+                            const TensorShape& box, bool promotes = true);
 
 // The same of a cache, [N * Hkv, P, D], in boxes of `box_rows` slots and 64 columns.
 inline cudaError_t make_cache_map(CUtensorMap& map, ElementType element, const void* data,
-                                  const CacheLayout& cache, int64_t box_rows) {
+                                  const CacheLayout& cache, int64_t box_rows, bool promotes = true) {
   const TensorShape slots{cache.head_size, cache.page_slots, cache.num_pages * cache.num_kv_heads};
-  return make_tensor_map(map, element, data, slots, {64, box_rows, 1});
+  return make_tensor_map(map, element, data, slots, {64, box_rows, 1}, promotes);
 }
 
 }  // namespace ortolan::cuda

@@ -16,6 +16,7 @@ struct ClusterLine {
   int index;        // of the entry, and of the cluster
   int first_block;  // of the cluster
   EvenCut cut;
+  static constexpr bool snaps = false;
 
   __device__ __forceinline__ ClusterLine(const SwaAttentionParams& params, const DecodeShape& shape,
                                          int index)
@@ -59,7 +60,7 @@ __device__ __forceinline__ void combine_cluster(const SwaAttentionParams& params
   constexpr int kWide = kHeadSize < 128 ? kHeadSize : 128;
   const KeyTiles& tiles = line.own.tiles;
   const PartialRow<kHeadSize, ClusterLine> first_row{workspace, line, tiles, line.index, 0, 0};
-  if (first_row.is_stored(SpanTiles::of(tiles, tiles.at(0) / kSpanTiles))) return;
+  if (first_row.is_stored(SpanTiles::of(tiles, tiles.at(0) / shape.span_tiles, shape.span_tiles))) return;
   cluster_sync();
   __syncthreads();  // says nothing new, but to racecheck
   const int rank = static_cast<int>(blockIdx.x) - line.first_block;

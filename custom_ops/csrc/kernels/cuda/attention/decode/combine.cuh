@@ -46,7 +46,7 @@ struct PartialRow {
 
   __device__ __forceinline__ int start() const { return line.first(entry); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
-    return start() + span.end <= line.begin(owner + 1);
+    return line.snaps || start() + span.end <= line.begin(owner + 1);
   }
   // Whether the entry visits no other span than `first`.
   __device__ __forceinline__ bool is_only(const SpanTiles& first) const {
@@ -64,21 +64,24 @@ struct PartialRow {
   // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
   __device__ __forceinline__ PartialSum sum_span(int index) const {
     PartialSum sum;
-    const SpanTiles span = SpanTiles::of(tiles, index);
+    const PowerOfTwo span_tiles = workspace.span_tiles;
+    const SpanTiles span = SpanTiles::of(tiles, index, span_tiles);
     if (span.begin >= span.end) return sum;
     const int owner = line.owner(start() + span.begin);
     const bool whole = is_whole(span, owner);
-    const int64_t place = whole ? workspace.span_place(entry, span_number(tiles, index, workspace.max_spans))
-                                : workspace.tile_place(owner, index * kSpanTiles);
-    PartialSum parts[kSpanTiles];
+    const int first = index << span_tiles.shift;
+    const int number = span_number(tiles, index, span_tiles, workspace.max_spans);
+    const int64_t place = whole ? workspace.span_place(entry, number) : workspace.tile_place(owner, first);
+    PartialSum parts[kMostSpanTiles];
 #pragma unroll
-    for (int t = 0; t < kSpanTiles; ++t) {
-      const int tile = index * kSpanTiles + t;
-      if (whole ? t == 0 : tiles.rank(tile + 1) > tiles.rank(tile)) load(parts[t], place + t);
+    for (int t = 0; t < kMostSpanTiles; ++t) {
+      const int tile = first + t;
+      const bool is_part = t < 1 << span_tiles.shift && tiles.rank(tile + 1) > tiles.rank(tile);
+      if (whole ? t == 0 : is_part) load(parts[t], place + t);
     }
     if (whole) return parts[0];
 #pragma unroll
-    for (int t = 0; t < kSpanTiles; ++t) sum.merge(parts[t]);
+    for (int t = 0; t < kMostSpanTiles; ++t) sum.merge(parts[t]);
     return sum;
   }
 };
@@ -89,9 +92,9 @@ struct VisitedSpans {
   int begin;
   int end;
 
-  static __device__ __forceinline__ VisitedSpans of(const KeyTiles& tiles) {
-    const int sink_end = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
-    return {sink_end, max(tiles.begin / kSpanTiles, sink_end), (tiles.end + kSpanTiles - 1) / kSpanTiles};
+  static __device__ __forceinline__ VisitedSpans of(const KeyTiles& tiles, PowerOfTwo span_tiles) {
+    const int sink_end = divide_up(tiles.sink_end, span_tiles);
+    return {sink_end, max(tiles.begin / span_tiles, sink_end), divide_up(tiles.end, span_tiles)};
   }
   __device__ __forceinline__ bool hold(int span) const {
     return span < end && (span < sink_end || span >= begin);
@@ -102,6 +105,20 @@ struct VisitedSpans {
     return next < sink_rounds ? next : max(next, begin / kRoundSpans);
   }
 };
+
+// Maximum and denominator of a round's spans, and the weights of each lane's two: its own number's and that
+// of the lane 32 later.
+__device__ __forceinline__ SoftmaxState weigh_spans(float (&weights)[2], SoftmaxState low,
+                                                    SoftmaxState high) {
+  SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
+  all.maximum = fold_lanes<1, 16>(all.maximum, Max());
+  const float base = finite_max(all.maximum);
+  weights[0] = fast_exp2(low.maximum - base);
+  weights[1] = fast_exp2(high.maximum - base);
+  all.total = fmaf(low.total, weights[0], high.total * weights[1]);
+  all.total = fold_lanes<1, 16>(all.total, Add());
+  return all;
+}
 
 // The spans of one round, and the sums of its parts.
 struct SpanRound {
@@ -121,16 +138,10 @@ struct SpanRound {
 
   // Maximum and denominator of all, and each lane's two weights; the same in every warp.
   __device__ __forceinline__ SoftmaxState weigh(float (&weights)[2], int count, int lane) const {
-    const SoftmaxState low = lane < count ? states[lane] : kNoKeys;
-    const SoftmaxState high = lane + 32 < count ? states[lane + 32] : kNoKeys;
-    SoftmaxState all{fmaxf(low.maximum, high.maximum), 0};
-    all.maximum = fold_lanes<1, 16>(all.maximum, Max());
-    const float base = finite_max(all.maximum);
-    weights[0] = fast_exp2(low.maximum - base);
-    weights[1] = fast_exp2(high.maximum - base);
-    all.total = fmaf(low.total, weights[0], high.total * weights[1]);
-    all.total = fold_lanes<1, 16>(all.total, Add());
-    return all;
+    SoftmaxState low = kNoKeys, high = kNoKeys;
+    if (lane < count) low = states[lane];
+    if (lane + 32 < count) high = states[lane + 32];
+    return weigh_spans(weights, low, high);
   }
 
   // Adds every kSpanParts-th span, for the columns of a warp.
@@ -158,9 +169,9 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
                                             const SpanRound& spans, int spans_at_once, int first_column) {
   constexpr int kSpanThreads = kColumns / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const VisitedSpans visited = VisitedSpans::of(entry.tiles);
-  const int first_span = entry.tiles.at(0) / kSpanTiles;
-  const bool is_only = partial.is_only(SpanTiles::of(entry.tiles, first_span));
+  const VisitedSpans visited = VisitedSpans::of(entry.tiles, shape.span_tiles);
+  const int first_span = entry.tiles.at(0) / shape.span_tiles;
+  const bool is_only = partial.is_only(SpanTiles::of(entry.tiles, first_span, shape.span_tiles));
   SoftmaxState state = kNoKeys;
   float total = 0;
   for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
@@ -272,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   const DecodeEntry& entry = own.entry;
   const bool counts = counts_again(shape);
   if (counts) count_tiles(params, shape, counted);
-  const SpanTiles first_span = SpanTiles::of(entry.tiles, entry.tiles.at(0) / kSpanTiles);
+  const SpanTiles first_span =
+      SpanTiles::of(entry.tiles, entry.tiles.at(0) / shape.span_tiles, shape.span_tiles);
   wait_for_previous_kernel();
   if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
 

@@ -112,6 +112,12 @@ struct DecodeCursor {
     stage.advance(shape.stages);
     buffer.advance(shape.buffers);
   }
+  // Passes by tiles of one entry.
+  __device__ __forceinline__ void skip(int tiles) {
+    number += tiles;
+    tile += tiles;
+    is_new = tile == end;
+  }
   __device__ __forceinline__ int key_tile() const { return of.tiles.at(number); }
 };
 
@@ -126,14 +132,14 @@ struct DecodeSpan {
   // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
   template <typename Line>
   __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const Line& line, int begin,
-                                         int end, int max_spans) {
+                                         int end, const DecodeShape& shape) {
     if (!is_new && cursor.number < tiles.end) return;
-    index = cursor.key_tile() / kSpanTiles;
-    tiles = SpanTiles::of(cursor.of.tiles, index);
+    index = cursor.key_tile() / shape.span_tiles;
+    tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
     const int start = cursor.tile - cursor.number;
     is_whole = start + tiles.begin >= begin && start + tiles.end <= end;
     owner = start + tiles.begin >= begin ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
-    number = span_number(cursor.of.tiles, index, max_spans);
+    number = span_number(cursor.of.tiles, index, shape.span_tiles, shape.max_spans);
   }
 };
 

@@ -71,7 +71,7 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
   self.clear();
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     const bool is_new = cursor.settle(self.params, self.shape, piece.line);
-    span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.workspace.max_spans);
+    span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.shape);
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
     sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
@@ -107,12 +107,9 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
   }
 }
 
-// `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
 template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
-__global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
-    decode_kernel(const __grid_constant__ SwaAttentionParams params,
-                  const __grid_constant__ DecodeShape shape,
-                  const __grid_constant__ DecodeWorkspace workspace) {
+__device__ __forceinline__ void decode_block(const SwaAttentionParams& params, const DecodeShape& shape,
+                                             const DecodeWorkspace& workspace) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
@@ -135,10 +132,27 @@ __global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMe
                                         shared.stages);
   } else {
     const int strips = count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0 && !counts_again(shape)) store_counts(shape, workspace, shared.starts, strips);
+    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
     sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
                                              DecodeLine(shared.starts, shape));
   }
+}
+
+// `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
+template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
+__global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
+    decode_kernel(const __grid_constant__ SwaAttentionParams params,
+                  const __grid_constant__ DecodeShape shape,
+                  const __grid_constant__ DecodeWorkspace workspace) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kIsForOthers = kHeadSize > 256;  // sm90.cuh is for this one
+#else
+  constexpr bool kIsForOthers = false;
+#endif
+  if constexpr (kIsForOthers)
+    refuse_architecture();
+  else
+    decode_block<Element, kHeadSize, kRowTiles, kClusters>(params, shape, workspace);
 }
 
 }  // namespace ortolan::cuda

@@ -1,4 +1,5 @@
 #include "launch.cuh"
+#include "sm90_launch.cuh"
 
 namespace ortolan::cuda {
 
@@ -9,5 +10,8 @@ ORTOLAN_INSTANTIATE_DECODE(__half, 128, 2)
 ORTOLAN_INSTANTIATE_DECODE(__half, 256, 1)
 ORTOLAN_INSTANTIATE_DECODE(__half, 256, 2)
 ORTOLAN_INSTANTIATE_DECODE(__half, 512, 1)
+ORTOLAN_INSTANTIATE_SM90_DECODE(__half, 128)
+ORTOLAN_INSTANTIATE_SM90_DECODE(__half, 256)
+ORTOLAN_INSTANTIATE_SM90_DECODE(__half, 512)
 
 }  // namespace ortolan::cuda

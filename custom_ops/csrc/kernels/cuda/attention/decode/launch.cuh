@@ -48,14 +48,15 @@ inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape
          params.past_len.head_stride == 0 && !params.cache.block_table && !params.prefix_end;
 }
 
-template <int kHeadSize, int kRowTiles>
-DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
+// A shape but for what lies in shared memory: entries of `most_rows` query rows at most.
+inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& device, int most_rows,
+                                int tile_keys, PowerOfTwo span_tiles) {
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
   const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, kDecodeTokens));
   DecodeShape shape{};
   shape.kv_heads = kv_heads;
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
-  shape.entry_rows = std::min(kDecodeTileRows * kRowTiles, (shape.group * tokens + 3) / 4 * 4);
+  shape.entry_rows = std::min(most_rows, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.sequences = static_cast<int>(params.packing.num_sequences);
   if (shape.row_tiles > 1 && shape.sequences > 1)
@@ -63,18 +64,27 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
         most_row_tiles(shape.sequences, params.packing.num_tokens, shape.group, shape.entry_rows));
   shape.entries =
       kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
-  shape.warps = decode_warps<kHeadSize>(device);
-  shape.tile_keys = shape.warps * kWarpKeys<kHeadSize>;
-  fill_shared<kHeadSize, kRowTiles>(shape, device);
-  const int64_t tiles = params.cache.capacity / shape.tile_keys + 4;  // of an entry, at most
-  shape.max_spans = static_cast<int>(tiles / kSpanTiles) + 4;
+  shape.tile_keys = tile_keys;
+  shape.span_tiles = span_tiles;
+  const int64_t tiles = params.cache.capacity / tile_keys + 4;  // of an entry, at most
+  shape.max_spans = static_cast<int>(tiles >> span_tiles.shift) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
-  while (1 << shape.tile_shift < shape.tile_keys) ++shape.tile_shift;
+  while (1 << shape.tile_shift < tile_keys) ++shape.tile_shift;
   shape.guesses = can_guess(params, shape, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
   shape.by_sequences = Divisor::of(shape.sequences);
   shape.by_line = Divisor::of(shape.blocks);
+  return shape;
+}
+
+template <int kHeadSize, int kRowTiles>
+DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
+  const int warps = decode_warps<kHeadSize>(device);
+  DecodeShape shape =
+      plan_entries(params, device, kDecodeTileRows * kRowTiles, warps * kWarpKeys<kHeadSize>, PowerOfTwo{3});
+  shape.warps = warps;
+  fill_shared<kHeadSize, kRowTiles>(shape, device);
   return shape;
 }
 
@@ -121,7 +131,6 @@ inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
 template <typename Element, int kHeadSize>
 cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
                            const DecodeWorkspace& workspace, const Launch& launch) {
-  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
   // A window's spans may lie anywhere in their rounds.
   const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
   const int64_t rows = params.packing.num_tokens * params.num_heads;
@@ -135,6 +144,7 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
                              shape, workspace, spans, by_token);
   };
+  constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
   if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
     return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
   if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);

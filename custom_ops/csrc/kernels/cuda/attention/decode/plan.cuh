@@ -24,7 +24,7 @@
 
 namespace ortolan::cuda {
 
-constexpr int kSpanTiles = 8;
+constexpr int kMostSpanTiles = 8;
 // Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
 // keys.
 template <int kHeadSize>
@@ -74,16 +74,19 @@ struct DecodeShape {
   int warps;      // that multiply
   int stages;     // tiles in flight
   int buffers;    // tiles whose sums wait to be merged, at most
+  int streams;    // of spans that are summed beside one another, on sm_90a
   int tile_keys;  // a power of two
   int tile_shift;
-  int entry_rows;  // query rows (token, head of the group) that an entry may hold, a multiple of 4
-  int row_tiles;   // of a sequence, at most
+  PowerOfTwo span_tiles;  // kMostSpanTiles at most
+  int entry_rows;         // query rows (token, head of the group) that an entry may hold, a multiple of 4
+  int row_tiles;          // of a sequence, at most
   int sequences;
   int counted_strips;  // that the device may number; 0: all are numbered already
   int entries;         // strips * kv heads, strips outermost
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
+  bool snaps;     // cuts move to the ends of spans where pieces are short; see DecodeLine
   bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
@@ -92,7 +95,7 @@ struct DecodeShape {
   // [counted_strips].
   __host__ __device__ int table_size() const { return entries + 1 + counted_strips; }
   __host__ __device__ int64_t partials() const {
-    return static_cast<int64_t>(entries) * max_spans + static_cast<int64_t>(blocks) * kSpanTiles;
+    return static_cast<int64_t>(entries) * max_spans + (static_cast<int64_t>(blocks) << span_tiles.shift);
   }
 };
 
@@ -191,15 +194,21 @@ struct EvenCut {
 };
 
 // The line of all tiles, cut for all blocks.
+//
+// Partial sums of many rows are long. Where a block has few tiles of such rows, its piece ends where a span
+// does, so that every span is handed on whole.
 struct DecodeLine {
+  static constexpr unsigned kShortPiece = 24;  // tiles
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
   EvenCut cut;
+  bool snaps;
 
   __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
       : starts(starts),
         entries(shape.entries),
-        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)) {}
+        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
+        snaps(shape.snaps && cut.quotient < kShortPiece) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
@@ -226,15 +235,32 @@ struct SpanTiles {
   int begin;
   int end;
 
-  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span) {
-    return {tiles.rank(span * kSpanTiles), tiles.rank((span + 1) * kSpanTiles)};
+  static __device__ __forceinline__ SpanTiles of(const KeyTiles& tiles, int span, PowerOfTwo span_tiles) {
+    return {tiles.rank(span << span_tiles.shift), tiles.rank((span + 1) << span_tiles.shift)};
   }
 };
 
+// Where a block's piece of a line begins.
+template <typename Line>
+__device__ __forceinline__ int snapped_begin(const SwaAttentionParams& params, const DecodeShape& shape,
+                                             const Line& line, int block) {
+  const int begin = line.begin(block);
+  if (!line.snaps || block == 0 || block == shape.blocks) return begin;
+  const int index = line.entry_of(begin);
+  const DecodeEntry entry = line.entry(params, shape, index);
+  const int number = begin - line.first(index);
+  if (number >= entry.tiles.count()) return begin;
+  const SpanTiles span =
+      SpanTiles::of(entry.tiles, entry.tiles.at(number) / shape.span_tiles, shape.span_tiles);
+  const bool is_early = 2 * (number - span.begin) < span.end - span.begin;
+  return line.first(index) + (is_early ? span.begin : span.end);
+}
+
 // Number of a span among those that an entry visits: sinks' spans come before the window's.
-__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, int max_spans) {
-  const int sink_spans = (tiles.sink_end + kSpanTiles - 1) / kSpanTiles;
-  const int gap = tiles.begin / kSpanTiles - sink_spans;
+__device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, PowerOfTwo span_tiles,
+                                           int max_spans) {
+  const int sink_spans = divide_up(tiles.sink_end, span_tiles);
+  const int gap = tiles.begin / span_tiles - sink_spans;
   const int number = span < sink_spans || gap < 0 ? span : span - gap;
   return number < max_spans ? number : max_spans - 1;
 }
@@ -248,6 +274,7 @@ struct DecodeWorkspace {
   float* sums;
   int rows;  // of an entry
   int max_spans;
+  PowerOfTwo span_tiles;
   int64_t first_tile;  // place of the first tile's sums; spans' come before
 
   static size_t starts_bytes(const DecodeShape& shape) {
@@ -268,6 +295,7 @@ struct DecodeWorkspace {
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,
             shape.max_spans,
+            shape.span_tiles,
             static_cast<int64_t>(shape.entries) * shape.max_spans};
   }
   __device__ __forceinline__ int64_t span_place(int entry, int number) const {
@@ -275,7 +303,8 @@ struct DecodeWorkspace {
   }
   // `owner` is the block that holds the first tile of the tile's span.
   __device__ __forceinline__ int64_t tile_place(int owner, int tile) const {
-    return first_tile + static_cast<int64_t>(owner) * kSpanTiles + tile % kSpanTiles;
+    const int64_t first = first_tile + (static_cast<int64_t>(owner) << span_tiles.shift);
+    return first + (tile & ((1 << span_tiles.shift) - 1));
   }
 };
 

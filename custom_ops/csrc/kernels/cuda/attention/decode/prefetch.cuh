@@ -4,7 +4,8 @@
 // but for the prefetch, and rows that are written later are written through L2.
 #pragma once
 
-#include "load.cuh"
+#include "kernels/cuda/attention/key_rows.cuh"
+#include "plan.cuh"
 
 namespace ortolan::cuda {
 
@@ -12,8 +13,8 @@ namespace ortolan::cuda {
 // entries and caches without pages.
 __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& params,
                                                     const DecodeShape& shape) {
-  const auto warp = static_cast<int>(threadIdx.x / 32) - shape.warps;
-  if (threadIdx.x % 32 != 0 || warp < 0 || warp >= kLoadWarps) return;
+  const auto thread = static_cast<int>(threadIdx.x) - shape.warps * 32;
+  if (thread != 0 && thread != 1) return;
   const int32_t past = load_relaxed(params.past_len.values);
   if (past < 0) return;
   const auto last = past + static_cast<int32_t>(params.packing.num_tokens) - 1;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& pa
   const KeyRows rows(params.cache, 0, entry);
   const int32_t first = tiles.at(tile % count) * shape.tile_keys, slot = rows.first_slot(first);
   const int32_t num_rows = min(min(shape.tile_keys, last + 1 - first), rows.capacity - slot);
-  const auto* cache = static_cast<const char*>(warp == 0 ? params.key_cache : params.value_cache);
+  const auto* cache = static_cast<const char*>(thread == 0 ? params.key_cache : params.value_cache);
   constexpr int kElementBytes = 2;
   prefetch_bulk(cache + rows.offset(slot) * kElementBytes,
                 static_cast<uint32_t>(num_rows * params.cache.head_size * kElementBytes));

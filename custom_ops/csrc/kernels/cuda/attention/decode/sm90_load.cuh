@@ -1,0 +1,119 @@
+// The warps of an sm_90a decode block that load, one a stream: keys and values by turns, some steps ahead and
+// across the borders of sequences.
+//
+// The tensor unit copies boxes of adjacent rows, 64 columns wide; what they have beyond the head size or the
+// page becomes zeros. A box at the end of what is written also brings rows that nobody sees: products with
+// such keys are masked, such values become zeros before they are multiplied. Boxes without any seen row read
+// nothing. Where a box would run over the wrap of a ring or the end of a page, rows are copied one by one.
+// Copies have no policy for L2 and the maps no promotion: both cost a tenth of the bus.
+#pragma once
+
+#include "cursor.cuh"
+#include "kernels/cuda/attention/key_rows.cuh"
+#include "sm90_shape.cuh"
+
+namespace ortolan::cuda {
+
+template <typename Element, int kHeadSize>
+struct Sm90DecodeLoad {
+  using Shape = Sm90DecodeShape<kHeadSize>;
+
+  const SwaAttentionParams& params;
+  const DecodeShape& shape;
+  const Sm90DecodeMaps& maps;
+  const Sm90DecodeShared& shared;
+  int lane;
+
+  // Where a lane's box of a step lies.
+  struct Box {
+    int32_t row;
+    int32_t plane;
+    bool is_whole;  // copied by the tensor unit
+  };
+  __device__ __forceinline__ Box find_box(const DecodeEntry& entry, const KeyRows& rows,
+                                          const SeenPositions& seen, int32_t begin) const {
+    const auto page_slots = static_cast<int32_t>(params.cache.page_slots);
+    if (!seen.hold_any(begin, begin + maps.box_rows)) return {page_slots, 0, true};  // beyond the page
+    const int32_t slot = rows.first_slot(begin);
+    const int32_t written = min(maps.box_rows, entry.last_position + 1 - begin);
+    const bool is_whole = rows.are_adjacent(slot, written);
+    const auto kv_heads = static_cast<int32_t>(params.cache.num_kv_heads);
+    if (!rows.pages) return {slot, entry.sequence * kv_heads + entry.kv_head, is_whole};
+    const int32_t page = slot / page_slots;
+    return {slot - page * page_slots, rows.pages[page] * kv_heads + entry.kv_head, is_whole};
+  }
+
+  // Keys and then values of one step, to the next two places of the ring.
+  __device__ __forceinline__ void load(const DecodeEntry& entry, int32_t first, RingPlace& at) const {
+    const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
+    const SeenPositions seen = entry.seen();
+    const int boxes = Shape::kKeys / maps.box_rows;
+    const Box box = find_box(entry, rows, seen, first + lane % boxes * maps.box_rows);
+    const bool is_whole = __all_sync(~0u, box.is_whole);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      Barrier& full = shared.full[at.place];
+      shared.empty[at.place].wait(at.parity ^ 1);
+      const uint32_t target = shared.buffer<kHeadSize>(at.place);
+      if (is_whole) {
+        if (lane == 0) full.arrive_expecting(Shape::kBufferBytes);
+        __syncwarp();
+        if (lane < boxes)
+          copy_boxes(target + lane * maps.box_rows * 128, part ? maps.values : maps.keys, box, full);
+      } else {
+        copy_rows(target, rows, seen,
+                  static_cast<const Element*>(part ? params.value_cache : params.key_cache), first, full);
+      }
+      at.advance(shape.stages);
+    }
+  }
+  __device__ __forceinline__ void copy_boxes(uint32_t target, const CUtensorMap& map, const Box& box,
+                                             Barrier& full) const {
+#pragma unroll
+    for (int n = 0; n < Shape::kBoxes; ++n)
+      copy_box(target + n * Shape::kKeys * 128, map, n * 64, box.row, box.plane, full);
+  }
+  __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const SeenPositions& seen,
+                                            const Element* source, int32_t first, Barrier& full) const {
+    const int32_t first_slot = rows.first_slot(first);
+#pragma unroll 1
+    for (int i = lane; i < Shape::kKeys * kHeadSize / 8; i += 32) {
+      const int row = i / (kHeadSize / 8), piece = i % (kHeadSize / 8);
+      const bool is_there = seen.holds(first + row) && piece * 8 < params.cache.head_size;
+      const int64_t offset = is_there ? rows.offset(first_slot + row) + piece * 8 : 0;
+      copy_async_16(swizzled_place(target, Shape::kKeys, row, piece), source + offset, is_there);
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) full.arrive();
+  }
+
+  template <typename Line>
+  __device__ __forceinline__ void run(const Line& line, int begin, int end, int stream) const {
+    RingPlace at;
+    DecodeCursor cursor{.tile = begin};
+    for (int span = 0; cursor.tile < end; ++span) {
+      cursor.settle(params, shape, line);
+      const int index = cursor.key_tile() / shape.span_tiles;
+      const SpanTiles tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
+      const int count = min(tiles.end - cursor.number, end - cursor.tile);
+      if (span % shape.streams != stream) {
+        cursor.skip(count);
+        continue;
+      }
+      const SeenPositions seen = cursor.of.seen();
+#pragma unroll 1
+      for (int n = 0; n < count; ++n, cursor.skip(1))
+#pragma unroll 1
+        for (int step = 0; step < Shape::kSteps; ++step) {
+          const int32_t first = cursor.key_tile() * Shape::kTileKeys + step * Shape::kKeys;
+          if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
+        }
+    }
+    copy_async_wait<0>();
+  }
+};
+
+}  // namespace ortolan::cuda
