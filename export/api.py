@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -11,9 +11,10 @@ import onnx
 from ortolan.element_types import COMPUTE_TYPES
 from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
 from ortolan.export.caller import warn_caller
-from ortolan.export.checkpoint import open_checkpoint
+from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
+    DEFAULT_CONTEXT,
     CacheOptions,
     check_numbers,
     check_target,
@@ -24,6 +25,7 @@ from ortolan.export.folder import (
 )
 from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.registry import find_family
+from ortolan.export.tokenizer_files import check_tokenizer
 from ortolan.export.weights import (
     WEIGHTS_FILE,
     CheckpointWeights,
@@ -66,7 +68,7 @@ class ExportOptions(CacheOptions):
     """Options of `export`, checked."""
 
     dtype: str
-    max_context: int
+    max_context: int | None
     weights: str
     fuse: bool
     weight_format: str
@@ -79,9 +81,10 @@ class ExportOptions(CacheOptions):
         one_of("cache_dtype", self.cache_dtype, (self.dtype,))
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
-        check_numbers(self, max_context=1)
-        if self.sink >= self.max_context:
-            raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
+        if self.max_context is not None:
+            check_numbers(self, max_context=1)
+            if self.sink >= self.max_context:
+                raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
 
     def graph(self, *, fused: bool) -> GraphOptions:
         """Return what the graph builder is asked for."""
@@ -100,7 +103,7 @@ def export(
     hf_dir: str | Path,
     out_dir: str | Path,
     dtype: str = "float32",
-    max_context: int = 32768,
+    max_context: int | None = None,
     chunk_size: int | None = None,
     sink: int = 0,
     snapkv_window: int = 64,
@@ -116,10 +119,11 @@ def export(
     """Export a Hugging Face checkpoint folder to a model folder.
 
     Args:
-        hf_dir: folder with config.json and safetensors files.
+        hf_dir: folder with config.json and safetensors files, or the id of such a model on the Hugging Face hub
+            ("owner/name"), whose files come from the hub's cache or are downloaded there. A folder of that name wins.
         out_dir: folder to make; written under a temporary name beside it, and renamed when it is whole.
         dtype: "float32", "float16" or "bfloat16", of activations.
-        max_context: longest sequence, tokens.
+        max_context: longest sequence, tokens; None takes the model's own (max_position_embeddings), at most 32768.
         chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
             sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).
@@ -137,7 +141,8 @@ def export(
         The model folder.
 
     Raises:
-        ConfigError: an argument has a value that is not allowed, or `out_dir` is in the way.
+        ConfigError: an argument has a value that is not allowed, `out_dir` is in the way, or the hub does not have the
+            model or cannot be reached.
         StorageError: the disk is full, or writing failed otherwise; what was in `out_dir` is still there.
         UnsupportedModelError: the checkpoint asks for what is not implemented.
         CheckpointError: the checkpoint is incomplete, cannot be read, or contradicts its config.
@@ -155,22 +160,41 @@ def export(
         weight_format=DENSE if weight_format is None else weight_format,
         cache_dtype=dtype if cache_dtype is None else cache_dtype,
     )
-    source, target = file_path("hf_dir", hf_dir), file_path("out_dir", out_dir)
+    target = file_path("out_dir", out_dir)
     check_progress(progress)
     check_target(target, truth("overwrite", overwrite))
-    hf_config = read_hf_config(source)
-    family = find_family(hf_config)
-    config = family.read(hf_config, options.max_context)
-    _check_shapes(config, hf_config, options)
-    provider = _provider(source, family, hf_config, config, options)
-    parts = _Parts(source, config, provider, options, place_weights(config, options.dtype, options.weight_format))
+    parts = _read(checkpoint_folder(hf_dir, weights=weights != "random"), options)
     with temporary_sibling(target, placed_bytes(parts.placed)) as folder:
         _write_folder(folder, parts, progress or (lambda done, total: None))
         put_in_place(folder, target)
     return target
 
 
-def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptions) -> None:
+def _read(source: Path, options: ExportOptions) -> _Parts:
+    """Read and check a checkpoint folder, and warn of what its user may not expect."""
+    hf_config = read_hf_config(source)
+    family = find_family(hf_config)
+    hf_config = family.text_config(hf_config)
+    own = hf_config.integer("max_position_embeddings", DEFAULT_CONTEXT)
+    context = min(own, DEFAULT_CONTEXT) if options.max_context is None else options.max_context
+    options = replace(options, max_context=context)
+    config = family.read(hf_config, context)
+    _check_shapes(config)
+    provider = _provider(source, family, hf_config, config, options)
+    check_tokenizer(source, is_wanted=options.weights != "random")
+    if context > own:
+        warn_caller(f"max_context {context} is beyond the model's max_position_embeddings {own}")
+    if family.left_out:
+        warn_caller(
+            f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "
+            "text alone"
+        )
+    return _Parts(
+        source, config, context, provider, options, place_weights(config, options.dtype, options.weight_format)
+    )
+
+
+def _check_shapes(config: ModelConfig) -> None:
     for mixer in dict.fromkeys(layer.mixer for layer in config.layers):
         _check_heads(mixer.num_heads, mixer.num_kv_heads, mixer.head_size)
     for rope in config.ropes:
@@ -178,9 +202,6 @@ def _check_shapes(config: ModelConfig, hf_config: HfConfig, options: ExportOptio
             raise UnsupportedModelError(
                 f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even"
             )
-    limit = hf_config.get("max_position_embeddings")
-    if isinstance(limit, int) and options.max_context > limit:
-        warn_caller(f"max_context {options.max_context} is beyond the model's max_position_embeddings {limit}")
 
 
 def _check_heads(heads: int, kv_heads: int, size: int) -> None:
@@ -197,7 +218,8 @@ def _provider(
 ) -> WeightProvider:
     if options.weights == "random":
         return RandomWeights(config, hf_config.number("initializer_range", 0.02))
-    return CheckpointWeights(open_checkpoint(source), family.sources(config), config)
+    checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out)
+    return CheckpointWeights(checkpoint, family.sources(config), config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +228,14 @@ class _Parts:
 
     source: Path
     config: ModelConfig
+    max_context: int
     provider: WeightProvider
     options: ExportOptions
     placed: dict[str, ExternalTensor]
 
 
 def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
-    manifest = _manifest(parts.config, parts.options)
+    manifest = _manifest(parts.config, parts.max_context, parts.options)
     for name, model in _graphs(parts, manifest).items():
         (folder / name).write_bytes(model.SerializeToString(deterministic=True))
     total, written = sum(where.length for where in parts.placed.values()), 0
@@ -242,7 +265,7 @@ def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
     return graphs
 
 
-def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
+def _manifest(config: ModelConfig, max_context: int, options: ExportOptions) -> Manifest:
     graph = options.graph(fused=False)
     layers = tuple(describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers)
     ropes = [rope for rope in config.ropes if isinstance(rope, Rope)]  # checkpoints have frequencies, not tables
@@ -252,7 +275,7 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         weight_format=graph.weight_format,
         cache_dtype=options.cache_dtype,
         vocab_size=config.vocab_size,
-        max_context=options.max_context,
+        max_context=max_context,
         chunk_size=options.planned_chunk,
         chunk_chosen=options.chunk_size is not None,
         sink=options.sink,
@@ -261,7 +284,7 @@ def _manifest(config: ModelConfig, options: ExportOptions) -> Manifest:
         page_size=options.graph_page_size,
         cache_kinds=cache_kinds(layers) if options.paged else (),
         layers=layers,
-        rope_limits=tuple(variant.limit for variant in ropes[0].variants) if ropes else (options.max_context,),
+        rope_limits=tuple(variant.limit for variant in ropes[0].variants) if ropes else (max_context,),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
         fused_model=FUSED_FILE if options.fuse else None,

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.element_types import from_safetensors
-from ortolan.errors import CheckpointError
+from ortolan.errors import CheckpointError, file_path
 from ortolan.export.reading import is_file, reading
+from ortolan.export.tokenizer_files import SIDE_FILES
+from ortolan.folders import CHECKPOINT_FILE
+from ortolan.hub import HubModel, is_hub_id
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -59,6 +62,43 @@ class Checkpoint:
         with reading(entry.file):
             mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
         return mapped if rows is None else mapped[rows[0] : rows[1]]
+
+    def part(self, prefixes: Mapping[str, str], left_out: Sequence[str]) -> Checkpoint:
+        """Return the checkpoint of a part of a larger model.
+
+        Args:
+            prefixes: beginnings of names, and what takes their place.
+            left_out: modules whose tensors are not of this part.
+        """
+        others = tuple(f"{above}{module}." for module in left_out for above in ("", "model."))
+        entries = {name: entry for name, entry in self.entries.items() if not name.startswith(others)}
+        return Checkpoint({_renamed(name, prefixes): entry for name, entry in entries.items()})
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    for prefix, replacement in prefixes.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name
+
+
+def checkpoint_folder(given: object, *, weights: bool) -> Path:
+    """Return the folder that a path or a Hub id stands for; of the hub's files only what an export reads is fetched.
+
+    Raises:
+        ConfigError: it is neither a path nor a Hub id, or the hub's model cannot be had.
+        CheckpointError: the hub's index of weights is malformed.
+        StorageError: the disk is full.
+    """
+    if not isinstance(given, str) or not is_hub_id(given):
+        return file_path("hf_dir", given)
+    model = HubModel(given, CHECKPOINT_FILE)
+    model.fetch_present(SIDE_FILES)
+    if weights:
+        model.fetch_present([INDEX_FILE])
+        is_sharded = is_file(model.folder / INDEX_FILE)
+        model.fetch([file.name for file in _files(model.folder)] if is_sharded else [SINGLE_FILE])
+    return model.folder
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

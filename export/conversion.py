@@ -11,6 +11,7 @@ import onnx
 from ortolan.errors import ConfigError, check_progress, file_path, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.folder import (
+    DEFAULT_CONTEXT,
     CacheOptions,
     check_numbers,
     check_target,
@@ -21,6 +22,7 @@ from ortolan.export.folder import (
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
 from ortolan.export.foreign_weights import ForeignWeights, place_foreign_weights, write_foreign_weights
+from ortolan.export.tokenizer_files import check_tokenizer
 from ortolan.export.weights import WEIGHTS_FILE, placed_bytes
 from ortolan.graphs import (
     Conversion,
@@ -35,8 +37,6 @@ from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.external_data import span_of
 from ortolan.manifest import FUSED_FILE, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
 from ortolan.version import __version__
-
-DEFAULT_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,7 @@ def convert(
     conversion = convert_model(opened.model, opened.names, _graph_options(opened, arguments))
     if sink >= conversion.max_context:
         raise ConfigError(f"sink {sink} must be less than max_context {conversion.max_context}")
+    check_tokenizer(opened.tokenizer_folder)
     _warn(opened, conversion)
     joints = {} if conversion.fused is None else conversion.fused.members
     placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder, joints.values())

@@ -13,17 +13,12 @@ from pathlib import Path
 from ortolan.contract import PAGE_SIZES
 from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, truth, whole_number
 from ortolan.export.reading import is_file, reading
+from ortolan.export.tokenizer_files import SIDE_FILES
 from ortolan.graphs import build_evict_model
 from ortolan.graphs.config import AttentionConfig
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, LayerInfo, Manifest
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+DEFAULT_CONTEXT = 32768  # tokens of the longest sequence, where nobody named a number and the model allows it
 
 
 def check_numbers(options: object, **least: int) -> None:
@@ -192,7 +187,7 @@ def complete_folder(folder: Path, manifest: Manifest, tokenizer_folder: Path) ->
     """
     if any(layer.evictable for layer in manifest.layers):
         (folder / EVICT_FILE).write_bytes(build_evict_model(manifest).SerializeToString(deterministic=True))
-    for name in TOKENIZER_FILES:
+    for name in SIDE_FILES:
         if is_file(tokenizer_folder / name):
             with reading(tokenizer_folder / name):
                 content = (tokenizer_folder / name).read_bytes()

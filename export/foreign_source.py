@@ -15,15 +15,14 @@ from typing import Any
 import onnx
 
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
-from ortolan.export.folder import TOKENIZER_FILES
 from ortolan.export.foreign_weights import inline_small_weights
-from ortolan.export.hf_config import GENERATION_FILE
 from ortolan.export.reading import is_file, reading
+from ortolan.export.tokenizer_files import GENERATION_FILE, TOKENIZER_FILE
+from ortolan.folders import GENAI_FILE, checkpoint_not_source
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE
 
-CONFIG_FILE = "genai_config.json"
 GRAPH_FILE = "model.onnx"
 
 
@@ -66,7 +65,7 @@ def open_source(path: Path) -> ForeignSource:
         ContractMismatchError: the file is not an ONNX model.
     """
     if not os.path.exists(path):  # unlike Path's, it takes names that are too long
-        raise ConfigError(f"{path} does not exist; give the folder of a model, or its .onnx file")
+        raise ConfigError(f"{path} does not exist; give the folder of a model, or its .onnx file (not a Hub id)")
     folder = path if os.path.isdir(path) else path.parent
     if is_file(folder / MANIFEST_FILE):
         raise ConfigError(f"{folder} is a model folder of Ortolan already; load it as it is")
@@ -74,7 +73,7 @@ def open_source(path: Path) -> ForeignSource:
     config = _read_config(folder, side)
     decoder = _section(config, "decoder")
     if "pipeline" in decoder:
-        raise UnsupportedModelError(f"{folder / CONFIG_FILE}: the model is split into several graphs (pipeline)")
+        raise UnsupportedModelError(f"{folder / GENAI_FILE}: the model is split into several graphs (pipeline)")
     graph_file = path if is_file(path) else _find_graph(folder, decoder)
     inputs, outputs = _section(decoder, "inputs"), _section(decoder, "outputs")
     with reading(graph_file), graph_file.open("rb"):  # the parser's errors do not tell why
@@ -102,13 +101,13 @@ def open_source(path: Path) -> ForeignSource:
 def _tokenizer_folder(folder: Path) -> Path:
     """Return the folder, or the one above where that has the tokenizer (graphs in a folder of their own)."""
     above = folder.resolve().parent
-    is_above = not is_file(folder / TOKENIZER_FILES[0]) and os.path.isfile(above / TOKENIZER_FILES[0])
+    is_above = not is_file(folder / TOKENIZER_FILE) and os.path.isfile(above / TOKENIZER_FILE)
     return above if is_above else folder
 
 
 def _read_config(folder: Path, side: Path) -> Mapping[str, Any]:
     """Return the section "model" of genai_config.json, or else generation_config.json, which names end tokens alike."""
-    path = folder / CONFIG_FILE
+    path = folder / GENAI_FILE
     if is_file(path):
         return _object(path, _read_json(path).get("model"))
     path = side / GENERATION_FILE
@@ -134,7 +133,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if section is None:
         return {}
     if not isinstance(section, dict):
-        raise CheckpointError(f"{CONFIG_FILE}: '{name}' is a {type(section).__name__}, expected an object")
+        raise CheckpointError(f"{GENAI_FILE}: '{name}' is a {type(section).__name__}, expected an object")
     return section
 
 
@@ -142,6 +141,8 @@ def _find_graph(folder: Path, decoder: Mapping[str, Any]) -> Path:
     named = folder / str(decoder.get("filename", GRAPH_FILE))
     if is_file(named):
         return named
+    if checkpoint := checkpoint_not_source(folder):
+        raise ConfigError(checkpoint)
     graphs = sorted(folder.glob("*.onnx"))
     if "filename" not in decoder and len(graphs) == 1:
         return graphs[0]
@@ -158,5 +159,5 @@ def _numbers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = config.get(name)
     values = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(number, int) or isinstance(number, bool) for number in values):
-        raise CheckpointError(f"{CONFIG_FILE}: '{name}' is {value!r}, expected a whole number")
+        raise CheckpointError(f"{GENAI_FILE}: '{name}' is {value!r}, expected a whole number")
     return tuple(values)

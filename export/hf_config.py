@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 from ortolan.errors import CheckpointError, UnsupportedModelError, finite_number
 from ortolan.export.reading import is_file, reading
+from ortolan.export.tokenizer_files import GENERATION_FILE
+from ortolan.folders import CHECKPOINT_FILE as CONFIG_FILE
+from ortolan.folders import not_a_checkpoint
 from ortolan.graphs.config import Activation
 
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
 Item = TypeVar("Item")
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -169,7 +170,7 @@ def read_hf_config(folder: Path) -> HfConfig:
     """
     path = folder / CONFIG_FILE
     if not is_file(path):
-        raise CheckpointError(f"{folder} does not contain {CONFIG_FILE}; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(not_a_checkpoint(folder))
     config = HfConfig(_read_object(path))
     if not is_file(folder / GENERATION_FILE):
         return config

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ortolan.errors import CheckpointError
+from ortolan.folders import pointer_problem
 
 
 @contextlib.contextmanager
@@ -16,8 +17,11 @@ def reading(path: Path) -> Iterator[None]:
     """Read a file of a checkpoint or of a foreign model.
 
     Raises:
-        CheckpointError: the operating system refuses; the message names the file and says why.
+        CheckpointError: the operating system refuses, or the file is a git-lfs pointer; the message names the file and
+            says why.
     """
+    if pointer := pointer_problem(path):
+        raise CheckpointError(pointer)
     try:
         yield
     except OSError as error:

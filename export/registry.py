@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 from ortolan.errors import UnsupportedModelError
 from ortolan.export.families import (
     gemma2,
     gemma3,
+    gemma3_vision,
     llama,
     mistral,
     olmo2,
@@ -22,8 +21,23 @@ from ortolan.export.hf_config import HfConfig
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (gemma2, gemma3, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
+    for module in (gemma2, gemma3, gemma3_vision, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
 }
+
+# What onnxruntime-genai's model builder was seen to write in a form that is converted.
+CONVERTIBLE = frozenset(
+    {
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5_ForCausalLM",
+        "GemmaForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "NemotronForCausalLM",
+        "OlmoForCausalLM",
+        "PhiForCausalLM",
+    }
+)
 
 
 def find_family(config: HfConfig) -> Family:
@@ -33,12 +47,18 @@ def find_family(config: HfConfig) -> Family:
         UnsupportedModelError: there is none, or the weights are quantized.
     """
     names = config.sequence("architectures", str, [])
-    supported = ", ".join(sorted(FAMILIES))
     if config.get("quantization_config"):
         raise UnsupportedModelError("the checkpoint is quantized (quantization_config); give the unquantized one")
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    close = difflib.get_close_matches(names[0], FAMILIES, n=1) if names else []
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise UnsupportedModelError(f"architecture {names or 'none'} is not supported; supported: {supported}{hint}")
+    if any(name in CONVERTIBLE for name in names):
+        advice = (
+            "onnxruntime-genai's model builder exports it, and `ortolan convert` makes a model folder of that: see "
+            "docs/convert.md"
+        )
+    else:
+        advice = f"supported: {', '.join(sorted(FAMILIES))}"
+    raise UnsupportedModelError(
+        f"`ortolan export` does not support architecture {', '.join(names) or 'none'}; {advice}"
+    )

@@ -10,6 +10,7 @@ from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.summary import ModelSummary, summarize_model
 from ortolan.graphs.verify import verify_model
 from ortolan.graphs.verify_fused import verify_fused_pair
+from ortolan.graphs.weight_summary import StoredWeights, summarize_weights
 
 __all__ = [
     "Conversion",
@@ -19,6 +20,7 @@ __all__ = [
     "GraphOptions",
     "ModelSummary",
     "SourceNames",
+    "StoredWeights",
     "attach_external_data",
     "build_evict_model",
     "build_model",
@@ -27,6 +29,7 @@ __all__ = [
     "foreign_bytes",
     "is_small",
     "summarize_model",
+    "summarize_weights",
     "verify_fused_pair",
     "verify_model",
 ]

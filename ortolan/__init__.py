@@ -68,7 +68,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
     """Open an exported model.
 
     Args:
-        folder: what `ortolan.export` wrote.
+        folder: what `ortolan.export` wrote, or the id of such a folder on the Hugging Face hub ("owner/name"), which
+            comes from the hub's cache or is downloaded there. A folder of that name wins.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
@@ -77,7 +78,8 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused
-            has a value that is not allowed.
+            has a value that is not allowed; the hub does not have the model or cannot be reached.
+        StorageError: the disk is full.
     """
     from ortolan import runtime
 

@@ -14,8 +14,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ortolan import contract
 from ortolan.element_types import COMPUTE_TYPES
 from ortolan.errors import MAX_LENGTH, ConfigError, ContractMismatchError
+from ortolan.folders import MANIFEST_FILE as MANIFEST_FILE
+from ortolan.folders import not_a_model, pointer_problem
 
-MANIFEST_FILE = "ortolan.json"
 MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
 EVICT_FILE = "evict.onnx"
@@ -252,9 +253,7 @@ def read_description(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
-        raise ContractMismatchError(
-            f"{folder} is not an exported model: it has no {MANIFEST_FILE}; run `ortolan export`"
-        )
+        raise ContractMismatchError(not_a_model(folder))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -275,5 +274,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ContractMismatchError(f"{file} is missing, the manifest names it; export the model again")
         actual = file.stat().st_size
         if actual != size:
+            if pointer := pointer_problem(file):
+                raise ContractMismatchError(pointer)
             raise ContractMismatchError(f"{file}: {actual} bytes, the manifest says {size}; export the model again")
     return manifest

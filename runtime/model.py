@@ -17,6 +17,7 @@ from ortolan.errors import (
     truth,
     whole_number,
 )
+from ortolan.hub import model_folder
 from ortolan.manifest import MODEL_FILE, Manifest, read_manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.assembly import make_session, make_store_stepper
@@ -243,7 +244,8 @@ def load(
     """Open an exported model.
 
     Args:
-        folder: what `ortolan.export` wrote.
+        folder: what `ortolan.export` wrote, or the id of such a folder on the Hugging Face hub ("owner/name"), which
+            comes from the hub's cache or is downloaded there. A folder of that name wins.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
@@ -253,11 +255,13 @@ def load(
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused has
-            a value that is not allowed.
+            a value that is not allowed; the hub does not have the model or cannot be reached.
+        StorageError: the disk is full.
     """
-    folder, num_threads = file_path("folder", folder), whole_number("num_threads", num_threads, 0, MAX_THREADS)
+    num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
     if fused is not None:
         truth("fused", fused)
+    folder = model_folder(folder)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
         raise ContractMismatchError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-BASE = {"errors", "element_types", "contract", "manifest", "policies", "version"}
+BASE = {"errors", "element_types", "contract", "manifest", "policies", "version", "folders", "hub"}
 ALLOWED = {
     "policies": BASE,
     "custom_ops": BASE,

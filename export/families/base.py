@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ortolan.export.hf_config import HfConfig
@@ -35,13 +35,19 @@ class Family:
     """One model family.
 
     Attributes:
-        read: turns config.json and the longest context into a ModelConfig.
+        read: turns the text decoder's config and the longest context into a ModelConfig.
         sources: maps every weight of `weight_shapes` to the checkpoint's tensors.
+        text_config: finds the text decoder's config in config.json; it is all of it where there is nothing else.
+        prefixes: beginnings of tensor names in some checkpoints, and what `sources` calls them.
+        left_out: parts of the checkpoint that are not exported, by the names of their modules.
     """
 
     architecture: str
     read: Callable[[HfConfig, int], ModelConfig]
     sources: Callable[[ModelConfig], Sources]
+    text_config: Callable[[HfConfig], HfConfig] = lambda config: config
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from ortolan.cli.eviction import add_eviction_options, read_eviction
@@ -32,7 +31,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="lengths (default: 512 2048)")
     parser.add_argument("--decode", type=int, default=32, help="tokens decoded after each (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ortolan.cli.making import add_cache_options, shown_progress
+from ortolan.cli.making import add_cache_options, read_page_size, shown_progress
+from ortolan.cli.report import print_warning
 
 EPILOG = """examples:
   ortolan convert ./phi-3-int4 ./phi                    # what onnxruntime-genai's model builder wrote
@@ -35,7 +36,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--sliding-window",
         type=int,
-        default=0,
         help="window of layers that have none in the graph, where the exporter left it out (default: none)",
     )
     add_cache_options(parser)
@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Convert, with a progress bar on a terminal."""
     import ortolan
 
+    if options.sliding_window == 0:
+        print_warning("--sliding-window 0 has no effect: it leaves the graph's windows as they are")
     with shown_progress() as progress:
         ortolan.convert(
             options.source,
@@ -56,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
             chunk_size=options.chunk_size,
             sink=options.sink,
             snapkv_window=options.snapkv_window,
-            sliding_window=options.sliding_window,
+            sliding_window=options.sliding_window or 0,
             paged=options.paged,
-            page_size=options.page_size,
+            page_size=read_page_size(options),
             overwrite=options.overwrite,
             progress=progress,
             fuse=not options.no_fuse,

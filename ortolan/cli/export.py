@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ortolan.cli.making import add_cache_options, shown_progress
+from ortolan.cli.making import add_cache_options, read_page_size, shown_progress
 
 EPILOG = """examples:
   ortolan export ./Llama-3.2-1B ./llama --dtype float32 --max-context 32768
+  ortolan export meta-llama/Llama-3.2-1B ./llama        # from the Hugging Face hub, or its cache
   ortolan export ./folder-with-config-json ./random --weights random
 """
 
@@ -19,15 +20,15 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="export a checkpoint",
-        description="Export a Hugging Face checkpoint folder (config.json, *.safetensors) to a model folder.",
+        description="Export a Hugging Face checkpoint (config.json, *.safetensors) to a model folder.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("hf_dir", type=Path, help="folder of the checkpoint")
+    parser.add_argument("hf_dir", help="folder of the checkpoint, or its id on the Hugging Face hub (owner/name)")
     parser.add_argument("out_dir", type=Path, help="model folder to make")
     parser.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
     parser.add_argument(
-        "--max-context", type=int, default=32768, help="longest sequence, tokens (default: %(default)s)"
+        "--max-context", type=int, help="longest sequence, tokens (default: the model's own, at most 32768)"
     )
     add_cache_options(parser)
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             sink=options.sink,
             snapkv_window=options.snapkv_window,
             paged=options.paged,
-            page_size=options.page_size,
+            page_size=read_page_size(options),
             weights=options.weights,
             fuse=not options.no_fuse,
             overwrite=options.overwrite,

@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text of the prompt")
     prompt.add_argument("--prompt-file", type=Path, help="file with the prompt")

@@ -1,4 +1,4 @@
-"""`ortolan inspect`: operators by layer, caches against full length, and a check of the graph."""
+"""`ortolan inspect`: weights, tokenizer, operators by layer, caches against full length, and a check of the graph."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.model_facts import as_json, facts_table, read_facts
+from ortolan.cli.report import print_warning
 from ortolan.cli.table import format_bytes, format_table
-from ortolan.errors import OrtolanError
+from ortolan.errors import ConfigError
+from ortolan.hub import model_folder
 from ortolan.manifest import MODEL_FILE, Manifest, read_description
 
 EPILOG = """examples:
   ortolan inspect ./llama
   ortolan inspect ./llama --context 8192 32768
-  ortolan inspect ./llama --netron
+  ortolan inspect ./llama --netron --fused              # the graph that CUDA runs
 """
 
 
@@ -25,16 +28,18 @@ def add_parser(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "inspect",
-        help="show a model's operators and caches",
-        description="Show an exported model's operators by layer and its cache plan, and check its graph.",
+        help="show a model's weights, operators and caches",
+        description="Show an exported model's weights, tokenizer, operators by layer and cache plan, and check its "
+        "graph.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     parser.add_argument("--context", type=int, nargs="+", help="context lengths to plan for (default: the export's)")
     parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--netron", action="store_true", help="open the graph in Netron")
+    parser.add_argument("--netron", action="store_true", help="open the graph in Netron (`pip install netron`)")
+    parser.add_argument("--fused", action="store_true", help="with --netron: the fused graph, which CUDA runs")
     parser.set_defaults(run=run)
 
 
@@ -44,20 +49,47 @@ def run(options: argparse.Namespace) -> int:
     from ortolan.graphs.summary import load_structure
     from ortolan.runtime import plan_caches
 
-    manifest = read_description(options.model_dir)  # unlike a run, an inspection does not need every file
-    path = options.model_dir / MODEL_FILE
+    folder = model_folder(options.model_dir, weights=False)
+    manifest = read_description(folder)  # unlike a run, an inspection does not need every file
+    shown = _shown_graph(folder, manifest, options)
+    path = folder / MODEL_FILE
     plain = load_structure(path)
     verify_model(plain)
-    summary = summarize_model(path)
-    fused = _inspect_fused(options.model_dir, manifest, plain)
+    summary, facts = summarize_model(path), read_facts(folder, manifest, plain)
+    fused = _inspect_fused(folder, manifest, plain)
     plans = [plan_caches(manifest, c, options.chunk_size) for c in options.context or [manifest.max_context]]
     if options.json:
-        print(json.dumps({**_as_json(manifest, summary, plans), "fused": fused}, indent=2))
+        print(json.dumps({**_as_json(manifest, summary, plans), **as_json(facts), "fused": fused}, indent=2))
     else:
-        _print(manifest, summary, fused, plans)
-    if options.netron:
-        _open_netron(path)
+        print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
+        print(facts_table(facts))
+        _print(summary, fused)
+        _print_kinds(manifest)
+        _print_plans(plans)
+    if shown is not None:
+        _open_netron(shown)
     return 0
+
+
+def _shown_graph(folder: Path, manifest: Manifest, options: argparse.Namespace) -> Path | None:
+    """Return the graph that Netron is to show; None where it is not asked for.
+
+    Raises:
+        ConfigError: Netron is not installed, or there is no fused graph.
+    """
+    if not options.netron:
+        if options.fused:
+            print_warning("--fused has no effect without --netron")
+        return None
+    if importlib.util.find_spec("netron") is None:
+        raise ConfigError("--netron needs Netron, which is not installed; run `pip install netron`")
+    if not options.fused:
+        return folder / MODEL_FILE
+    if manifest.fused_model is None or not os.path.isfile(folder / manifest.fused_model):
+        raise ConfigError(
+            f"{folder} has no fused graph; export the model again without --no-fuse, or leave --fused out"
+        )
+    return folder / manifest.fused_model
 
 
 def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, Any] | None:
@@ -102,14 +134,15 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
     }
 
 
-def _print(manifest: Manifest, summary: Any, fused: dict[str, Any] | None, plans: list[Any]) -> None:
-    print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
+def _print(summary: Any, fused: dict[str, Any] | None) -> None:
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
     print(format_table(["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]))
     _print_fused(fused)
-    _print_kinds(manifest)
+
+
+def _print_plans(plans: list[Any]) -> None:
     for plan in plans:
         print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
         print(plan_table(plan))
@@ -165,8 +198,6 @@ def plan_table(plan: Any) -> str:
 
 
 def _open_netron(path: Path) -> None:
-    if importlib.util.find_spec("netron") is None:
-        raise OrtolanError("netron is not installed; run `pip install netron`")
     import netron
 
     netron.start(str(path))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ortolan.cli.progress import byte_progress
+from ortolan.cli.report import print_warning
+
+DEFAULT_PAGE_SIZE = 64
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +29,19 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--paged", action="store_true", help="caches are pools of pages, which many sequences share")
     parser.add_argument(
-        "--page-size", type=int, default=64, help="slots of a page: 16, 32, 64, 128 or 256 (default: %(default)s)"
+        "--page-size",
+        type=int,
+        help=f"slots of a page, with --paged: 16, 32, 64, 128 or 256 (default: {DEFAULT_PAGE_SIZE})",
     )
+
+
+def read_page_size(options: argparse.Namespace) -> int:
+    """Return the page size that was asked for; warn where the caches have no pages."""
+    if options.page_size is None:
+        return DEFAULT_PAGE_SIZE
+    if not options.paged:
+        print_warning("--page-size has no effect without --paged")
+    return int(options.page_size)
 
 
 @contextmanager
@@ -38,4 +51,4 @@ def shown_progress() -> Iterator[Callable[[int, int], None]]:
         warnings.simplefilter("always")
         yield progress
     for warning in caught:
-        print(f"ortolan: warning: {warning.message}", file=sys.stderr)
+        print_warning(warning.message)

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model_dir", type=Path, help="folder that `ortolan export` made")
+    parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     parser.add_argument("file", type=Path, help="text, UTF-8")
     parser.add_argument("--window", type=int, help="tokens that a prediction looks back on (default: max_context)")
     parser.add_argument("--stride", type=int, help="tokens between the beginnings of windows (default: window / 2)")

@@ -1,9 +1,10 @@
-"""Writes the JSON that commands report, to a file or a standard stream."""
+"""Writes what commands report: JSON to a file or a standard stream, and warnings to standard error."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,3 +43,8 @@ def write_report(target: str, report: Mapping[str, Any], standard: TextIO) -> No
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+def print_warning(message: object) -> None:
+    """Write one line to standard error."""
+    print(f"ortolan: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -32,7 +32,7 @@ class MemoryReport:
 
     Attributes:
         device: "cpu" or "cuda:N".
-        weights_bytes: of the model: on CUDA what opening it took, elsewhere the size of its files.
+        weights_bytes: of the model: on CUDA what opening it took, elsewhere about what `held_weight_bytes` says.
         cache_bytes: key and value caches now.
         planned_cache_bytes: key and value caches before any eviction.
         free_page_bytes: of a paged session's pools, the pages that hold nothing now.
@@ -66,6 +66,16 @@ class MemoryReport:
 def weight_file_bytes(manifest: Manifest) -> int:
     """Return the bytes of the model's weights on disk."""
     return sum(size for name, size in manifest.files.items() if name.endswith((".data", ".safetensors")))
+
+
+def held_weight_bytes(manifest: Manifest, *, is_cuda: bool) -> int:
+    """Return about what the weights take in memory.
+
+    ONNX Runtime's products on the CPU compute in float32, and it widens float16 weights once, when it opens the graph:
+    they take twice their file. Low-bit products take float16 as it is.
+    """
+    widened = not is_cuda and manifest.dtype == "float16" and manifest.weight_format == "dense"
+    return weight_file_bytes(manifest) * (2 if widened else 1)
 
 
 def capture_bytes(manifest: Manifest, rows: int) -> int:
@@ -184,7 +194,7 @@ class DeviceMemory:
         """Look at the device before the model takes anything."""
         self._device, self._manifest = device, manifest
         self._free_before = device.cuda.memory()[0] if device.cuda else 0
-        self.weights_bytes = weight_file_bytes(manifest)
+        self.weights_bytes = held_weight_bytes(manifest, is_cuda=device.cuda is not None)
 
     def note_weights(self) -> None:
         """Take what was taken since for the weights; other programs on the device blur it."""

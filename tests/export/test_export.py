@@ -151,8 +151,8 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["LlamaForCausalML"]}, UnsupportedModelError, "did you mean LlamaForCausalLM"),
-        ({"architectures": ["MambaForCausalLM"]}, UnsupportedModelError, "supported: Gemma2ForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, r"Qwen3MoeForCausalLM; supported: Gemma2F"),
+        ({"architectures": ["GraniteForCausalLM"]}, UnsupportedModelError, "`ortolan convert` makes a model folder"),
         ({"architectures": ...}, UnsupportedModelError, "none"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, "relu6"),

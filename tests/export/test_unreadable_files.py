@@ -7,6 +7,7 @@ from pathlib import Path
 
 import foreign
 import pytest
+from byte_tokenizer import write_byte_tokenizer
 from families import tiny_checkpoint
 from foreign import Foreign
 from unreadable import make_unreadable
@@ -23,7 +24,7 @@ CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors"
 def checkpoint(tmp_path: Path) -> Path:
     folder = tiny_checkpoint("qwen3", tmp_path / "hf")
     (folder / "generation_config.json").write_text("{}")
-    (folder / "tokenizer.json").write_text("{}")
+    write_byte_tokenizer(folder)
     return folder
 
 
@@ -129,6 +130,7 @@ def test_progress_that_is_no_function_is_refused_before_anything_is_read(make, p
 
 
 def test_warnings_point_at_the_callers_line(checkpoint, source, tmp_path):
+    write_byte_tokenizer(checkpoint)
     (source / "genai_config.json").write_text('{"model": {"context_length": 32}}')
     calls = {
         "max_position_embeddings": lambda: ortolan.export(checkpoint, tmp_path / "model", max_context=10**6),

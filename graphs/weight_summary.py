@@ -1,0 +1,104 @@
+"""Counts the parameters of a graph, and says in which formats its weights are stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+
+from ortolan.element_types import from_onnx
+
+# Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
+_LOW_BIT = {"MatMulNBits": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
+_ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """The weights that are stored alike.
+
+    Attributes:
+        format: element type, or bits and block size.
+        tensors: how many weights; scales and zero points belong to theirs.
+        parameters: numbers of the model; those that a byte packs are counted one by one.
+        bytes: with scales and zero points.
+    """
+
+    format: str
+    tensors: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """How a node reads a tensor of the graph; `weight` is the low-bit weight that the tensor is, or belongs to."""
+
+    tensor: onnx.TensorProto
+    node: onnx.NodeProto
+    port: int
+    weight: onnx.TensorProto | None
+
+
+def summarize_weights(model: onnx.ModelProto) -> tuple[StoredWeights, ...]:
+    """Count the weights of a graph by their format, those with most bytes first; RoPE tables are not weights."""
+    counts: dict[str, list[int]] = {}
+    for use in _uses(model):
+        if _is_weight(use):
+            count = counts.setdefault(_format(use), [0, 0, 0])
+            is_side = use.weight is not None and use.weight is not use.tensor
+            count[0] += not is_side
+            count[1] += 0 if is_side else _parameters(use)
+            count[2] += -(-math.prod(use.tensor.dims) * from_onnx(use.tensor.data_type).bits // 8)
+    rows = [StoredWeights(format=name, tensors=t, parameters=p, bytes=b) for name, (t, p, b) in counts.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.format)))
+
+
+def _uses(model: onnx.ModelProto) -> list[_Use]:
+    """List each initializer that is read, with one of its readers."""
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    readers = {name: (node, port) for node in model.graph.node for port, name in enumerate(node.input)}
+    uses = []
+    for name, tensor in tensors.items():
+        if name in readers:
+            node, port = readers[name]
+            weight = _LOW_BIT.get(node.op_type)
+            uses.append(_Use(tensor, node, port, None if weight is None else tensors.get(node.input[weight])))
+    return uses
+
+
+def _is_weight(use: _Use) -> bool:
+    """Tell weights from tables, and from the shapes, axes and factors that a graph computes with."""
+    if use.port in _ROPE_PORTS.get(use.node.op_type, ()) or use.tensor.name.endswith("/inv_freq"):
+        return False
+    if use.weight is not None:
+        return True
+    return from_onnx(use.tensor.data_type).is_float and math.prod(use.tensor.dims) > 1
+
+
+def _format(use: _Use) -> str:
+    if use.weight is None:
+        return from_onnx(use.tensor.data_type).name
+    block = _numbers(use.node).get("block_size", 0)
+    return f"{_bits(use)} bits" + (f" in blocks of {block}" if block else "")
+
+
+def _parameters(use: _Use) -> int:
+    if use.node.op_type == "MatMulNBits":  # the last block of a row may be padded
+        return _numbers(use.node)["K"] * _numbers(use.node)["N"]
+    element = from_onnx(use.tensor.data_type)
+    return math.prod(use.tensor.dims) * element.bits // (element.bits if use.weight is None else _bits(use))
+
+
+def _bits(use: _Use) -> int:
+    """Return the bits of one parameter of a low-bit weight, several of which a byte may pack."""
+    assert use.weight is not None
+    own = from_onnx(use.weight.data_type)
+    packed = {"MatMulNBits": 4, "GatherBlockQuantized": 4}.get(use.node.op_type, own.bits)  # their defaults
+    return _numbers(use.node).get("bits", packed) if own.name == "uint8" else own.bits
+
+
+def _numbers(node: onnx.NodeProto) -> Mapping[str, int]:
+    return {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
