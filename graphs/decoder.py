@@ -16,6 +16,7 @@ from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.fused_parts import FusedParts
 from ortolan.graphs.kinds import LayerKind
+from ortolan.graphs.layer_inputs import add_layer_input, prepare_layer_inputs
 from ortolan.graphs.mixers import MIXERS
 from ortolan.graphs.mlps import MLPS
 from ortolan.graphs.options import GraphOptions
@@ -51,10 +52,14 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     shapes = weight_shapes(config) | joint_shapes(config)
     parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
     parts.step = declare_step(graph, options, [layer.mixer.window for layer in config.layers])
-    hidden = _embed(parts, graph.input(contract.TOKEN_IDS, INT64, ["T"]))
+    token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
+    hidden = _embed(parts, token_ids)
     parts.rotations = add_rotations(parts)
+    shares = prepare_layer_inputs(parts, token_ids, hidden) if config.layer_inputs else None
     for index in range(len(config.layers)):
         hidden = _add_layer(parts, index, hidden)
+        hidden = hidden if shares is None else add_layer_input(parts, index, hidden, shares)
+        hidden = _scale(parts, index, hidden)
     graph.output(_logits(parts, hidden), contract.LOGITS, FLOAT, ["R", config.vocab_size])
     for cache in parts.attentions.values():
         cache.declare_outputs()
@@ -85,6 +90,13 @@ def _add_layer(parts: Parts, index: int, hidden: Tensor) -> Tensor:
     layer = parts.config.layers[index]
     hidden = _add_branch(parts, index, "attention", MIXERS[layer.mixer.kind], hidden)
     return _add_branch(parts, index, "mlp", MLPS[layer.mlp.kind], hidden)
+
+
+def _scale(parts: Parts, index: int, hidden: Tensor) -> Tensor:
+    """Multiply what a layer returns by its scalar, where it has one."""
+    if not parts.config.layers[index].scaled:
+        return hidden
+    return parts.graph.node(f"layers.{index}/scale/Mul", "Mul", [hidden, parts.weight(f"layers.{index}.scale")])
 
 
 def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Tensor) -> Tensor:

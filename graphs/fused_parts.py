@@ -63,7 +63,7 @@ class FusedParts(Parts):
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
         members = [f"{stem}.{name}" for name in ("query", "key", "value")]
-        if config.qk_norm == "projection" or not self._joins(f"{stem}.qkv", members):
+        if config.qk_norm == "projection" or config.value_norm or not self._joins(f"{stem}.qkv", members):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/qkv", x)
         rotation = self.rotations.get(config.rope or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from ortolan.graphs import layer_inputs
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.kinds import LayerKind, Shapes
 from ortolan.graphs.mixers import MIXERS
@@ -22,11 +23,12 @@ def norm_names(config: ModelConfig) -> tuple[str, ...]:
 def weight_shapes(config: ModelConfig) -> Shapes:
     """List every weight of the graph by its canonical name, with its shape ([out, in] for linear layers)."""
     hidden = config.hidden_size
-    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)} | layer_inputs.model_shapes(config)
     for index, layer in enumerate(config.layers):
         mixer, mlp = MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind]
         inside = mixer.weights(layer.mixer, hidden) | mlp.weights(layer.mlp, hidden)
-        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)}
+        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)} | layer_inputs.layer_shapes(config)
+        inside |= {"scale": (1,)} if layer.scaled else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm.weight"] = (hidden,)
     if not config.tied_embeddings:
