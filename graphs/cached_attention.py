@@ -88,7 +88,7 @@ class CachedAttention:
         self.updated = key, value
 
     def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None]) -> Tensor:
-        """Normalise, rotate, write and capture [T, (Hq + 2 Hkv) D] in one operator; returns queries [T, Hq, D]."""
+        """Normalise, rotate, write and capture joint projections in one operator; returns queries [T, Hq, D]."""
         inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
         if self._capture is not None:
             inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
@@ -99,6 +99,8 @@ class CachedAttention:
             4 if self.evictable else 3,
             num_heads=self.config.num_heads,
             epsilon=epsilon,
+            value_norm=int(self.config.value_norm),
+            value_is_key=int(self.config.value_is_key),
             sink=self.options.sink,
         )
         self.updated = key, value

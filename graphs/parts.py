@@ -180,9 +180,9 @@ class Parts:
         """Add projections, norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, path = cache.config, cache.path
         names = ("query", "key") if config.value_is_key else ("query", "key", "value")
-        query, key, *others = self.projections(path, x, names)
-        value = self._value_heads(path, config, others[0] if others else key)
-        query, key = self.heads(path, config, "query", query), self.heads(path, config, "key", key)
+        flat = self.projections(path, x, names)
+        query, key = (self.heads(path, config, name, part) for name, part in zip(names[:2], flat, strict=False))
+        value = self._value_heads(path, config, flat[-1])
         cache.append(key, value)
         cache.capture(query)
         return query

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ortolan.graphs import layer_inputs
 from ortolan.graphs.config import ModelConfig
@@ -40,7 +40,7 @@ def joint_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """List the weights that a fused graph reads as one, by the name of the whole."""
     shapes = weight_shapes(config)
     found = {}
-    for whole, members in _joints(config):
+    for whole, members in _joints(config, shapes):
         for kind in KINDS:
             names = tuple(f"{member}.{kind}" for member in members)
             if all(name in shapes for name in names):
@@ -63,9 +63,13 @@ def weight_groups(config: ModelConfig) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(group_of.get(name, (name,)) for name in weight_shapes(config)))
 
 
-def _joints(config: ModelConfig) -> Iterator[tuple[str, Iterable[str]]]:
+def _joints(config: ModelConfig, shapes: Shapes) -> Iterator[tuple[str, list[str]]]:
     for index, layer in enumerate(config.layers):
         kinds: tuple[LayerKind, ...] = (MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind])
         for kind in kinds:
+            taken: set[str] = set()
             for whole, members in kind.joint.items():
-                yield f"layers.{index}.{whole}", [f"layers.{index}.{member}" for member in members]
+                stems = [f"layers.{index}.{member}" for member in members]
+                if taken.isdisjoint(stems) and all(f"{stem}.weight" in shapes for stem in stems):
+                    taken.update(stems)
+                    yield f"layers.{index}.{whole}", stems

@@ -52,5 +52,10 @@ def _sink_logits(parts: Parts, path: str, config: AttentionConfig) -> Tensor | N
 
 
 MIXER = LayerKind(
-    weights=weights, add=add, joint={"attention.qkv": ("attention.query", "attention.key", "attention.value")}
+    weights=weights,
+    add=add,
+    joint={
+        "attention.qkv": ("attention.query", "attention.key", "attention.value"),
+        "attention.qk": ("attention.query", "attention.key"),
+    },
 )
