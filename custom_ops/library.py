@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ortolan.errors import OpLibraryError
+from ortolan.version import __version__
 
 LIBRARY_FILE = "libortolan_ops.so"
 StructureType = TypeVar("StructureType", bound=ctypes.Structure)
@@ -36,15 +37,29 @@ def library_path() -> Path:
         path = folder / "lib" / LIBRARY_FILE
         if path.is_file():
             return path
+    installed = _installed_library()
+    if installed is not None:
+        return installed
     for folder in folders:
         if (folder / "CMakeLists.txt").is_file():
             raise OpLibraryError(
-                f"{folder.parent} has no {LIBRARY_FILE}; build it with `pip install -e {folder.parent}`"
+                f"Python runs Ortolan from its source folder {folder.parent}, where no {LIBRARY_FILE} is built; build "
+                f"it with `pip install -e {folder.parent}`, or install Ortolan and start Python in another folder"
             )
     raise OpLibraryError(
         f"{LIBRARY_FILE} is not in {', '.join(map(str, folders))}; "
         "reinstall with `pip install --force-reinstall --no-deps ortolan` (a C++ compiler is needed to build it)"
     )
+
+
+def _installed_library() -> Path | None:
+    """Return the library of the installed package, if Python found a source folder of the same version first."""
+    try:
+        distribution = metadata.distribution("ortolan")
+    except metadata.PackageNotFoundError:
+        return None
+    path = Path(str(distribution.locate_file(f"ortolan/custom_ops/lib/{LIBRARY_FILE}")))
+    return path if distribution.version == __version__ and path.is_file() else None
 
 
 def open_library() -> ctypes.CDLL:

@@ -15,6 +15,7 @@ from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
 from ortolan.export.families.base import Family
 from ortolan.export.folder import (
     DEFAULT_CONTEXT,
+    IDLE_SINK,
     CacheOptions,
     check_numbers,
     check_target,
@@ -184,6 +185,8 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
     check_tokenizer(source, is_wanted=options.weights != "random")
     if context > own:
         warn_caller(f"max_context {context} is beyond the model's max_position_embeddings {own}")
+    if options.sink and all(layer.mixer.window < 0 for layer in config.layers):
+        warn_caller(IDLE_SINK.format(options.sink))
     if family.left_out:
         warn_caller(
             f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "

@@ -12,6 +12,7 @@ from ortolan.errors import ConfigError, check_progress, file_path, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.folder import (
     DEFAULT_CONTEXT,
+    IDLE_SINK,
     CacheOptions,
     check_numbers,
     check_target,
@@ -158,6 +159,8 @@ def _warn(source: ForeignSource, conversion: Conversion) -> None:
             f"the source's configuration names a sliding window of {source.sliding_window}, which its attention does "
             "not have; it is converted as it is, to full attention (sliding_window asks for rings)"
         )
+    if conversion.options.sink and all(layer.window < 0 for layer in conversion.layers):
+        warn_caller(IDLE_SINK.format(conversion.options.sink))
     if source.context_length is not None and conversion.max_context > source.context_length:
         warn_caller(
             f"max_context {conversion.max_context} is beyond the source's context_length {source.context_length}"

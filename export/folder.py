@@ -18,6 +18,7 @@ from ortolan.graphs import build_evict_model
 from ortolan.graphs.config import AttentionConfig
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, LayerInfo, Manifest
 
+IDLE_SINK = "sink {} has no effect: no layer of the model has a window; evictions have a sink of their own"
 DEFAULT_CONTEXT = 32768  # tokens of the longest sequence, where nobody named a number and the model allows it
 
 

@@ -146,7 +146,7 @@ def _find_graph(folder: Path, decoder: Mapping[str, Any]) -> Path:
     graphs = sorted(folder.glob("*.onnx"))
     if "filename" not in decoder and len(graphs) == 1:
         return graphs[0]
-    found = ", ".join(graph.name for graph in graphs) or "none"
+    found = ", ".join(str(graph.relative_to(folder)) for graph in (*graphs, *sorted(folder.glob("*/*.onnx")))) or "none"
     raise ConfigError(f"{named} does not exist; graphs in the folder: {found}; name the one to convert")
 
 

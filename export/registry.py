@@ -25,11 +25,10 @@ FAMILIES: dict[str, Family] = {
     for module in (gemma2, gemma3, gemma3_vision, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
 } | {family.architecture: family for family in gemma4.FAMILIES}
 
-# What onnxruntime-genai's model builder was seen to write in a form that is converted.
+# What onnxruntime-genai's model builder writes in a form that is converted, as far as it was tried.
 CONVERTIBLE = frozenset(
     {
         "Ernie4_5ForCausalLM",
-        "Ernie4_5_ForCausalLM",
         "GemmaForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
@@ -48,10 +47,12 @@ def find_family(config: HfConfig) -> Family:
         UnsupportedModelError: there is none, or the weights are quantized.
     """
     names = config.sequence("architectures", str, [])
-    if config.get("quantization_config"):
-        raise UnsupportedModelError("the checkpoint is quantized (quantization_config); give the unquantized one")
     for name in names:
         if name in FAMILIES:
+            if config.get("quantization_config"):
+                raise UnsupportedModelError(
+                    "the checkpoint is quantized (quantization_config); give the unquantized one"
+                )
             return FAMILIES[name]
     if any(name in CONVERTIBLE for name in names):
         advice = (

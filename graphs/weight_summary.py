@@ -12,6 +12,7 @@ from ortolan.element_types import from_onnx
 
 # Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
 _LOW_BIT = {"MatMulNBits": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
+DEFAULT_BITS = 4  # of those that pack weights into bytes
 _ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
 
 
@@ -89,16 +90,18 @@ def _parameters(use: _Use) -> int:
     if use.node.op_type == "MatMulNBits":  # the last block of a row may be padded
         return _numbers(use.node)["K"] * _numbers(use.node)["N"]
     element = from_onnx(use.tensor.data_type)
-    return math.prod(use.tensor.dims) * element.bits // (element.bits if use.weight is None else _bits(use))
+    packed = element.bits if use.weight is None else _bits(use)
+    return int(math.prod(use.tensor.dims)) * element.bits // packed
 
 
 def _bits(use: _Use) -> int:
     """Return the bits of one parameter of a low-bit weight, several of which a byte may pack."""
     assert use.weight is not None
     own = from_onnx(use.weight.data_type)
-    packed = {"MatMulNBits": 4, "GatherBlockQuantized": 4}.get(use.node.op_type, own.bits)  # their defaults
-    return _numbers(use.node).get("bits", packed) if own.name == "uint8" else own.bits
+    if own.name != "uint8" or use.node.op_type == "DequantizeLinear":
+        return own.bits
+    return int(_numbers(use.node).get("bits", DEFAULT_BITS))
 
 
 def _numbers(node: onnx.NodeProto) -> Mapping[str, int]:
-    return {a.name: a.i for a in node.attribute if a.type == onnx.AttributeProto.INT}
+    return {str(a.name): int(a.i) for a in node.attribute if a.type == onnx.AttributeProto.INT}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ortolan.errors import (
@@ -98,14 +99,30 @@ def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
 def __getattr__(name: str) -> Any:
     """Import the public names on first use, so that `import ortolan` stays light."""
     if name in _SUBPACKAGES:
-        return importlib.import_module(f"ortolan.{name}")
+        return _imported(f"ortolan.{name}")
     if name == "convert":
-        return importlib.import_module("ortolan.export.conversion").convert
+        return _imported("ortolan.export.conversion").convert
     if name in _RUNTIME_NAMES:
-        return getattr(importlib.import_module("ortolan.runtime"), name)
+        return getattr(_imported("ortolan.runtime"), name)
     if name in _POLICY_NAMES:
-        return getattr(importlib.import_module("ortolan.policies"), name)
+        return getattr(_imported("ortolan.policies"), name)
     raise AttributeError(f"module 'ortolan' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Import one of the package's modules; where something is not there, say why and what to do."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        folder = Path(__file__).resolve().parents[1]
+        if not (folder / "pyproject.toml").is_file():
+            raise
+        raise ModuleNotFoundError(
+            f"{error}: Python runs Ortolan from its source folder {folder}, and Ortolan is not installed for this "
+            f"Python; run `pip install -e {folder}`, or start Python in another folder and with the environment in "
+            "which Ortolan is installed",
+            name=error.name,
+        ) from error
 
 
 def __dir__() -> list[str]:

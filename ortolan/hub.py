@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ortolan.errors import ConfigError, StorageError, file_path
+from ortolan.errors import ConfigError, ContractMismatchError, StorageError, file_path
 from ortolan.folders import CHECKPOINT_FILE, GENAI_FILE, KIND_NAMES
 from ortolan.manifest import MANIFEST_FILE, read_description
 
@@ -29,9 +29,16 @@ class HubModel:
         folder: in the hub's cache; holds the files that were fetched, and maybe others.
     """
 
-    def __init__(self, hub_id: str, first: str) -> None:
-        """Fetch the file that tells what the model is. Raises as `fetch`."""
+    def __init__(self, hub_id: str, first: str, *, is_reachable: bool | None = None) -> None:
+        """Fetch the file that tells what the model is. Raises as `fetch`.
+
+        Args:
+            hub_id: "owner/name".
+            first: the file's name.
+            is_reachable: whether the hub can be asked; None finds out.
+        """
         self.hub_id = hub_id
+        self._is_reachable = _is_reachable(hub_id, first) if is_reachable is None else is_reachable
         self._revision: str | None = None
         self.folder = self._fetched(first).parent
         self._revision = self.folder.name  # its files have the names of their revision's folder before them
@@ -62,11 +69,26 @@ class HubModel:
         from huggingface_hub import hf_hub_download
 
         try:
-            return Path(hf_hub_download(self.hub_id, name, revision=self._revision))
+            local = not self._is_reachable
+            return Path(hf_hub_download(self.hub_id, name, revision=self._revision, local_files_only=local))
         except Exception as error:  # also those of whatever client its version speaks HTTP with
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise StorageError(f"{self.hub_id} cannot be downloaded: {error}; free some of the disk") from error
             raise ConfigError(_reason(self.hub_id, name, error)) from error
+
+
+def _is_reachable(hub_id: str, name: str) -> bool:
+    """Ask the hub for a file once: a download would ask again and again for half a minute before it gives up."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(hub_id, name))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
+        return True  # it answers; the download says what is wrong
+    except Exception:  # of whatever client its version speaks HTTP with
+        return False
+    return True
 
 
 def model_folder(given: object, *, weights: bool = True) -> Path:
@@ -87,20 +109,26 @@ def model_folder(given: object, *, weights: bool = True) -> Path:
         model = HubModel(given, MANIFEST_FILE)
     except ConfigError as error:
         raise _told_apart(given, error) from error
-    names = read_description(model.folder).files
-    model.fetch([name for name in names if weights or not name.endswith(".data")])
+    names = [name for name in read_description(model.folder).files if weights or not name.endswith(".data")]
+    for name in names:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ContractMismatchError(f"{given}: its manifest names {name!r}, which is not the name of a file")
+    model.fetch(names)
     return model.folder
 
 
 def _told_apart(hub_id: str, error: ConfigError) -> ConfigError:
     """Say what a model on the hub is that has no manifest, where it is there at all."""
+    from huggingface_hub.utils import LocalEntryNotFoundError
+
     kinds = (
         (CHECKPOINT_FILE, "checkpoint", f"`ortolan export {hub_id} MODEL_DIR`"),
         (GENAI_FILE, "genai", f"`hf download {hub_id} --local-dir DIR` and `ortolan convert DIR MODEL_DIR`"),
     )
+    is_reachable = not isinstance(error.__cause__, LocalEntryNotFoundError)
     for name, kind, commands in kinds:
         with contextlib.suppress(ConfigError):
-            HubModel(hub_id, name)
+            HubModel(hub_id, name, is_reachable=is_reachable)
             return ConfigError(
                 f"{hub_id} on the Hugging Face hub is {KIND_NAMES[kind]}, not a model folder of Ortolan; run "
                 f"{commands}, then give MODEL_DIR"

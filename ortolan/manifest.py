@@ -254,6 +254,8 @@ def read_description(folder: Path) -> Manifest:
     path = folder / MANIFEST_FILE
     if not os.path.isfile(path):  # unlike Path's, it takes names that are too long
         raise ContractMismatchError(not_a_model(folder))
+    if pointer := pointer_problem(path):
+        raise ContractMismatchError(pointer)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ortolan.cli import bench, convert, demo, export, generate, inspect, perplexity
 from ortolan.errors import OrtolanError
@@ -22,6 +23,16 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all of Ortolan's; commands' parsers are of this class too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what a command does not know by the command's own parser, which names its help."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the message and the command that explains it, and exit."""

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from ortolan.cli.eviction import add_eviction_options, read_eviction
+from ortolan.cli.progress import run_bar
 from ortolan.cli.report import check_report_target, write_report
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], help="lengths (default: 512 2048)")
     parser.add_argument("--decode", type=int, default=32, help="tokens decoded after each (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each length (default: %(default)s)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
     parser.add_argument(
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
         help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the figures; - for standard output, in place of the table"
+        "--json", metavar="FILE", help="write the figures; - for standard output, in place of the table (default: none)"
     )
     add_eviction_options(parser)
     parser.set_defaults(run=run)
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     check_report_target(options.json)
     eviction = read_eviction(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
-    rows = [_measure(model, length, eviction, options) for length in options.prompts]
+    with run_bar(len(options.prompts) * (options.repeats + 1)) as bar:
+        rows = [_measure(model, length, eviction, options, bar) for length in options.prompts]
     if options.json != "-":
         print(_table(rows))
     if options.json:
@@ -69,18 +71,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of one prompt length."""
+def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace, bar: Any) -> dict[str, Any]:
+    """Return the figures of one prompt length; each run moves the bar."""
     import numpy as np
 
     session = model.session(length + options.decode, options.chunk_size, eviction)
     prefill, evict, decode, decoded = [], [], [], 0
     for turn in range(options.repeats + 1):
         prompt = np.random.default_rng(SEED + turn).integers(0, model.manifest.vocab_size, length).tolist()
+        bar.set_description(f"{length} tokens, {'run ' + str(turn) if turn else 'warming up'}")
         session.rewind(0)
         before = session.stats.as_dict()
         decoded = sum(1 for _ in session.generate(prompt, options.decode))
         spent = {name: value - before[name] for name, value in session.stats.as_dict().items() if name in COUNTERS}
+        bar.update()
         if not turn:
             continue
         prefill.append(spent["prefill_seconds"])

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ortolan.cli.making import add_cache_options, read_page_size, shown_progress
-from ortolan.cli.report import print_warning
+from ortolan.cli.idle_options import warn_of_idle_making
+from ortolan.cli.making import DEFAULT_PAGE_SIZE, add_cache_options, shown_progress
 
 EPILOG = """examples:
   ortolan convert ./phi-3-int4 ./phi                    # what onnxruntime-genai's model builder wrote
@@ -48,8 +48,6 @@ def run(options: argparse.Namespace) -> int:
     """Convert, with a progress bar on a terminal."""
     import ortolan
 
-    if options.sliding_window == 0:
-        print_warning("--sliding-window 0 has no effect: it leaves the graph's windows as they are")
     with shown_progress() as progress:
         ortolan.convert(
             options.source,
@@ -60,10 +58,11 @@ def run(options: argparse.Namespace) -> int:
             snapkv_window=options.snapkv_window,
             sliding_window=options.sliding_window or 0,
             paged=options.paged,
-            page_size=read_page_size(options),
+            page_size=DEFAULT_PAGE_SIZE if options.page_size is None else options.page_size,
             overwrite=options.overwrite,
             progress=progress,
             fuse=not options.no_fuse,
         )
+    warn_of_idle_making(options)
     print(options.target)
     return 0

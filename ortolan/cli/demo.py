@@ -40,7 +40,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--budget", type=int, default=1024, help="SnapKV's budget, tokens (default: %(default)s)")
     parser.add_argument("--depth", type=float, default=0.35, help="where the fact is, 0 to 1 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="picks text and fact (default: %(default)s)")
-    parser.add_argument("--keep-dir", type=Path, help="keep the exported model in this folder, or reuse it from there")
+    parser.add_argument(
+        "--keep-dir",
+        type=Path,
+        help="keep the exported model in this folder, or reuse it from there (default: remove it)",
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.set_defaults(run=run)
 

@@ -16,16 +16,18 @@ def add_eviction_options(parser: argparse.ArgumentParser) -> None:
     """Add the options; the parser's formatter must keep the lines of descriptions."""
     declared = Eviction.declared_options()["budget"]
     group = parser.add_argument_group("eviction", describe_policies())
-    group.add_argument("--evict", metavar="POLICY", help=f"turn eviction on: {', '.join(POLICIES)}")
+    group.add_argument("--evict", metavar="POLICY", help=f"turn eviction on: {', '.join(POLICIES)} (default: off)")
     group.add_argument("--budget", type=int, metavar="N", help=f"{declared.help} (default: {Eviction().budget})")
     group.add_argument(
         "--evict-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another option of the policy; repeatable",
+        help="another option of the policy; repeatable (defaults: see above)",
     )
-    group.add_argument("--snapkv-budget", type=int, metavar="N", help="the same as --evict snapkv --budget N")
+    group.add_argument(
+        "--snapkv-budget", type=int, metavar="N", help="the same as --evict snapkv --budget N (default: off)"
+    )
 
 
 def describe_policies() -> str:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ortolan.cli.making import add_cache_options, read_page_size, shown_progress
+from ortolan.cli.idle_options import warn_of_idle_making
+from ortolan.cli.making import DEFAULT_PAGE_SIZE, add_cache_options, shown_progress
 
 EPILOG = """examples:
   ortolan export ./Llama-3.2-1B ./llama --dtype float32 --max-context 32768
@@ -51,11 +52,12 @@ def run(options: argparse.Namespace) -> int:
             sink=options.sink,
             snapkv_window=options.snapkv_window,
             paged=options.paged,
-            page_size=read_page_size(options),
+            page_size=DEFAULT_PAGE_SIZE if options.page_size is None else options.page_size,
             weights=options.weights,
             fuse=not options.no_fuse,
             overwrite=options.overwrite,
             progress=progress,
         )
+    warn_of_idle_making(options)
     print(options.out_dir)
     return 0

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.cli.eviction import add_eviction_options, read_eviction
+from ortolan.cli.idle_options import warn_of_idle_sampling
 from ortolan.cli.progress import token_bar
-from ortolan.cli.report import STANDARD, check_report_target, write_report
+from ortolan.cli.report import STANDARD, check_report_target, print_warning, write_report
 from ortolan.errors import ConfigError, file_path
 
 QUERIES_READ_AGAIN = 256  # tokens that a short question's eviction may read again for their queries, by any policy
@@ -37,11 +38,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model_dir", help="folder that `ortolan export` made, or the Hub id of one (owner/name)")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="text of the prompt")
-    prompt.add_argument("--prompt-file", type=Path, help="file with the prompt")
+    prompt.add_argument("--prompt", help="text of the prompt (default: standard input)")
+    prompt.add_argument("--prompt-file", type=Path, help="file with the prompt (default: standard input)")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens of the text (default: %(default)s)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable (default: none)"
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
     parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
@@ -50,7 +53,9 @@ def add_parser(commands: Any) -> None:
         type=int,
         help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
     )
-    parser.add_argument("--stats-json", metavar="FILE", help="write counters and timings; - for standard error")
+    parser.add_argument(
+        "--stats-json", metavar="FILE", help="write counters and timings; - for standard error (default: neither)"
+    )
     _add_sampling(parser)
     add_eviction_options(parser)
     _add_saving(parser)
@@ -61,26 +66,34 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most likely token")
     group.add_argument("--top-k", type=int, default=0, help="0 (default): all")
-    group.add_argument("--top-p", type=float, default=1.0, help="(default: %(default)s)")
-    group.add_argument("--min-p", type=float, default=0.0, help="(default: %(default)s)")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, help="(default: %(default)s)")
-    group.add_argument("--seed", type=int, help="of the random numbers")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, help="share of probability to draw from (default: %(default)s)"
+    )
+    group.add_argument(
+        "--min-p", type=float, default=0.0, help="least share of the best's probability (default: %(default)s)"
+    )
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="1: none (default: %(default)s)")
+    group.add_argument("--seed", type=int, help="of the random numbers (default: another each time)")
 
 
 def _add_saving(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("saved sessions")
-    group.add_argument("--save-session", type=Path, metavar="FILE", help="write the session when the text is out")
+    group.add_argument(
+        "--save-session", type=Path, metavar="FILE", help="write the session when the text is out (default: none)"
+    )
     group.add_argument(
         "--load-session",
         type=Path,
         metavar="FILE",
-        help="go on from a saved session: the prompt is its next turn; an empty one (--prompt '') resumes its text",
+        help="go on from a saved session: the prompt is its next turn; an empty one (--prompt '') resumes its text "
+        "(default: a new session)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Generate; nothing but the text goes to standard output."""
     import ortolan
+    from ortolan.runtime.caches.plan import context_advice
 
     sampling, eviction = _sampling(options), read_eviction(options)
     _check_files(options)
@@ -88,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--stop is an empty text; it would stop before the first token")
     prompt = _read_prompt(options)
     model = ortolan.load(options.model_dir, device=options.device, fused=False if options.plain else None)
+    warn_of_idle_sampling(options, sampling)
     if options.load_session:
         session = model.restore(options.load_session, options.max_context, options.chunk_size, eviction=eviction)
     else:
@@ -99,6 +113,9 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    if session.finish_reason == "context":
+        advice = context_advice(session.plan.max_context, model.manifest)
+        print_warning(f"the text ended at max_context = {session.plan.max_context}; {advice}")
     if options.save_session:
         session.save(options.save_session, rewind_tokens=QUERIES_READ_AGAIN)
     if options.stats_json:

@@ -8,14 +8,15 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortolan.cli.model_facts import as_json, facts_table, read_facts
 from ortolan.cli.report import print_warning
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
-from ortolan.hub import model_folder
-from ortolan.manifest import MODEL_FILE, Manifest, read_description
+
+if TYPE_CHECKING:
+    from ortolan.manifest import Manifest
 
 EPILOG = """examples:
   ortolan inspect ./llama
@@ -47,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the description; the weights' file is not needed."""
     from ortolan.graphs import summarize_model, verify_model
     from ortolan.graphs.summary import load_structure
+    from ortolan.hub import model_folder
+    from ortolan.manifest import MODEL_FILE, read_description
     from ortolan.runtime import plan_caches
 
     folder = model_folder(options.model_dir, weights=False)
@@ -77,6 +80,8 @@ def _shown_graph(folder: Path, manifest: Manifest, options: argparse.Namespace) 
     Raises:
         ConfigError: Netron is not installed, or there is no fused graph.
     """
+    from ortolan.manifest import MODEL_FILE
+
     if not options.netron:
         if options.fused:
             print_warning("--fused has no effect without --netron")
@@ -135,6 +140,8 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
 
 
 def _print(summary: Any, fused: dict[str, Any] | None) -> None:
+    from ortolan.manifest import MODEL_FILE
+
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()

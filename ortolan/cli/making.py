@@ -35,15 +35,6 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_page_size(options: argparse.Namespace) -> int:
-    """Return the page size that was asked for; warn where the caches have no pages."""
-    if options.page_size is None:
-        return DEFAULT_PAGE_SIZE
-    if not options.paged:
-        print_warning("--page-size has no effect without --paged")
-    return int(options.page_size)
-
-
 @contextmanager
 def shown_progress() -> Iterator[Callable[[int, int], None]]:
     """Show a bar of the weights' bytes on a terminal, and afterwards each warning as one line."""

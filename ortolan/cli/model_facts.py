@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ContractMismatchError
-from ortolan.manifest import Manifest
 
 if TYPE_CHECKING:
     from ortolan.graphs import StoredWeights
+    from ortolan.manifest import Manifest
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -40,7 +40,7 @@ class ModelFacts:
 
     Attributes:
         weights: by format.
-        folder_bytes: of all files that the manifest names, and the manifest itself.
+        folder_bytes: of all files that the manifest names.
         cpu_bytes: what the weights take in memory on the CPU; None where it is what the file takes.
         vocab_size: of the graph.
         tokenizer: None where there is none.

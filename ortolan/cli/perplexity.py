@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--stride", type=int, help="tokens between the beginnings of windows (default: window / 2)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
-    parser.add_argument("--json", metavar="FILE", help="write the figures; - for standard output, in place of the text")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the figures; - for standard output, in place of the text (default: none)"
+    )
     parser.set_defaults(run=run)
 
 

@@ -15,6 +15,13 @@ def token_bar(total: int) -> Any:
     return tqdm(total=total, unit="token", desc="prefill", leave=False, disable=not sys.stderr.isatty())
 
 
+def run_bar(total: int) -> Any:
+    """Make a progress bar of `total` runs on standard error, shown on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="run", leave=False, disable=not sys.stderr.isatty())
+
+
 @contextlib.contextmanager
 def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar of bytes on a terminal; gives what to call with (bytes done, bytes in all)."""

@@ -25,6 +25,7 @@ from ortolan.policies.eviction import FLOAT32_BYTES, CacheShape, Eviction
 from ortolan.policies.parts import Kept, Parts, Tensor
 
 QUERIES = 256  # captured for the statistics, unless told otherwise
+QUERIES_HELP = f"last queries that the policy learns from; by default {QUERIES}, or window where that is more"
 FUTURE = 512  # positions over which the rotation of coming queries is averaged
 REDUCTIONS = {"mean": "ReduceMean", "max": "ReduceMax", "sum": "ReduceSum"}
 UNSEEN = -1e30
@@ -44,7 +45,7 @@ class ExpectedAttention(Eviction):
     needs_rope = True
 
     policy: str = "expected"
-    queries: int | None = field(default=None, metadata=whole("last queries that the policy learns from", optional=True))
+    queries: int | None = field(default=None, metadata=whole(QUERIES_HELP, optional=True))
     granularity: str = field(default="kv_head", metadata=shared_lists())
     group_reduce: str = field(default="mean", metadata=reduced_groups())
 

@@ -12,6 +12,7 @@ from ortolan.manifest import CacheKind, LayerInfo, Manifest
 from ortolan.runtime.caches.attention import RING_TILE
 from ortolan.runtime.caches.layer_state import SLOTS, Sizes, kind_of
 
+REMAKE = "make its folder again with a larger max_context (--max-context of `ortolan export` or `convert`)"
 CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
 STEPS_AHEAD = 2  # decode steps on CUDA that may be under way when another is run; rings hold room for all of them
 CUDA_CHUNK = 16_384  # tokens of a prefill step; larger steps spare kernels' beginnings and ends, and take more memory
@@ -233,10 +234,17 @@ def _checked_context(manifest: Manifest, given: int | None) -> int:
     context = whole_number("max_context", manifest.max_context if given is None else given)
     if context > manifest.max_context:
         raise ConfigError(
-            f"max_context {context} is more than the {manifest.max_context} that the model was exported for; "
-            "export it again with a larger max_context"
+            f"max_context {context} is more than the {manifest.max_context} that the model was made for; give at most "
+            f"that, or {REMAKE}"
         )
     return context
+
+
+def context_advice(planned: int, manifest: Manifest, what: str = "session") -> str:
+    """Say what to change for longer sequences than `planned` tokens: the session or engine, or the model folder."""
+    if planned < manifest.max_context:
+        return f"make the {what} with a larger max_context, at most the model's {manifest.max_context} (--max-context)"
+    return f"the model was made for no more: {REMAKE}"
 
 
 def _default_chunk(manifest: Manifest, context: int, *, may_widen: bool) -> int:

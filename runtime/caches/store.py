@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ortolan.errors import CapacityError
 from ortolan.manifest import CacheKind, LayerInfo, Manifest
 from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
@@ -136,14 +137,20 @@ class CacheStore:
             for spec in self._specs[index]:
                 key = (grows, spec.shape(pages, count), spec.page_shape, spec.dtype)
                 groups.setdefault(key, []).append((index, spec))
-        return [
-            Block(
-                tuple((index, spec.role) for index, spec in members),
-                members[0][1],
-                self.buffers.empty((len(members), *shape), dtype),
-            )
-            for (_, shape, _, dtype), members in groups.items()
-        ]
+        try:
+            return [
+                Block(
+                    tuple((index, spec.role) for index, spec in members),
+                    members[0][1],
+                    self.buffers.empty((len(members), *shape), dtype),
+                )
+                for (_, shape, _, dtype), members in groups.items()
+            ]
+        except CapacityError as error:
+            raise CapacityError(
+                f"there is no memory for the caches of max_context {self.plan.max_context}, {self.plan.bytes} bytes in "
+                f"all: {error}; lower max_context (--max-context), or evict while the prompt is read (during_prefill)"
+            ) from error
 
     def _name_tensors(self) -> None:
         self.tensors.clear()

@@ -138,11 +138,12 @@ def check_room(plan: CachePlan, captured: int, chunk: int, memory: tuple[int, in
     free, total = memory
     if needed <= free:
         return
+    per_token = plan.bytes // plan.max_context
     raise CapacityError(
         f"a session of max_context {plan.max_context} and chunk_size {plan.chunk_size} needs {needed} bytes on "
         f"{device}: {plan.bytes} of caches, {captured} of captured queries, about {chunk} for a chunk; {free} of "
-        f"{total} are free, {needed - free} too few; lower max_context (about {plan.bytes // plan.max_context} bytes "
-        "a token) or chunk_size, or free memory on the device"
+        f"{total} are free, {needed - free} too few; lower max_context (--max-context; about {per_token} bytes a "
+        "token) or chunk_size (--chunk-size), or free memory on the device"
     )
 
 

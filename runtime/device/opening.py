@@ -10,7 +10,7 @@ from ortolan.custom_ops import register
 from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
 from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.providers import CPU_PROVIDER, cuda_options
+from ortolan.runtime.device.providers import CPU_PROVIDER, ERRORS, cuda_options, quiet_opening
 
 Session = Any  # onnxruntime.InferenceSession
 
@@ -55,7 +55,7 @@ class Device:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = ERRORS
         options.intra_op_num_threads = self.num_threads
         providers: list[Any] = [self.provider]
         if self.cuda:
@@ -66,7 +66,8 @@ class Device:
         register(options)
         try:
             fallback = int(self.provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
-            session = onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=fallback)
+            with quiet_opening(self.cuda.device_id if self.cuda else 0):
+                session = onnxruntime.InferenceSession(model, options, providers=providers, enable_fallback=fallback)
         except Exception as error:  # the binding raises its own exception types, one per status code
             if self.cuda and is_out_of_memory(error):
                 raise CapacityError(f"{self.name} has no memory for {folder}: {error}") from error

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import re
+from collections.abc import Iterator
 
 from ortolan.custom_ops import library_info
 from ortolan.custom_ops.library import onnxruntime_problem
@@ -13,6 +14,7 @@ from ortolan.errors import ConfigError, DeviceError
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
+WARNINGS, ERRORS = 2, 3  # ONNX Runtime's levels of logging
 
 
 def resolve_device(device: str | None) -> str:
@@ -43,8 +45,8 @@ def cuda_problem() -> str | None:
     """Say what keeps CUDA from being used, or None."""
     if "cuda" not in library_info().providers:
         return (
-            "the operator library was built without CUDA kernels; reinstall it from Ortolan's source folder with "
-            "`pip install . -C cmake.define.ORTOLAN_CUDA=ON` (needs nvcc), or use device='cpu'"
+            "the operator library was built without CUDA kernels; put nvcc on the path and run `pip install . -C "
+            "cmake.define.ORTOLAN_CUDA=ON` in Ortolan's source folder, or use the CPU (device='cpu', --device cpu)"
         )
     import onnxruntime
 
@@ -92,6 +94,25 @@ def preload_cuda_libraries() -> None:
             preload()
 
 
+@contextlib.contextmanager
+def quiet_opening(number: int) -> Iterator[None]:
+    """Keep ONNX Runtime from warning of each session on another device than the first.
+
+    It looks for a plug-in of the provider first, and warns that there is none where the options name a device. The
+    warning goes to the logger of the whole process, whose level cannot be read; it gets back ONNX Runtime's default.
+    """
+    import onnxruntime
+
+    if number == 0:
+        yield
+        return
+    onnxruntime.set_default_logger_severity(ERRORS)
+    try:
+        yield
+    finally:
+        onnxruntime.set_default_logger_severity(WARNINGS)
+
+
 def cuda_options(number: int, stream_pointer: int, *, graph: bool) -> dict[str, str]:
     """Return the provider options: one stream, memory as it is asked for, and graph capture where wanted.
 
@@ -100,8 +121,8 @@ def cuda_options(number: int, stream_pointer: int, *, graph: bool) -> dict[str, 
         stream_pointer: address of the stream that all work goes to.
         graph: whether runs may be captured as CUDA graphs.
     """
-    return {
-        "device_id": str(number),
+    chosen = {"device_id": str(number)} if number else {}  # where it is named, ONNX Runtime warns, see `quiet_opening`
+    return chosen | {
         "user_compute_stream": str(stream_pointer),
         "arena_extend_strategy": "kSameAsRequested",
         "enable_cuda_graph": "1" if graph else "0",

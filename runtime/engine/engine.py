@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ortolan.errors import ConfigError, ContextLengthError, file_path, finite_number, truth, whole_number
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.caches.plan import CachePlan
+from ortolan.runtime.caches.plan import CachePlan, context_advice
 from ortolan.runtime.engine.core import EngineCore, EngineStats
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
@@ -277,7 +277,7 @@ class Engine:
             if len(sequence.tokens) > context:
                 raise ContextLengthError(
                     f"the prompt has {len(sequence.tokens)} tokens, more than max_context = {context}; shorten it, or "
-                    "make the engine with a larger max_context"
+                    f"{context_advice(context, self._parts.manifest, 'engine')}"
                 )
         except BaseException:
             if saved is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ortolan.errors import CapacityError, ContextLengthError
-from ortolan.runtime.caches.plan import rope_variant, split_chunks
+from ortolan.runtime.caches.plan import context_advice, rope_variant, split_chunks
 from ortolan.runtime.eviction.evicting import Evicting
 from ortolan.runtime.steps.feeder import NOTHING, Feeder, Tokens, Wanted
 from ortolan.runtime.steps.stepper import StepResult
@@ -38,7 +38,7 @@ class Reader:
         if after > self._plan.max_context:
             raise ContextLengthError(
                 f"{len(tokens)} more tokens make {after}, past max_context = {self._plan.max_context} "
-                f"({self._state.fed} are read); make the session with a larger max_context, or export with one"
+                f"({self._state.fed} are read); {context_advice(self._plan.max_context, self._feeder.manifest)}"
             )
         lengths = self._state.lengths
         was_spoiled = max(lengths.highest, lengths.rings_from) > lengths.logical

@@ -48,6 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command that must be refused with exit code 2 and one line; returns the line."""
 
     def run(*arguments: str) -> str:
+        capsys.readouterr()  # of what fixtures have written
         try:
             code = main(list(arguments))
         except SystemExit as stopped:  # argparse's own

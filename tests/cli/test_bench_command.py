@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -26,6 +27,14 @@ def test_json_replaces_the_table_or_goes_to_a_file(model_dir, tmp_path, capsys):
             assert row["prefill_seconds"] > 0
             assert row["eviction_seconds"] == 0
             assert 0 <= row["decode_tokens"] <= 4
+
+
+def test_a_terminal_sees_how_far_it_is(model_dir, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(["bench", str(model_dir), *SMALL]) == 0
+    shown = capsys.readouterr().err
+    for part in ("100 tokens, warming up", "300 tokens, run 1", "4/4"):
+        assert part in shown
 
 
 def test_evictions_are_timed_and_shrink_the_caches(model_dir, capsys):

@@ -119,19 +119,6 @@ def test_a_failure_behind_closed_output_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "ortolan: error: [Errno 5] broken\n"
 
 
-def test_a_checkout_that_was_not_built_says_what_to_run(model_dir, tmp_path, monkeypatch, capsys):
-    sources = tmp_path / "custom_ops"
-    sources.mkdir()
-    (sources / "CMakeLists.txt").touch()
-    monkeypatch.setattr("ortolan.custom_ops.__path__", [str(sources)])
-    assert main(["generate", str(model_dir), "--prompt", "def "]) == 1
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.startswith("ortolan: error: ")
-    assert output.err.endswith(f"build it with `pip install -e {tmp_path}`\n")
-    assert output.err.count("\n") == 1
-
-
 def test_interrupt_ends_with_130(model_dir, tmp_path):
     process = start("generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "4000", folder=tmp_path)
     assert process.stdout is not None

@@ -93,6 +93,16 @@ def test_a_node_that_cannot_be_converted_is_named(source, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_graphs_further_below_are_named(source, tmp_path, refused):
+    (source / "genai_config.json").unlink()
+    (source / "onnx").mkdir()
+    for name in ("model.onnx", "model.onnx.data"):
+        (source / name).rename(source / "onnx" / name)
+    line = refused("convert", str(source), str(tmp_path / "model"))
+    assert "graphs in the folder: onnx/model.onnx; name the one to convert" in line
+    assert main(["convert", str(source / "onnx"), str(tmp_path / "model")]) == 0
+
+
 @pytest.mark.parametrize("missing", ["absent", "empty"])
 def test_no_model_there(tmp_path, capsys, missing):
     (tmp_path / "empty").mkdir()

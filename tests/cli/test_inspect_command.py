@@ -1,12 +1,19 @@
 import importlib.util
 import json
 import shutil
+import sys
 
+import foreign
 import onnx
 import pytest
 from families import tiny_checkpoint
+from foreign import Foreign
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
+import ortolan
 from ortolan.cli import main
+from ortolan.cli.demo import shipped_model
 from ortolan.manifest import read_manifest
 from ortolan.runtime import plan_caches
 
@@ -64,8 +71,96 @@ def test_context_out_of_range(context, model_dir, capsys):
 
 @pytest.mark.skipif(importlib.util.find_spec("netron") is not None, reason="netron is installed, and would open")
 def test_netron_that_is_not_installed(model_dir, capsys):
-    assert main(["inspect", str(model_dir), "--netron"]) == 1
-    assert "pip install netron" in capsys.readouterr().err
+    assert main(["inspect", str(model_dir), "--netron"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""  # said at once
+    assert "pip install netron" in output.err
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    """Stand in for Netron; returns the file in which it writes what it is to show."""
+    (tmp_path / "netron.py").write_text(
+        f"def start(path): open({str(tmp_path / 'shown')!r}, 'w').write(path)\ndef wait(): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "netron", raising=False)
+    yield tmp_path / "shown"
+    sys.modules.pop("netron", None)
+
+
+def test_netron_opens_either_graph(model_dir, shown, capsys):
+    assert main(["inspect", str(model_dir), "--netron"]) == 0
+    assert shown.read_text() == str(model_dir / "model.onnx")
+    assert main(["inspect", str(model_dir), "--netron", "--fused"]) == 0
+    assert shown.read_text() == str(model_dir / "model.fused.onnx")
+
+
+def test_a_fused_graph_that_is_not_there_is_said_at_once(bare_dir, shown, refused, capsys):
+    assert "has no fused graph" in refused("inspect", str(bare_dir), "--netron", "--fused")
+    assert not shown.exists()
+    assert main(["inspect", str(bare_dir), "--fused"]) == 0
+    assert capsys.readouterr().err == "ortolan: warning: --fused has no effect without --netron\n"
+
+
+def test_weights_and_tokenizer_are_those_of_the_checkpoint(model_dir, capsys):
+    assert main(["inspect", str(model_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tensors = load_file(shipped_model() / "model.safetensors")
+    assert report["parameters"] == sum(tensor.size for tensor in tensors.values())
+    assert report["weight_bytes"] == 4 * report["parameters"]
+    assert [row["format"] for row in report["weights"]] == ["float32"]
+    assert (
+        report["folder_bytes"]
+        == sum(path.stat().st_size for path in model_dir.iterdir() if path.suffix != "")
+        - (model_dir / "ortolan.json").stat().st_size
+    )
+    tokens = Tokenizer.from_file(str(model_dir / "tokenizer.json")).get_vocab_size()
+    assert report["tokenizer"] == {"kind": "BPE", "tokens": tokens, "has_chat_template": False}
+    assert report["cpu_bytes"] is None
+    assert main(["inspect", str(model_dir)]) == 0
+    text = capsys.readouterr().out
+    assert f"tokenizer: BPE, {tokens} tokens" in text
+    assert f"{report['parameters']:,}" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "formats"),
+    [
+        (Foreign(int4=True), {"4 bits in blocks of 32", "float32"}),
+        (Foreign(qdq=True, block_embedding=True), {"4 bits in blocks of 16", "4 bits in blocks of 32", "float32"}),
+    ],
+)
+def test_parameters_of_few_bits_are_counted_one_by_one(spec, formats, tmp_path, capsys):
+    counts = []
+    for name, each in (("few", spec), ("dense", Foreign())):
+        source = foreign.write(each, tmp_path / f"{name}-source")
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+        capsys.readouterr()
+        assert main(["inspect", str(tmp_path / name), "--json"]) == 0
+        counts.append(json.loads(capsys.readouterr().out))
+    few, dense = counts
+    assert few["parameters"] == dense["parameters"]
+    assert few["weight_bytes"] < dense["weight_bytes"]
+    assert {row["format"] for row in few["weights"]} <= formats
+
+
+def test_float16_on_the_cpu_takes_what_float32_does(tmp_path, capsys):
+    sizes = ["--weights", "random", "--max-context", "64"]
+    for dtype in ("float16", "float32"):
+        assert main(["export", str(shipped_model()), str(tmp_path / dtype), "--dtype", dtype, *sizes]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "float16")]) == 0
+    assert "on the CPU: ONNX Runtime holds these weights as float32" in capsys.readouterr().out
+    reports = [
+        ortolan.load(tmp_path / dtype, device="cpu").session().memory_report() for dtype in ("float16", "float32")
+    ]
+    assert reports[0].weights_bytes == pytest.approx(reports[1].weights_bytes, rel=0.02)  # but for padding
+
+
+def test_a_damaged_tokenizer_is_named(bare_dir, refused):
+    (bare_dir / "tokenizer.json").write_text('{"model": {}}')
+    assert f"{bare_dir / 'tokenizer.json'} is not a tokenizer" in refused("inspect", str(bare_dir))
 
 
 def test_folder_that_is_no_model(tmp_path, capsys):
