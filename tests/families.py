@@ -142,6 +142,8 @@ def _save(family: str, folder: Path, seed: int, **overrides: Any) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            if family.startswith("gemma4") and "q_norm" in name:
+                parameter.mul_(len(parameter) ** -0.5)  # without a softmax scale, heads would see one key each
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
