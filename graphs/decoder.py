@@ -21,6 +21,7 @@ from ortolan.graphs.mixers import MIXERS
 from ortolan.graphs.mlps import MLPS
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats, Linear, Normed, Parts
+from ortolan.graphs.readers import drop_rows, first_reader
 from ortolan.graphs.rope import add_rotations, list_angles_late
 from ortolan.graphs.weights import joint_shapes, weight_shapes
 
@@ -57,6 +58,9 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     parts.rotations = add_rotations(parts)
     shares = prepare_layer_inputs(parts, token_ids, hidden) if config.layer_inputs else None
     for index in range(len(config.layers)):
+        if index == first_reader(config):
+            hidden, *others = drop_rows(parts, [hidden] if shares is None else [hidden, shares])
+            shares = others[0] if others else None
         hidden = _add_layer(parts, index, hidden)
         hidden = hidden if shares is None else add_layer_input(parts, index, hidden, shares)
         hidden = _scale(parts, index, hidden)
@@ -110,9 +114,11 @@ def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Te
 
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    """Project the rows whose logits are wanted, which are picked before the norm and the head."""
+    """Project the rows whose logits are wanted, which are picked before the norm and the head at the latest."""
     graph, config = parts.graph, parts.config
-    normed = parts.norm("final_norm", parts.rows("head", hidden, parts.step.logit_rows))
+    if parts.row_axis == "T":
+        hidden = parts.rows("head", hidden, parts.step.logit_rows)
+    normed = parts.norm("final_norm", hidden)
     stem = "embedding" if config.tied_embeddings else "head"
     logits = parts.add_linear(Linear(path="head", stem=stem, x=normed, in_float32=True))
     if config.logit_softcap:

@@ -77,6 +77,7 @@ class Parts:
     Attributes:
         rotations: cosine and sine of the step's positions, by rope.
         attentions: of the layers so far that have caches of their own, by layer.
+        row_axis: name of the axis of rows that layers compute: "T", or "R" where those of `logit_rows` are left.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Parts:
         self.step: Step
         self.rotations: dict[str, Rotation] = {}
         self.attentions: dict[int, CachedAttention] = {}
+        self.row_axis = "T"
         self._normed: dict[str, Tensor] = {}
 
     def weight(self, name: str) -> Tensor:

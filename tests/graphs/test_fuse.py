@@ -73,7 +73,7 @@ def test_patterns_fuse_wherever_they_hold(exported):
         "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded,
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
-        "GatherRows": 1,
+        "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
         "RmsNormAdd": (2 + embedded) * layers if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
         "RMSNormalization": 2 * layers if projection else sharing + embedded,
