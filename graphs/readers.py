@@ -50,8 +50,9 @@ def drop_rows(parts: Parts, tensors: list[Tensor]) -> list[Tensor]:
     starts = _wanted_starts(parts)
     dropped = _dropped_rows(parts, starts)
     read = {layer.mixer.shares_cache_with for layer in layers}
-    for cache in [cache for owner, cache in parts.attentions.items() if owner in read]:
-        cache.begin_later(starts, dropped)
+    for owner, cache in parts.attentions.items():
+        if owner in read:
+            cache.begin_later(starts, dropped)
     parts.row_axis = "R"
     return [parts.rows(f"{PATH}/{index}", tensor, wanted) for index, tensor in enumerate(tensors)]
 
