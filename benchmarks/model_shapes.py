@@ -116,6 +116,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
+    "gemma4-e2b": COMMON
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "use_double_wide_mlp": True,
+        "num_hidden_layers": 35,
+        "num_kv_shared_layers": 20,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
 }
 
 Save = Callable[[dict[str, tuple[int, ...]], Path], None]
@@ -138,7 +162,7 @@ def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
         (folder / name).write_bytes((shipped_model() / name).read_bytes())
     hf_config = read_hf_config(folder)
     family = find_family(hf_config)
-    config = family.read(hf_config, 4096)
+    config = family.read(family.text_config(hf_config), 4096)
     sources = family.sources(config)
     save({sources[name].name: size for name, size in weight_shapes(config).items()}, folder / "model.safetensors")
     return folder

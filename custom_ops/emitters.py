@@ -268,17 +268,20 @@ def qkv_rope_append(
     name: str,
     num_heads: int = 0,
     epsilon: float = 1e-06,
+    value_norm: int = 0,
+    value_is_key: int = 0,
     sink: int = 0,
     capacity: int = 0,
 ) -> onnx.NodeProto:
     """Build a QkvRopeAppend node.
 
-    From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's
-    RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in
-    float32 and rounded once.
+    From the joint projection to attention: RMSNorm of each query, key and value head, RoPE (rotate-half, as
+    ONNX's RotaryEmbedding with interleaved = 0) of queries and keys, RingKvAppend of keys and values, and
+    SnapKvCapture of queries, in float32 and rounded once.
 
     Args:
-        qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token.
+        qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token; with
+            value_is_key [T, (Hq + Hkv) * D], without value heads.
         key_cache: [N, Hkv, P, D] T1. Pool of key pages.
         value_cache: [N, Hkv, P, D] T1. Pool of value pages.
         query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
@@ -299,12 +302,14 @@ def qkv_rope_append(
         name: name of the node.
         num_heads: Hq: query heads. Allowed: a positive multiple of Hkv.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
+        value_norm: 1: an RMSNorm without a weight normalises each value head. Allowed: 0 or 1.
+        value_is_key: 1: value heads are the key heads, as qkv has them. Allowed: 0 or 1.
         sink: S: first positions of a sequence, never overwritten. Allowed: 0 or more.
         capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
             without a window).
     """
     inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len,)
-    return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "sink": sink, "capacity": capacity})
+    return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "value_norm": value_norm, "value_is_key": value_is_key, "sink": sink, "capacity": capacity})
 
 
 def rope_angles(

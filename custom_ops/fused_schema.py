@@ -71,15 +71,16 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         name="QkvRopeAppend",
-        doc="From the joint projection to attention: RMSNorm of each query and key head, RoPE (rotate-half, as ONNX's "
-        "RotaryEmbedding with interleaved = 0), RingKvAppend of keys and values, and SnapKvCapture of queries, in "
-        "float32 and rounded once.",
+        doc="From the joint projection to attention: RMSNorm of each query, key and value head, RoPE (rotate-half, as "
+        "ONNX's RotaryEmbedding with interleaved = 0) of queries and keys, RingKvAppend of keys and values, and "
+        "SnapKvCapture of queries, in float32 and rounded once.",
         inputs=(
             Port(
                 name="qkv",
                 shape="[T, (Hq + 2 * Hkv) * D]",
                 type=ELEMENT,
-                doc="Query heads, then key heads, then value heads of each token.",
+                doc="Query heads, then key heads, then value heads of each token; with value_is_key "
+                "[T, (Hq + Hkv) * D], without value heads.",
             ),
             KEY_CACHE,
             VALUE_CACHE,
@@ -144,6 +145,22 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
                 doc="Hq: query heads.",
             ),
             EPSILON,
+            Attribute(
+                name="value_norm",
+                default=0,
+                least=0,
+                most=1,
+                allowed="0 or 1",
+                doc="1: an RMSNorm without a weight normalises each value head.",
+            ),
+            Attribute(
+                name="value_is_key",
+                default=0,
+                least=0,
+                most=1,
+                allowed="0 or 1",
+                doc="1: value heads are the key heads, as qkv has them.",
+            ),
             SINK,
             CAPACITY,
         ),

@@ -326,6 +326,8 @@ def qkv_rope_append(
     *,
     num_heads: int,
     epsilon: float = 1e-6,
+    value_norm: int = 0,
+    value_is_key: int = 0,
     sink: int = 0,
     capacity: int = 0,
 ) -> tuple[Floats, Array, Array] | tuple[Floats, Array, Array, Array]:
@@ -334,8 +336,10 @@ def qkv_rope_append(
     Where a capture buffer is given, a copy of it with this step's queries comes last.
     """
     kv_heads, size = key_cache.shape[1], key_cache.shape[3]
-    heads = qkv.astype(np.float64).reshape(len(qkv), num_heads + 2 * kv_heads, size)
+    heads = qkv.astype(np.float64).reshape(len(qkv), -1, size)
     query, key, value = np.split(heads, [num_heads, num_heads + kv_heads], axis=1)
+    value = key if value_is_key else value
+    value = _rms_norm(value, np.ones(size), epsilon) if value_norm else value
     if query_norm_weight is not None:
         query = _rms_norm(query, query_norm_weight, epsilon)
     if key_norm_weight is not None:

@@ -221,7 +221,7 @@ def _provider(
 ) -> WeightProvider:
     if options.weights == "random":
         return RandomWeights(config, hf_config.number("initializer_range", 0.02))
-    checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out)
+    checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out).part({}, family.unread(config))
     return CheckpointWeights(checkpoint, family.sources(config), config)
 
 

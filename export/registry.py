@@ -7,6 +7,7 @@ from ortolan.export.families import (
     gemma2,
     gemma3,
     gemma3_vision,
+    gemma4,
     llama,
     mistral,
     olmo2,
@@ -22,7 +23,7 @@ from ortolan.export.hf_config import HfConfig
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
     for module in (gemma2, gemma3, gemma3_vision, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
-}
+} | {family.architecture: family for family in gemma4.FAMILIES}
 
 # What onnxruntime-genai's model builder writes in a form that is converted, as far as it was tried.
 CONVERTIBLE = frozenset(

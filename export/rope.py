@@ -1,6 +1,6 @@
 """Rotary frequencies of every RoPE type that the supported families use.
 
-Sources: linear and dynamic NTK scaling as in transformers' modeling_rope_utils.py; llama3 as in Meta's
+Sources: linear, proportional and dynamic NTK scaling as in transformers' modeling_rope_utils.py; llama3 as in Meta's
 llama-models; YaRN, arXiv 2309.00071; LongRoPE, arXiv 2402.13753.
 """
 
@@ -20,8 +20,9 @@ from ortolan.graphs.config import Rope, RopeVariant
 
 Frequencies: TypeAlias = npt.NDArray[np.float32]
 
+PROPORTIONAL = "proportional"  # turns whole heads, of which a part by an angle of 0
 _ALIASES = {"su": "longrope"}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def read_rope_spec(
     fraction = parameters.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
     if fraction > 1:
         raise CheckpointError(f"config.json: partial_rotary_factor is {fraction}; expected a share of a head, up to 1")
-    rotary_size = int(config.head_size * fraction)
+    rotary_size = int(config.head_size * (1 if rope_type == PROPORTIONAL else fraction))
     if not partial and rotary_size != config.head_size:
         if rope_type != "default":
             raise UnsupportedModelError(
@@ -155,7 +156,17 @@ def _single(spec: RopeSpec) -> tuple[Frequencies, float]:
         frequencies = np.divide(frequencies, np.float32(spec.parameters.positive("factor")), dtype=np.float32)
     if spec.rope_type == "llama3":
         frequencies = _llama3(spec, frequencies)
+    if spec.rope_type == PROPORTIONAL:
+        frequencies = _proportional(spec, frequencies)
     return frequencies, 1.0
+
+
+def _proportional(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
+    """Keep the frequencies of the first pairs, a share of all, as they are in a whole head; the others do not turn."""
+    turning = int(spec.parameters.positive("partial_rotary_factor", 1.0) * spec.rotary_size // 2)
+    factor = np.float32(spec.parameters.positive("factor", 1.0))
+    kept: Frequencies = np.where(np.arange(len(frequencies)) < turning, frequencies / factor, 0).astype(np.float32)
+    return kept
 
 
 def _dynamic(spec: RopeSpec, length: int) -> Frequencies:

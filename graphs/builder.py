@@ -183,9 +183,9 @@ class GraphBuilder:
         key = "shapes/" + "x".join(str(dim) for dim in shape)
         return self.node(name, "Reshape", [tensor, self.constant(key, shape, np.int64)])
 
-    def describe_rows(self, tensor: Tensor, data_type: int, features: int) -> None:
-        """Say that a value is [T, features]: ONNX Runtime gives a buffer on only where it knows what fits into it."""
-        self._described[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, data_type, ["T", features])
+    def describe(self, tensor: Tensor, data_type: int, shape: Shape) -> None:
+        """Say which shape a value has: ONNX Runtime gives a buffer on only where it knows what fits into it."""
+        self._described[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, data_type, list(shape))
 
     def as_weight(self, constant: Tensor) -> bytes:
         """Let an inline constant be a weight in the finished model; returns its bytes, which are attached later."""

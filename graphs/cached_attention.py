@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from ortolan import contract
 from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
 from ortolan.graphs.config import AttentionConfig
@@ -59,6 +61,7 @@ class CachedAttention:
         if self.evictable:
             self._capture = graph.input(contract.capture(index), options.onnx_type, self._capture_shape)
         self._captured: Tensor | None = None
+        self._query_start = step.query_start
         self.updated: tuple[Tensor, Tensor]
 
     @property
@@ -78,7 +81,7 @@ class CachedAttention:
         """What every operator on the cache takes: the step, and the way to the pages."""
         tables = self.step.block_tables
         paging = {"block_table": tables[self.config.window]} if tables else {}
-        return {"query_start": self.step.query_start, "past_len": self.past, **paging}
+        return {"query_start": self._query_start, "past_len": self.past, **paging}
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write keys and values [T, Hkv, D] into the cache."""
@@ -88,7 +91,7 @@ class CachedAttention:
         self.updated = key, value
 
     def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None]) -> Tensor:
-        """Normalise, rotate, write and capture [T, (Hq + 2 Hkv) D] in one operator; returns queries [T, Hq, D]."""
+        """Normalise, rotate, write and capture joint projections in one operator; returns queries [T, Hq, D]."""
         inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
         if self._capture is not None:
             inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
@@ -99,6 +102,8 @@ class CachedAttention:
             4 if self.evictable else 3,
             num_heads=self.config.num_heads,
             epsilon=epsilon,
+            value_norm=int(self.config.value_norm),
+            value_is_key=int(self.config.value_is_key),
             sink=self.options.sink,
         )
         self.updated = key, value
@@ -112,6 +117,20 @@ class CachedAttention:
         inputs = {"query": query, "capture": self._capture, "query_start": self.step.query_start}
         inputs["past_len"] = self.step.past_len
         (self._captured,) = self.graph.operator(f"{self.path}/SnapKvCapture", emitters.snap_kv_capture, inputs)
+
+    def begin_later(self, query_start: Tensor, dropped: Tensor) -> None:
+        """Let what reads the cache from now on ask for the last rows of each sequence alone.
+
+        Args:
+            query_start: of those rows, [B+1] int32.
+            dropped: how many rows of each sequence come before them, [B] int32.
+        """
+        path = f"readers/past_of_{self.index}"
+        if self.evictable:
+            axis = self.graph.constant("axes/last", [1], np.int64)
+            dropped = self.graph.node(f"{path}/Unsqueeze", "Unsqueeze", [dropped, axis])
+        self.past = self.graph.node(f"{path}/Add", "Add", [self.past, dropped])
+        self._query_start = query_start
 
     def declare_outputs(self) -> None:
         """Declare what the step updated as outputs of the graph."""

@@ -72,6 +72,8 @@ class AttentionConfig:
         scale: softmax scale; 0 means 1/sqrt(D).
         softcap: 0 means none.
         qk_norm: "none", "head" (one RMSNorm weight [D] for all heads), "projection" (over Hq*D, Hkv*D).
+        value_norm: whether each value head is normalised by an RMSNorm without a weight.
+        value_is_key: whether values are the key projection, as it is before its norm and RoPE.
         learned_sinks: whether a logit per query head joins the softmax's denominator (gpt-oss).
         shares_cache_with: the layer before this one whose keys and values it reads; None where it has its own.
         kind: of mixer, a key of `ortolan.graphs.mixers.MIXERS`.
@@ -85,6 +87,8 @@ class AttentionConfig:
     scale: float = 0.0
     softcap: float = 0.0
     qk_norm: QkNorm = "none"
+    value_norm: bool = False
+    value_is_key: bool = False
     query_bias: bool = False
     key_bias: bool = False
     value_bias: bool = False
@@ -110,10 +114,30 @@ class MlpConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer: what mixes tokens, and what treats them one by one."""
+    """One layer: what mixes tokens, and what treats them one by one.
+
+    Attributes:
+        scaled: whether a learned scalar multiplies what the layer returns.
+    """
 
     mixer: AttentionConfig
     mlp: Any  # a MlpConfig, or the options of another kind, which names itself by `kind`
+    scaled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Per-layer embeddings: what each layer adds of its own share of a second embedding of the token.
+
+    Attributes:
+        size: features of one layer's share.
+        activation: of the gate that the hidden state makes of it.
+        vocab_size: rows of the second embedding.
+    """
+
+    size: int
+    activation: Activation
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +149,7 @@ class ModelConfig:
             "sandwich" (Gemma 2/3: both).
         embedding_scale: multiplies token embeddings (Gemma: sqrt(hidden_size)).
         logit_softcap: 0 means none.
+        layer_inputs: per-layer embeddings; None where there are none.
     """
 
     architecture: str
@@ -137,6 +162,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
+    layer_inputs: LayerInputs | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -16,10 +16,12 @@ from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.fused_parts import FusedParts
 from ortolan.graphs.kinds import LayerKind
+from ortolan.graphs.layer_inputs import add_layer_input, prepare_layer_inputs
 from ortolan.graphs.mixers import MIXERS
 from ortolan.graphs.mlps import MLPS
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats, Linear, Normed, Parts
+from ortolan.graphs.readers import drop_rows, first_reader
 from ortolan.graphs.rope import add_rotations, list_angles_late
 from ortolan.graphs.weights import joint_shapes, weight_shapes
 
@@ -51,10 +53,17 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     shapes = weight_shapes(config) | joint_shapes(config)
     parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
     parts.step = declare_step(graph, options, [layer.mixer.window for layer in config.layers])
-    hidden = _embed(parts, graph.input(contract.TOKEN_IDS, INT64, ["T"]))
+    token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
+    hidden = _embed(parts, token_ids)
     parts.rotations = add_rotations(parts)
+    shares = prepare_layer_inputs(parts, token_ids, hidden) if config.layer_inputs else None
     for index in range(len(config.layers)):
+        if index == first_reader(config):
+            hidden, *others = drop_rows(parts, [hidden] if shares is None else [hidden, shares])
+            shares = others[0] if others else None
         hidden = _add_layer(parts, index, hidden)
+        hidden = hidden if shares is None else add_layer_input(parts, index, hidden, shares)
+        hidden = _scale(parts, index, hidden)
     graph.output(_logits(parts, hidden), contract.LOGITS, FLOAT, ["R", config.vocab_size])
     for cache in parts.attentions.values():
         cache.declare_outputs()
@@ -87,6 +96,13 @@ def _add_layer(parts: Parts, index: int, hidden: Tensor) -> Tensor:
     return _add_branch(parts, index, "mlp", MLPS[layer.mlp.kind], hidden)
 
 
+def _scale(parts: Parts, index: int, hidden: Tensor) -> Tensor:
+    """Multiply what a layer returns by its scalar, where it has one."""
+    if not parts.config.layers[index].scaled:
+        return hidden
+    return parts.graph.node(f"layers.{index}/scale/Mul", "Mul", [hidden, parts.weight(f"layers.{index}.scale")])
+
+
 def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Tensor) -> Tensor:
     """Add what is done to a normalised hidden state, and the residual."""
     path, placement = f"layers.{index}", parts.config.norm_placement
@@ -98,9 +114,11 @@ def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Te
 
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    """Project the rows whose logits are wanted, which are picked before the norm and the head."""
+    """Project the rows whose logits are wanted, which are picked before the norm and the head at the latest."""
     graph, config = parts.graph, parts.config
-    normed = parts.norm("final_norm", parts.rows("head", hidden, parts.step.logit_rows))
+    if parts.row_axis == "T":
+        hidden = parts.rows("head", hidden, parts.step.logit_rows)
+    normed = parts.norm("final_norm", hidden)
     stem = "embedding" if config.tied_embeddings else "head"
     logits = parts.add_linear(Linear(path="head", stem=stem, x=normed, in_float32=True))
     if config.logit_softcap:

@@ -62,10 +62,10 @@ class FusedParts(Parts):
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
-        members = [f"{stem}.{name}" for name in ("query", "key", "value")]
-        if config.qk_norm == "projection" or not self._joins(f"{stem}.qkv", members):
+        whole, names = ("qk", ("query", "key")) if config.value_is_key else ("qkv", ("query", "key", "value"))
+        if config.qk_norm == "projection" or not self._joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
             return super().append(cache, x)
-        qkv = self.linear(f"{cache.path}/qkv", x)
+        qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")
         norms = ("query_norm", "key_norm") if config.qk_norm == "head" else ()
         ports = {f"{name}_weight": self.weight(f"{stem}.{name}.weight") for name in norms}

@@ -77,6 +77,7 @@ class Parts:
     Attributes:
         rotations: cosine and sine of the step's positions, by rope.
         attentions: of the layers so far that have caches of their own, by layer.
+        row_axis: name of the axis of rows that layers compute: "T", or "R" where those of `logit_rows` are left.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Parts:
         self.step: Step
         self.rotations: dict[str, Rotation] = {}
         self.attentions: dict[int, CachedAttention] = {}
+        self.row_axis = "T"
         self._normed: dict[str, Tensor] = {}
 
     def weight(self, name: str) -> Tensor:
@@ -130,9 +132,12 @@ class Parts:
         return self._normed[x.path]
 
     def _compute_norm(self, norm: Normed) -> Tensor:
-        attributes = {"axis": -1, "epsilon": self.config.norm_epsilon, "stash_type": FLOAT}
-        inputs = [norm.x, self.weight(norm.weight)]
-        return self.graph.node(f"{norm.path}/RMSNormalization", "RMSNormalization", inputs, attributes)
+        return self.rms_norm(norm.path, norm.x, self.weight(norm.weight), self.config.norm_epsilon)
+
+    def rms_norm(self, path: str, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Add an RMSNorm over the last axis, always as an operator of its own."""
+        attributes = {"axis": -1, "epsilon": epsilon, "stash_type": FLOAT}
+        return self.graph.node(f"{path}/RMSNormalization", "RMSNormalization", [x, weight], attributes)
 
     def linear(self, path: str, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """Add the linear layer that the path names, [T, in] -> [T, out]."""
@@ -153,13 +158,17 @@ class Parts:
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
         """Add activation(gate(x)) * up(x)."""
         gate, up = self.projections(path, x, ("gate", "up"))
+        return self.gate(path, gate, up, activation)
+
+    def gate(self, path: str, gate: Tensor, factor: Tensor, activation: str) -> Tensor:
+        """Add activation(gate) * factor."""
         if activation == "silu":
             sigmoid = self.graph.node(f"{path}/silu/Sigmoid", "Sigmoid", [gate])
             active = self.graph.node(f"{path}/silu/Mul", "Mul", [gate, sigmoid])
         else:
             approximate = "tanh" if activation == "gelu_tanh" else "none"
             active = self.graph.node(f"{path}/Gelu", "Gelu", [gate], {"approximate": approximate})
-        return self.graph.node(f"{path}/Mul", "Mul", [active, up])
+        return self.graph.node(f"{path}/Mul", "Mul", [active, factor])
 
     def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
         """Add residual + norm."""
@@ -172,9 +181,10 @@ class Parts:
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, path = cache.config, cache.path
-        query, key, value = self.projections(path, x, ("query", "key", "value"))
-        query, key = self.heads(path, config, "query", query), self.heads(path, config, "key", key)
-        value = self.graph.reshape(f"{path}/value/Reshape", value, (0, config.num_kv_heads, config.head_size))
+        names = ("query", "key") if config.value_is_key else ("query", "key", "value")
+        flat = self.projections(path, x, names)
+        query, key = (self.heads(path, config, name, part) for name, part in zip(names[:2], flat, strict=False))
+        value = self._value_heads(path, config, flat[-1])
         cache.append(key, value)
         cache.capture(query)
         return query
@@ -191,6 +201,15 @@ class Parts:
         if config.qk_norm == "head":
             flat = self.value(self.norm(f"{path}_norm", flat))
         return flat if rotation is None else self._rotate(path, self.rounded(rotation), flat, (count, size))
+
+    def _value_heads(self, layer_path: str, config: AttentionConfig, flat: Tensor) -> Tensor:
+        """Part the heads of values, and normalise them where the config says so: [T, Hkv * D] -> [T, Hkv, D]."""
+        path, size = f"{layer_path}/value", config.head_size
+        heads = self.graph.reshape(f"{path}/Reshape", flat, (0, config.num_kv_heads, size))
+        if not config.value_norm:
+            return heads
+        ones = self.cast(f"{path}_norm/ones/Cast", self.graph.constant(f"ones/{size}", np.ones(size), np.float32))
+        return self.rms_norm(f"{path}_norm", heads, ones, self.config.norm_epsilon)
 
     def _rotate(self, path: str, rotation: Rotation, flat: Tensor, shape: tuple[int, int]) -> Tensor:
         """Rotate heads (heads, D) of any layout: [T, heads, D]."""

@@ -92,7 +92,8 @@ class _Checker:
         heads = _attribute(node, "num_heads", 0)
         if heads < 1 or heads % kv_heads:
             raise _mismatch(node, f"num_heads {heads} must be a positive multiple of the {kv_heads} kv heads")
-        self._expect(node, "qkv", qkv, (heads + 2 * kv_heads) * size)
+        others = kv_heads if _attribute(node, "value_is_key", 0) else 2 * kv_heads
+        self._expect(node, "qkv", qkv, (heads + others) * size)
         self._expect_dims(node, "query_norm_weight", query_norm, [size])
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
 

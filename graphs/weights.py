@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from ortolan.graphs import layer_inputs
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.kinds import LayerKind, Shapes
 from ortolan.graphs.mixers import MIXERS
@@ -22,11 +23,12 @@ def norm_names(config: ModelConfig) -> tuple[str, ...]:
 def weight_shapes(config: ModelConfig) -> Shapes:
     """List every weight of the graph by its canonical name, with its shape ([out, in] for linear layers)."""
     hidden = config.hidden_size
-    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)} | layer_inputs.model_shapes(config)
     for index, layer in enumerate(config.layers):
         mixer, mlp = MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind]
         inside = mixer.weights(layer.mixer, hidden) | mlp.weights(layer.mlp, hidden)
-        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)}
+        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)} | layer_inputs.layer_shapes(config)
+        inside |= {"scale": (1,)} if layer.scaled else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm.weight"] = (hidden,)
     if not config.tied_embeddings:
@@ -38,7 +40,7 @@ def joint_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """List the weights that a fused graph reads as one, by the name of the whole."""
     shapes = weight_shapes(config)
     found = {}
-    for whole, members in _joints(config):
+    for whole, members in _joints(config, shapes):
         for kind in KINDS:
             names = tuple(f"{member}.{kind}" for member in members)
             if all(name in shapes for name in names):
@@ -61,9 +63,13 @@ def weight_groups(config: ModelConfig) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(group_of.get(name, (name,)) for name in weight_shapes(config)))
 
 
-def _joints(config: ModelConfig) -> Iterator[tuple[str, Iterable[str]]]:
+def _joints(config: ModelConfig, shapes: Shapes) -> Iterator[tuple[str, list[str]]]:
     for index, layer in enumerate(config.layers):
         kinds: tuple[LayerKind, ...] = (MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind])
         for kind in kinds:
+            taken: set[str] = set()
             for whole, members in kind.joint.items():
-                yield f"layers.{index}.{whole}", [f"layers.{index}.{member}" for member in members]
+                stems = [f"layers.{index}.{member}" for member in members]
+                if taken.isdisjoint(stems) and all(f"{stem}.weight" in shapes for stem in stems):
+                    taken.update(stems)
+                    yield f"layers.{index}.{whole}", stems

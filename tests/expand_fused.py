@@ -122,10 +122,16 @@ class _Expander:
         query_norm, key_norm, cosine, sine = inputs[6:10]
         _, kv_heads, _, size = self._sizes[caches[0]]
         heads = [attributes["num_heads"], kv_heads, kv_heads]
-        sizes = self._constant(f"{path}/sizes", [size * count for count in heads])
         parts = [f"{path}/{name}" for name in ("q", "k", "v")]
-        yield helper.make_node("Split", [inputs[0], sizes], parts, name=f"{path}/split", axis=1)
+        split = 2 if attributes["value_is_key"] else 3
+        sizes = self._constant(f"{path}/sizes", [size * count for count in heads[:split]])
+        yield helper.make_node("Split", [inputs[0], sizes], parts[:split], name=f"{path}/split", axis=1)
+        if split == 2:
+            yield helper.make_node("Identity", parts[1:2], parts[2:], name=f"{path}/value_is_key")
         norms, outputs = [query_norm, key_norm, ""], [node.output[0], f"{path}/key", f"{path}/value"]
+        if attributes["value_norm"]:
+            norms[2] = f"{path}/ones"
+            self._graph.initializer.append(numpy_helper.from_array(np.ones(size, np.float32), norms[2]))
         for part, count, norm, output in zip(parts, heads, norms, outputs, strict=True):
             rotation = [] if part == parts[2] or not cosine else [cosine, sine]
             yield from self._heads(part, count, size, norm, rotation, attributes["epsilon"], output)

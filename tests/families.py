@@ -82,6 +82,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 7,
+        "layer_types": [*["sliding_attention", "full_attention"] * 2, *["sliding_attention"] * 2, "full_attention"],
+        "sliding_window": 12,
+        "num_key_value_heads": 1,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 140,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_unified": {
+        "model_type": "gemma4_unified_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "phi3": {
         "model_type": "phi3",
         "sliding_window": 20,
@@ -121,4 +142,9 @@ def _save(family: str, folder: Path, seed: int, **overrides: Any) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            if family.startswith("gemma4") and "q_norm" in name:
+                parameter.mul_(len(parameter) ** -0.5)  # without a softmax scale, heads would see one key each
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)

@@ -208,17 +208,21 @@ class QkvCase:
     sink: int = 0
     page_slots: int = 0  # 0: contiguous
     capture_rows: int | None = None  # Wq; None: no capture
+    value_norm: bool = False
+    value_is_key: bool = False
 
     @property
     def attributes(self) -> dict[str, object]:
         """Attributes of the node."""
-        return {"num_heads": self.heads, "epsilon": 1e-6, "sink": self.sink, "capacity": self.slots}
+        flags = {"value_norm": int(self.value_norm), "value_is_key": int(self.value_is_key)}
+        return {"num_heads": self.heads, "epsilon": 1e-6, "sink": self.sink, "capacity": self.slots, **flags}
 
 
 def qkv_feeds(case: QkvCase, seed: int = 0) -> Feeds:
     """Draw a step; every slot of the caches holds NaN."""
     rng, element, total = np.random.default_rng(seed), devices.element(), sum(case.tokens)
-    width, sequences = (case.heads + 2 * case.kv_heads) * case.size, len(case.tokens)
+    heads = case.heads + (1 if case.value_is_key else 2) * case.kv_heads
+    width, sequences = heads * case.size, len(case.tokens)
     pages, table = sequences, {}
     if case.page_slots:
         each = -(-case.slots // case.page_slots)
@@ -251,12 +255,12 @@ def qkv_outputs(case: QkvCase, feeds: Feeds) -> Outputs:
     return {"query": ((len(feeds["qkv"]), case.heads, case.size), element), **caches}
 
 
-def plain_heads(case: QkvCase, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:
-    """Compute queries [T, Hq, D] and keys [T, Hkv, D] as standard operators do."""
-    shape = (len(feeds["qkv"]), case.heads + 2 * case.kv_heads, case.size)
-    heads = np.split(feeds["qkv"].reshape(shape), [case.heads, case.heads + case.kv_heads], axis=1)[:2]
+def plain_heads(case: QkvCase, feeds: Feeds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute queries [T, Hq, D], and keys and values [T, Hkv, D], as standard operators do."""
+    shape = (len(feeds["qkv"]), -1, case.size)
+    query, key, value = np.split(feeds["qkv"].reshape(shape), [case.heads, case.heads + case.kv_heads], axis=1)
     results = []
-    for name, x in zip(("query", "key"), heads, strict=True):
+    for name, x in zip(("query", "key"), (query, key), strict=True):
         weight = feeds.get(f"{name}_norm_weight")
         wide = x.astype(np.float32) if weight is None else plain_norm(x, weight, 1e-6)
         if case.pairs:
@@ -264,4 +268,5 @@ def plain_heads(case: QkvCase, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:
             first, second, rest = np.split(wide, [case.pairs, 2 * case.pairs], axis=2)
             wide = np.concatenate([first * c - second * s, second * c + first * s, rest], axis=2)
         results.append(wide)
-    return results[0], results[1]
+    value = key if case.value_is_key else value
+    return results[0], results[1], plain_norm(value, np.ones(case.size), 1e-6) if case.value_norm else value

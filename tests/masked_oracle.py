@@ -26,7 +26,8 @@ class Visibility:
                 behind = np.tril(np.ones((length, length), bool), -layer.window)
                 behind[:, : manifest.sink] = False
                 mask &= ~behind
-        self._evictable = [i for i, layer in enumerate(layers) if layer.evictable]
+        owners = [index if layer.cache_of is None else layer.cache_of for index, layer in enumerate(layers)]
+        self._evictable = [index for index, owner in enumerate(owners) if layers[owner].evictable]
 
     def note_eviction(self, session: ortolan.Session) -> None:
         """Hide from all later queries what the session's last eviction did not keep."""

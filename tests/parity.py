@@ -33,9 +33,6 @@ def without_window(folder: Path, target: Path) -> Path:
         (target / file.name).write_bytes(file.read_bytes())
     config = json.loads((target / "config.json").read_text())
     config["sliding_window"] = 100_000
-    config["use_sliding_window"] = False
-    if "layer_types" in config:
-        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     (target / "config.json").write_text(json.dumps(config))
     return target
 

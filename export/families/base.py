@@ -40,6 +40,7 @@ class Family:
         text_config: finds the text decoder's config in config.json; it is all of it where there is nothing else.
         prefixes: beginnings of tensor names in some checkpoints, and what `sources` calls them.
         left_out: parts of the checkpoint that are not exported, by the names of their modules.
+        unread: modules that checkpoints may hold though the text decoder never reads them.
     """
 
     architecture: str
@@ -48,6 +49,7 @@ class Family:
     text_config: Callable[[HfConfig], HfConfig] = lambda config: config
     prefixes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    unread: Callable[[ModelConfig], Sequence[str]] = lambda config: ()
 
 
 LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ortolan.export.families import gemma3
@@ -30,8 +31,13 @@ PREFIXES = {
 
 
 def text_config(config: HfConfig) -> HfConfig:
-    """Return the keys of the text decoder; texts end at the end tokens of the whole model, too."""
-    keys = {**TEXT_DEFAULTS, **config.section("text_config").keys}
+    """Return the keys of the text decoder."""
+    return text_section(config, TEXT_DEFAULTS)
+
+
+def text_section(config: HfConfig, defaults: Mapping[str, Any]) -> HfConfig:
+    """Return the keys of `text_config`, and defaults; texts end at the end tokens of the whole model, too."""
+    keys = {**defaults, **config.section("text_config").keys}
     ends = dict.fromkeys((*config.eos_token_ids, *HfConfig(keys).eos_token_ids))
     tied = config.get("tie_word_embeddings")
     return HfConfig({**keys, "eos_token_id": list(ends), **({} if tied is None else {"tie_word_embeddings": tied})})

@@ -49,5 +49,5 @@ class Dense:
         )
         if linear.residual is not None:
             rows = parts.shapes[f"{linear.stem}.weight"][0]
-            parts.graph.describe_rows(y, parts.options.onnx_type, rows)
+            parts.graph.describe(y, parts.options.onnx_type, (parts.row_axis, rows))
         return y

@@ -16,7 +16,8 @@ def weights(config: AttentionConfig, hidden_size: int) -> Shapes:
     linear = {"attention.query": (query, hidden_size, c.query_bias)}
     if c.shares_cache_with is None:
         linear["attention.key"] = (key, hidden_size, c.key_bias)
-        linear["attention.value"] = (key, hidden_size, c.value_bias)
+        if not c.value_is_key:
+            linear["attention.value"] = (key, hidden_size, c.value_bias)
     shapes = linear_shapes({**linear, "attention.output": (hidden_size, query, c.output_bias)})
     if c.learned_sinks:
         shapes["attention.sink_logits"] = (c.num_heads,)
@@ -51,5 +52,10 @@ def _sink_logits(parts: Parts, path: str, config: AttentionConfig) -> Tensor | N
 
 
 MIXER = LayerKind(
-    weights=weights, add=add, joint={"attention.qkv": ("attention.query", "attention.key", "attention.value")}
+    weights=weights,
+    add=add,
+    joint={
+        "attention.qkv": ("attention.query", "attention.key", "attention.value"),
+        "attention.qk": ("attention.query", "attention.key"),
+    },
 )

@@ -131,7 +131,8 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
                 "bytes": plan.bytes,
                 "full_length_bytes": plan.full_length_bytes,
                 "layers": [
-                    {"kind": x.kind, "window": x.window, "capacity": x.capacity, "bytes": x.bytes} for x in plan.layers
+                    {name: getattr(layer, name) for name in ("kind", "window", "capacity", "bytes", "cache_of")}
+                    for layer in plan.layers
                 ],
             }
             for plan in plans
@@ -192,9 +193,9 @@ def plan_table(plan: Any) -> str:
     rows = [
         [
             str(index),
-            layer.kind,
+            layer.kind if layer.cache_of is None else f"layer {layer.cache_of}'s",
             str(layer.window) if layer.window > 0 else "-",
-            str(layer.capacity),
+            str(layer.capacity) if layer.cache_of is None else "-",
             format_bytes(layer.bytes),
             format_bytes(layer.full_length_bytes),
         ]

@@ -29,6 +29,7 @@ class LayerPlan:
         capacity: slots.
         slot_bytes: bytes of one position's keys and values; of a state without positions, all of its bytes.
         full_length_bytes: what a cache of the whole context would take.
+        cache_of: the layer whose cache a shared one reads; None where it has its own.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class LayerPlan:
     capacity: int
     slot_bytes: int
     full_length_bytes: int
+    cache_of: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -274,7 +276,14 @@ def _plan_layers(manifest: Manifest, plan: CachePlan, *, cuda: bool) -> tuple[La
 
 def _plan_layer(manifest: Manifest, index: int, layer: LayerInfo, sizes: Sizes, multiple: int) -> LayerPlan:
     if layer.cache_of is not None:
-        return LayerPlan(kind="shared", window=layer.window, capacity=0, slot_bytes=0, full_length_bytes=0)
+        return LayerPlan(
+            kind="shared",
+            window=layer.window,
+            capacity=0,
+            slot_bytes=0,
+            full_length_bytes=0,
+            cache_of=layer.cache_of,
+        )
     kind = kind_of(layer)
     specs = kind.tensors(index, layer, manifest)
     has_slots = any(SLOTS in spec.page_shape for spec in specs)

@@ -205,6 +205,20 @@ def test_paged_caches_show_their_kinds(tmp_path, capsys):
     }
 
 
+def test_layers_that_share_a_cache_name_its_owner(tmp_path, capsys):
+    checkpoint = tiny_checkpoint("gemma4", tmp_path / "hf")
+    assert main(["export", str(checkpoint), str(tmp_path / "model"), "--max-context", "256"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "model")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["4", "SwaAttention"] in rows
+    for layer, owner, window in ((4, 2, "12"), (5, 2, "12"), (6, 3, "-")):
+        assert [str(layer), "layer", f"{owner}'s", window, "-", "0", "B", "0", "B"] in rows
+    assert main(["inspect", str(tmp_path / "model"), "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["plans"][0]["layers"]
+    assert [layer["cache_of"] for layer in layers] == [None] * 4 + [2, 2, 3]
+
+
 def test_an_unknown_page_size_is_refused(tmp_path, capsys):
     checkpoint = tiny_checkpoint("gemma3", tmp_path / "hf")
     assert main(["export", str(checkpoint), str(tmp_path / "model"), "--paged", "--page-size", "48"]) == 2

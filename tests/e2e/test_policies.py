@@ -18,9 +18,9 @@ TURNS = [(150, 6), (21, 5), (1, 5)]  # tokens of the prompt, and tokens decoded 
 LENGTH = sum(sum(turn) for turn in TURNS)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4"])
 def exported(request):
-    """A model with full attention alone, and one whose other layers are rings."""
+    """A model with full attention alone, one whose other layers are rings, and one whose layers share caches."""
     checkpoint = shared_checkpoint(request.param, seed=5, num_key_value_heads=2)
     folder = shared_model(checkpoint, max_context=512, chunk_size=16)
     return checkpoint, ortolan.load(folder, device="cpu", num_threads=1)

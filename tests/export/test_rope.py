@@ -30,6 +30,7 @@ TYPES = {
         "beta_fast": 16.0,
     },
     "dynamic": {"factor": 2.0},
+    "proportional": {"partial_rotary_factor": 0.3, "factor": 4.0},
     "longrope": {**FACTORS, "original_max_position_embeddings": 128},
 }
 

@@ -176,34 +176,42 @@ class Oracle:
         return self._linear(f"{path}.down", active * up)
 
 
-def run_graph(folder, file, tokens, chunk) -> np.ndarray:
-    """Feed tokens in chunks to one graph of a folder; returns the logits of all of them."""
-    model = onnx.load(folder / file, load_external_data=False)
+def open_graph(folder, file, sequences):
+    """Open one graph of a folder; returns its session, and empty caches of some sequences."""
     runnable = folder / "run.onnx"
-    runnable.write_bytes(expand_fused(model).SerializeToString())
+    runnable.write_bytes(expand_fused(onnx.load(folder / file, load_external_data=False)).SerializeToString())
     options = onnxruntime.SessionOptions()
     ortolan.custom_ops.register(options)
     session = onnxruntime.InferenceSession(runnable, options, providers=["CPUExecutionProvider"])
     shapes = {value.name: value.shape for value in session.get_inputs()}
-    caches = {n: np.full([1, s[1], SLOTS, s[3]], np.nan, np.float32) for n, s in shapes.items() if "_cache" in n}
-    captures = {n: np.zeros([1, 0, *s[2:]], np.float32) for n, s in shapes.items() if n.endswith(".capture")}
+    caches = {
+        n: np.full([sequences, s[1], SLOTS, s[3]], np.nan, np.float32) for n, s in shapes.items() if "_cache" in n
+    }
+    captures = {n: np.zeros([sequences, 0, *s[2:]], np.float32) for n, s in shapes.items() if n.endswith(".capture")}
+    return session, caches | captures
+
+
+def run_step(session, state, **given):
+    """Run a step; returns its logits, and the caches after it."""
+    types = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    inputs = {value.name: value for value in session.get_inputs()}
+    feeds = {name: np.array(values, types[inputs[name].type]) for name, values in given.items()}
+    lengths = {n: v.shape[1] for n, v in inputs.items() if n.endswith(".kv_len")}
+    feeds |= {n: np.repeat(feeds["past_len"][:, None], heads, axis=1) for n, heads in lengths.items()}
+    names = [output.name for output in session.get_outputs()]
+    results = dict(zip(names, session.run(None, state | feeds), strict=True))
+    return results[contract.LOGITS], {name: results[contract.output(name)] for name in state}
+
+
+def run_graph(folder, file, tokens, chunk) -> np.ndarray:
+    """Feed tokens in chunks to one graph of a folder; returns the logits of all of them."""
+    session, state = open_graph(folder, file, sequences=1)
     rows = []
     for past in range(0, len(tokens), chunk):
-        part = np.array(tokens[past : past + chunk], np.int64)
-        feeds = {
-            contract.TOKEN_IDS: part,
-            contract.POSITIONS: past + np.arange(len(part)),
-            contract.QUERY_START: np.array([0, len(part)], np.int32),
-            contract.PAST_LEN: np.array([past], np.int32),
-            contract.LOGIT_ROWS: np.arange(len(part)),
-            **{n: np.full((1, s[1]), past, np.int32) for n, s in shapes.items() if n.endswith(".kv_len")},
-            **caches,
-            **captures,
-        }
-        names = [output.name for output in session.get_outputs()]
-        results = dict(zip(names, session.run(None, feeds), strict=True))
-        caches = {name: results[contract.output(name)] for name in caches}
-        rows.append(results[contract.LOGITS])
+        part = tokens[past : past + chunk]
+        step = {"token_ids": part, "positions": range(past, past + len(part)), "logit_rows": range(len(part))}
+        logits, state = run_step(session, state, **step, query_start=[0, len(part)], past_len=[past])
+        rows.append(logits)
     return np.concatenate(rows)
 
 
@@ -218,6 +226,27 @@ def test_layers_of_all_kinds_compute_what_their_config_says(toy, file, placement
     expected = Oracle(config_of(LAYERS, placement), read_weights(folder)).logits(TOKENS)
     for chunk in (1, 5, len(TOKENS)):
         assert relative_difference(run_graph(folder, file, TOKENS, chunk), expected) <= LOGITS_RELATIVE, chunk
+
+
+@pytest.mark.parametrize("file", [MODEL_FILE, FUSED_FILE])
+@pytest.mark.parametrize("placement", ["pre", "sandwich"])
+@pytest.mark.parametrize("rows", [[6, 9], [4, 5, 6, 8, 9], [9], list(range(10))])
+def test_layers_behind_the_last_cache_compute_the_last_rows_of_each_sequence(toy, file, placement, rows):
+    """Two sequences of one step, of 7 and 3 tokens; the first has read 5 before, and a third has nothing to read."""
+    folder = toy(LAYERS, placement)
+    expected = Oracle(config_of(LAYERS, placement), read_weights(folder))
+    first, second = TOKENS[:12], TOKENS[20:23]
+    wanted = np.concatenate([expected.logits(first)[5:], expected.logits(second)])
+    session, feeds = open_graph(folder, file, sequences=3)
+    step = {"token_ids": first[:5], "positions": range(5), "logit_rows": [4], "query_start": [0, 5, 5, 5]}
+    feeds |= run_step(session, feeds, **step, past_len=[0, 0, 0])[1]
+    step = {"token_ids": [*first[5:], *second], "positions": [*range(5, 12), *range(3)], "query_start": [0, 7, 10, 10]}
+    logits, _ = run_step(session, feeds, **step, logit_rows=rows, past_len=[5, 0, 0])
+    assert relative_difference(logits, wanted[rows]) <= LOGITS_RELATIVE
+    readers = [
+        n for n in onnx.load(folder / file, load_external_data=False).graph.node if n.name.startswith("layers.4")
+    ]
+    assert next(n for n in readers if n.op_type == "SwaAttention").input[3] == "readers/Min/output"
 
 
 def test_an_mlp_of_a_new_kind_is_exported_and_runs(toy):

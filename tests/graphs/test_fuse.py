@@ -19,7 +19,10 @@ from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
 PROJECTION_NORM = ("olmo2", "olmo3")
-SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "olmo2", "olmo3")
+SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "gemma4", "gemma4_unified", "olmo2", "olmo3")
+PER_LAYER_EMBEDDINGS = ("gemma4",)
+KEYS_AS_VALUES = ("gemma4_unified",)  # in full layers
+SCALED = ("gemma4", "gemma4_unified")
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -64,16 +67,18 @@ def test_patterns_fuse_wherever_they_hold(exported):
     counts = count_fusions(fused)
     projection = family in PROJECTION_NORM
     manifest = read_manifest(folder)
+    layers, embedded = len(manifest.layers), family in PER_LAYER_EMBEDDINGS
+    sharing = sum(layer.cache_of is not None for layer in manifest.layers)
     assert counts == {
-        "FusedLinear": 4 * LAYERS + 1,
-        "QkvRopeAppend": 0 if projection else LAYERS,
+        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded,
+        "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
-        "GatherRows": 1,
-        "RmsNormAdd": 2 * LAYERS if family in SANDWICH_OR_POST_NORM else 0,
+        "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
+        "RmsNormAdd": (2 + embedded) * layers if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
-        "RMSNormalization": 2 * LAYERS if projection else 0,
-        "RotaryEmbedding": 2 * LAYERS if projection else 0,
-        "RingKvAppend": LAYERS if projection else 0,
+        "RMSNormalization": 2 * layers if projection else sharing + embedded,
+        "RotaryEmbedding": 2 * layers if projection else sharing,
+        "RingKvAppend": layers if projection else 0,
     }
     assert json.loads(next(p.value for p in fused.metadata_props if p.key == "ortolan.fusions")) == counts
     assert len(fused.graph.node) < len(plain.graph.node)
@@ -89,8 +94,8 @@ def describe(node):
     return " ".join([node.name.split("/")[-2], *folded, *([activation] if activation != "none" else [])])
 
 
-def expected_layer(family):
-    """List what `describe` says of each layer of a family, a SnapKvCapture aside."""
+def expected_layer(family, layer):
+    """List what `describe` says of a layer of a family, a SnapKvCapture aside."""
     before = "" if family in PROJECTION_NORM else " norm"
     after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
     bias = " bias" if family == "llama_biased" else ""
@@ -98,22 +103,32 @@ def expected_layer(family):
     residual = "" if after else " residual"
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
-    attention = [f"qkv{before}{qkv_bias}", append, "SwaAttention", f"output{bias}{residual}", *after]
-    return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after]
+    whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
+    query = [f"{whole}{before}{qkv_bias}", append] if layer.cache_of is None else ["query norm"]
+    attention = [*query, "SwaAttention", f"output{bias}{residual}", *after]
+    embedded = ["gate", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
+    return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after, *embedded]
+
+
+def expected_plain(family, layer):
+    """List the standard operators that are left of a layer: heads are flattened, and little else."""
+    query = [] if layer.cache_of is None else ["Reshape", "RMSNormalization", "Reshape", "RotaryEmbedding", "Reshape"]
+    embedded = ["Slice", "Gelu", "Mul"] if family in PER_LAYER_EMBEDDINGS else []
+    return [*query, "Reshape", *embedded, *["Mul"] * (family in SCALED)]
 
 
 def test_layers_are_these_operators(exported):
     family, folder = exported
     fused = load_graphs(folder)[1]
     ours = [node for node in fused.graph.node if node.domain == "ortolan" and node.op_type != "SnapKvCapture"]
-    for layer in range(LAYERS):
-        found = [describe(node) for node in ours if node.name.startswith(f"layers.{layer}/")]
-        assert found == expected_layer(family), f"layer {layer}"
+    for index, layer in enumerate(read_manifest(folder).layers):
+        found = [describe(node) for node in ours if node.name.startswith(f"layers.{index}/")]
+        assert found == expected_layer(family, layer), f"layer {index}"
+        left = [n.op_type for n in fused.graph.node if n.name.startswith(f"layers.{index}/") and not n.domain]
+        assert family in PROJECTION_NORM or sorted(left) == sorted(expected_plain(family, layer)), f"layer {index}"
     assert describe(ours[-1]) == "head norm"
     captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
-    left = [n.op_type for n in fused.graph.node if n.name.startswith("layers.") and not n.domain]
-    assert family in PROJECTION_NORM or left == ["Reshape"] * LAYERS, "only attention's heads are flattened"
 
 
 def test_the_whole_graph_is_these_operators_in_this_order(exported):

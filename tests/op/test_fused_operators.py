@@ -199,6 +199,7 @@ def test_a_row_of_nan_stays_in_its_row(activation, tokens):
 
 
 BOTH = ("query", "key")
+NORMED_KEYS = {"value_norm": True, "value_is_key": True}
 QKVS = {
     "llama": QkvCase(tokens=(1,), past=(5,), heads=32, kv_heads=8, size=64, pairs=32),
     "qwen3": QkvCase(tokens=(3, 1), past=(5, 0), heads=16, kv_heads=8, size=128, pairs=64, norms=BOTH),
@@ -214,6 +215,12 @@ QKVS = {
     "paged-ring": QkvCase(tokens=(30, 1), past=(170, 12), slots=60, sink=2, page_slots=16, norms=BOTH),
     "per-head-lengths": QkvCase(tokens=(5, 1), past=((9, 2), (0, 33))),
     "head-512": QkvCase(tokens=(2,), past=(0,), heads=2, kv_heads=1, size=512, pairs=256, norms=BOTH),
+    "gemma4": QkvCase(
+        tokens=(3, 70), past=(5, 0), heads=8, kv_heads=1, size=256, pairs=128, norms=BOTH, value_norm=True
+    ),
+    "gemma4-full": QkvCase(tokens=(5,), past=(2,), heads=4, size=512, pairs=256, norms=BOTH, **NORMED_KEYS),
+    "normed-keys-as-values": QkvCase(tokens=(20,), past=(3,), size=72, pairs=7, capture_rows=6, **NORMED_KEYS),
+    "keys-as-values": QkvCase(tokens=(20, 1), past=(3, 0), value_is_key=True),
     "many-groups": QkvCase(tokens=(6,), past=(0,), heads=16, kv_heads=1, size=64, pairs=32),
     "capture": QkvCase(tokens=(1,), past=(5,), heads=32, kv_heads=8, size=64, pairs=32, capture_rows=64),
     "capture-of-chunks": QkvCase(tokens=(40, 0, 3), past=(0, 5, 9), norms=BOTH, slots=64, capture_rows=8),
@@ -228,10 +235,12 @@ def test_queries_and_keys_are_as_good_as_plain_operators(name):
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
     wide = {cache: feeds[cache].astype(np.float64) for cache in ("key_cache", "value_cache")}
-    query, keys, *_ = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
-    plain_query, plain_key = plain_heads(case, feeds)
+    query, *caches = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    plain_query, *plain = plain_heads(case, feeds)
     assert_as_good_as_plain(results["query"], plain_query, query)
-    assert_as_good_as_plain(keys_of(case, results), plain_key, keys[0, :, : sum(case.tokens)].transpose(1, 0, 2))
+    for name, plain_rows, cache in zip(("key", "value"), plain, caches, strict=False):
+        expected = cache[0, :, : sum(case.tokens)].transpose(1, 0, 2)
+        assert_as_good_as_plain(rows_of(case, results, name), plain_rows, expected)
 
 
 @pytest.mark.parametrize("name", QKVS)
@@ -247,10 +256,14 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
     for name in ("block_table", "capture", "capture_past_len"):
         rows.pop(name, None)
     once = run_fused("QkvRopeAppend", rows, qkv_outputs(straight, rows), **straight.attributes)
-    value = feeds["qkv"].reshape(sum(case.tokens), -1, case.size)[:, -case.kv_heads :]
+    key, value = (rows_of(straight, once, name) for name in ("key", "value"))
+    if not case.value_norm:
+        first = case.heads + (0 if case.value_is_key else case.kv_heads)
+        given = feeds["qkv"].reshape(sum(case.tokens), -1, case.size)[:, first : first + case.kv_heads]
+        np.testing.assert_array_equal(bits(value), bits(given))
     step = {k: feeds[k] for k in (*POSITIONED, "block_table") if k in feeds}
     append = {"sink": case.sink, "capacity": case.slots}
-    expected = reference.ring_kv_append(keys_of(straight, once), value, **step, **append)
+    expected = reference.ring_kv_append(key, value, **step, **append)
     for got in (results, in_place):
         np.testing.assert_array_equal(bits(got["query"]), bits(once["query"]))
         if "capture" in feeds:
@@ -263,9 +276,9 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
 POSITIONED = ("key_cache", "value_cache", "query_start", "past_len")
 
 
-def keys_of(case, results):
-    """Return the keys [T, Hkv, D] of a step that began an empty cache."""
-    return results["key_cache_out"][0, :, : sum(case.tokens)].transpose(1, 0, 2)
+def rows_of(case, results, name):
+    """Return the keys or values [T, Hkv, D] of a step that began an empty cache."""
+    return results[f"{name}_cache_out"][0, :, : sum(case.tokens)].transpose(1, 0, 2)
 
 
 def bits(array):

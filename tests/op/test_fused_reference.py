@@ -98,3 +98,15 @@ def test_qkv(norms, pairs, rows):
     np.testing.assert_array_equal(np.isnan(results["key_cache_out"]), ~written)
     assert_as_good_as_plain(results["key_cache_out"][written], keys[written], keys[written])
     np.testing.assert_array_equal(results["value_cache_out"], values)
+
+
+@pytest.mark.parametrize("value_is_key", [False, True])
+def test_qkv_with_normalised_values(value_is_key):
+    case = QkvCase(tokens=(9, 2), past=(0, 4), norms=("key",), value_norm=True, value_is_key=value_is_key)
+    feeds = qkv_feeds(case)
+    results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    wide = {name: feeds[name].astype(np.float64) for name in ("key_cache", "value_cache")}
+    _, _, values = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    np.testing.assert_array_equal(np.isnan(results["value_cache_out"]), np.isnan(values))
+    rows = [cache[0, :, :9].transpose(1, 0, 2) for cache in (results["value_cache_out"], values)]
+    assert_as_good_as_plain(rows[0], plain_heads(case, feeds)[2][:9], rows[1])

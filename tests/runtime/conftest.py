@@ -55,6 +55,18 @@ def paged_mixed_model() -> ortolan.Model:
     return ortolan.load(_export("gemma3", paged=True, num_key_value_heads=2), device="cpu", num_threads=1)
 
 
+@pytest.fixture(scope="session")
+def sharing_model() -> ortolan.Model:
+    """Layers 4 and 5, of a window of 12, read layer 2's cache, and layer 6 that of layer 3, which sees everything."""
+    return ortolan.load(_export("gemma4", num_key_value_heads=2), device="cpu", num_threads=1)
+
+
+@pytest.fixture(scope="session")
+def paged_sharing_model() -> ortolan.Model:
+    """As `sharing_model`, with pages of 16 slots."""
+    return ortolan.load(_export("gemma4", paged=True, num_key_value_heads=2), device="cpu", num_threads=1)
+
+
 @pytest.fixture
 def draw_tokens():
     """Draw token ids that are no end-of-sequence token: draw_tokens(count, seed=0)."""

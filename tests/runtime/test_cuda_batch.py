@@ -18,7 +18,7 @@ from ortolan.runtime.steps.row import Row
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
 
-@pytest.fixture(params=["paged", "paged_mixed"])
+@pytest.fixture(params=["paged", "paged_mixed", "paged_sharing"])
 def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 

@@ -18,7 +18,7 @@ from ortolan.runtime.steps import bucket
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
 
-@pytest.fixture(params=["full", "mixed"])
+@pytest.fixture(params=["full", "mixed", "sharing"])
 def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 

@@ -16,7 +16,7 @@ SNAPKV = SnapKv(budget=40, window=8, sink=2)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["paged", "paged_mixed"])
+@pytest.fixture(params=["paged", "paged_mixed", "paged_sharing"])
 def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 

@@ -28,7 +28,7 @@ SAMPLING = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=5)
 PLACES = ("host", "device")
 
 
-@pytest.fixture(params=["paged", "paged_mixed"])
+@pytest.fixture(params=["paged", "paged_mixed", "paged_sharing"])
 def model(request):
     return request.getfixturevalue(f"{request.param}_model")
 

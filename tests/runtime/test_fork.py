@@ -11,7 +11,7 @@ from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
-MODELS = ["full_model", "mixed_model", "paged_model", "paged_mixed_model"]
+MODELS = ["full_model", "mixed_model", "paged_model", "paged_mixed_model", "sharing_model", "paged_sharing_model"]
 
 
 @pytest.fixture(params=MODELS)

@@ -44,7 +44,10 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(30))
 def test_paged_equals_contiguous_bit_for_bit(exported, monkeypatch, seed, device):
     rng = random.Random(seed)
-    family, chunk_size = rng.choice(["llama", "gemma3", "qwen2"]), rng.choice([1, 5, 16, 40])
+    family, chunk_size = (
+        rng.choice(["llama", "gemma3", "qwen2", "gemma4", "gemma4_unified"]),
+        rng.choice([1, 5, 16, 40]),
+    )
     page_size, sink = rng.choice(PAGE_SIZES), rng.choice([0, 2, 9])
     models = [exported(family, size, sink) for size in (0, page_size)]
     evicts = any(layer.evictable for layer in models[0].manifest.layers)

@@ -25,7 +25,7 @@ def device(request):
     return request.param
 
 
-@pytest.fixture(params=["full", "mixed"])
+@pytest.fixture(params=["full", "mixed", "sharing"])
 def model(request, monkeypatch, device):
     """A model without end-of-sequence tokens, which random weights may choose at any time."""
     return place(with_end_tokens(request.getfixturevalue(f"{request.param}_model")), device, monkeypatch)

@@ -99,7 +99,7 @@ class Reference:
             self.session = self.model.restore(Path(folder) / "session")
 
 
-@pytest.fixture(params=["full_model", "mixed_model", "paged_model", "paged_mixed_model"])
+@pytest.fixture(params=["full_model", "mixed_model", "paged_model", "paged_mixed_model", "sharing_model"])
 def model(request):
     return request.getfixturevalue(request.param)
 

@@ -7,12 +7,13 @@
 
 namespace ortolan {
 
-// A token's row of `qkv` holds Hq query heads, Hkv key heads and Hkv value heads. Query and key heads are
-// normalised (where they have a weight: x * rsqrt(mean(x^2) + epsilon) * weight) and rotated, in float32, and
-// rounded once; queries go to `query`, keys and values to the slots of their positions. The last Wq queries
-// of a sequence also go to `capture`, the one at position p to row p mod Wq. Rotation, where R > 0: elements
-// i < R and i + R of a head become x_i * cos - x_(i+R) * sin and x_(i+R) * cos + x_i * sin; those from 2R on
-// stay.
+// A token's row of `qkv` holds Hq query heads, Hkv key heads and Hkv value heads; where values are keys, it
+// has no value heads, and these are the key heads as the row has them. Query and key heads are normalised
+// (where they have a weight: x * rsqrt(mean(x^2) + epsilon) * weight) and rotated, value heads are normalised
+// without a weight where that is asked for, in float32, and rounded once; queries go to `query`, keys and
+// values to the slots of their positions. The last Wq queries of a sequence also go to `capture`, the one at
+// position p to row p mod Wq. Rotation, where R > 0: elements i < R and i + R of a head become x_i * cos -
+// x_(i+R) * sin and x_(i+R) * cos + x_i * sin; those from 2R on stay.
 struct QkvRopeAppendParams {
   ElementType element = ElementType::kFloat32;
   CacheLayout cache;
@@ -21,7 +22,9 @@ struct QkvRopeAppendParams {
   int64_t num_heads = 0;     // Hq
   int64_t rotary_pairs = 0;  // R
   float epsilon = 0.0f;
-  const void* qkv = nullptr;                // [T, (Hq + 2 * Hkv) * D]
+  bool value_norm = false;
+  bool value_is_key = false;
+  const void* qkv = nullptr;                // [T, (Hq + 2 * Hkv) * D], or [T, (Hq + Hkv) * D]
   const void* query_norm_weight = nullptr;  // [D] or null; no earlier kernel writes it
   const void* key_norm_weight = nullptr;    // [D] or null; no earlier kernel writes it
   const float* cosine = nullptr;            // [T, R] or null

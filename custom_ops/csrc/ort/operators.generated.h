@@ -251,6 +251,8 @@ struct QkvRopeAppend {
   struct Attributes {
     int64_t num_heads = 0;
     float epsilon = 1e-06f;
+    int64_t value_norm = 0;
+    int64_t value_is_key = 0;
     int64_t sink = 0;
     int64_t capacity = 0;
 
@@ -258,6 +260,8 @@ struct QkvRopeAppend {
       Attributes attributes;
       attributes.num_heads = reader.integer({.name = "num_heads", .symbol = "Hq", .allowed = "a positive multiple of Hkv", .least = 0}, 0);
       attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      attributes.value_norm = reader.integer({.name = "value_norm", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
+      attributes.value_is_key = reader.integer({.name = "value_is_key", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
       attributes.sink = reader.integer({.name = "sink", .symbol = "S", .allowed = "0 or more", .least = 0}, 0);
       attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
       return attributes;

@@ -28,11 +28,13 @@ int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, 
   if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
     call.node().fail("attribute num_heads Hq = " + number(num_heads) +
                      " must be a positive multiple of Hkv = " + number(cache.num_kv_heads));
-  const int64_t width = (num_heads + 2 * cache.num_kv_heads) * cache.head_size;
+  const int64_t kv_heads = (call.attributes().value_is_key != 0 ? 1 : 2) * cache.num_kv_heads;
+  const int64_t width = (num_heads + kv_heads) * cache.head_size;
   if (qkv.dim(1) != width)
     call.bad_shape(Op::In::kQkv, qkv,
                    "= " + to_string({qkv.dim(0), width}) + ", with Hq = " + number(num_heads) +
-                       ", Hkv = " + number(cache.num_kv_heads) + ", D = " + number(cache.head_size));
+                       ", Hkv = " + number(cache.num_kv_heads) + ", D = " + number(cache.head_size) +
+                       (call.attributes().value_is_key != 0 ? " and no value heads" : ""));
   return num_heads;
 }
 
@@ -112,6 +114,8 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
     call.bad_shape(Op::In::kKeyCache, key_cache, "with D a multiple of 8 up to 512");
   params.num_heads = read_num_heads(call, qkv, params.cache);
   params.epsilon = call.attributes().epsilon;
+  params.value_norm = call.attributes().value_norm != 0;
+  params.value_is_key = call.attributes().value_is_key != 0;
   params.qkv = qkv.data;
   params.query_norm_weight = call.input(Op::In::kQueryNormWeight, {head_size}).data;
   params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;

@@ -111,14 +111,14 @@ struct HeadPart {
     for (int i = 0; i < kPairs * 2 * kWidth; ++i) values[i / kWidth / 2][i / kWidth % 2][i % kWidth] = 0.0f;
     each_vector(p, lane, [&](int i, int side, int) { vectors[i][side].unpack(values[i][side]); });
   }
-  // values *= factor * this weight.
-  __device__ __forceinline__ void scale(float (&values)[kPairs][2][kWidth], float factor,
+  // values *= factor * this weight, or factor alone.
+  __device__ __forceinline__ void scale(float (&values)[kPairs][2][kWidth], float factor, bool is_weighted,
                                         const QkvRopeAppendParams& p, int lane) const {
     each_vector(p, lane, [&](int i, int side, int) {
       float weights[kWidth];
       vectors[i][side].unpack(weights);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) values[i][side][e] *= factor * weights[e];
+      for (int e = 0; e < kWidth; ++e) values[i][side][e] *= is_weighted ? factor * weights[e] : factor;
     });
   }
 };
@@ -209,20 +209,23 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
   if (head >= p.num_heads + 2 * num_kv_heads) return;
   const bool is_value = head >= p.num_heads + num_kv_heads;
   const void* weight = is_value ? nullptr : head < p.num_heads ? p.query_norm_weight : p.key_norm_weight;
+  const bool normed = weight || (is_value && p.value_norm);
   Part part, weight_part;
   if (weight) weight_part.load(static_cast<const Element*>(weight), p, lane);
 
   wait_for_previous_kernel();
-  const int64_t source = (token * (p.num_heads + 2 * num_kv_heads) + head) * p.cache.head_size;
+  const int64_t row_heads = p.num_heads + (p.value_is_key ? 1 : 2) * num_kv_heads;
+  const int64_t row_head = is_value && p.value_is_key ? head - num_kv_heads : head;
+  const int64_t source = (token * row_heads + row_head) * p.cache.head_size;
   part.load(static_cast<const Element*>(p.qkv) + source, p, lane);
   const bool rotated = !is_value && p.rotary_pairs > 0;
   Angles<kWidth, kLanes, kPairs> angles;
   if (rotated) angles.load(p, token, lane);
   Element* target = destination<Element>(p, token, head);
-  if (weight || rotated) {
+  if (normed || rotated) {
     float values[kPairs][2][kWidth];
     part.unpack(values, p, lane);
-    if (weight) weight_part.scale(values, inverse_root_mean_square<kLanes>(values, p), p, lane);
+    if (normed) weight_part.scale(values, inverse_root_mean_square<kLanes>(values, p), weight, p, lane);
     if (rotated) angles.rotate(values, p, lane);
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i) part.vectors[i / 2][i % 2].pack(values[i / 2][i % 2]);

@@ -1,0 +1,97 @@
+"""Per-layer embeddings: each layer reads a share of its own of a second, wide embedding of the tokens (Gemma 3n, 4).
+
+    share = (RMSNorm(projection(embedding) / sqrt(hidden)) + second embedding * sqrt(size)) / sqrt(2)
+    hidden = hidden + RMSNorm(out(activation(gate(hidden)) * share))        after attention and MLP of each layer
+
+Source: transformers' modeling_gemma4.py, `project_per_layer_inputs` and `Gemma4TextDecoderLayer`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ortolan.graphs.builder import Tensor
+from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.kinds import Shapes, linear_shapes
+from ortolan.graphs.parts import Parts
+
+STEM = "layer_inputs"
+NORM = "layer_input_norm"
+
+
+def model_shapes(config: ModelConfig) -> Shapes:
+    """List the weights that all layers share."""
+    if config.layer_inputs is None:
+        return {}
+    width = len(config.layers) * config.layer_inputs.size
+    return {
+        f"{STEM}.embedding.weight": (config.layer_inputs.vocab_size, width),
+        f"{STEM}.projection.weight": (width, config.hidden_size),
+        f"{STEM}.norm.weight": (config.layer_inputs.size,),
+    }
+
+
+def layer_shapes(config: ModelConfig) -> Shapes:
+    """List the weights of one layer, by their names inside it."""
+    if config.layer_inputs is None:
+        return {}
+    size, hidden = config.layer_inputs.size, config.hidden_size
+    linear = linear_shapes({"layer_input.gate": (size, hidden, False), "layer_input.out": (hidden, size, False)})
+    return linear | {f"{NORM}.weight": (hidden,)}
+
+
+def prepare_layer_inputs(parts: Parts, token_ids: Tensor, embedded: Tensor) -> Tensor:
+    """Compute the shares of all layers once a step.
+
+    Args:
+        parts: of the decoder.
+        token_ids: [T].
+        embedded: the scaled embeddings, [T, hidden].
+
+    Returns:
+        [T, layers * size].
+    """
+    graph, config, options = parts.graph, parts.config, parts.config.layer_inputs
+    assert options is not None, "a model without per-layer embeddings has none to prepare"
+    shape = (0, len(config.layers), options.size)
+    projected = graph.reshape(f"{STEM}/projected/Reshape", parts.linear(f"{STEM}/projection", embedded), shape)
+    # RMSNorm(x / sqrt(h)) with epsilon e is RMSNorm(x) with epsilon e * h.
+    epsilon = config.norm_epsilon * config.hidden_size
+    normed = parts.rms_norm(f"{STEM}/norm", projected, parts.weight(f"{STEM}.norm.weight"), epsilon)
+    table = parts.weight(f"{STEM}.embedding.weight")
+    wide = graph.node(f"{STEM}/embedding/Gather", "Gather", [table, token_ids])
+    own = _times(parts, "embedding", wide, math.sqrt(options.size))
+    flat = graph.reshape(f"{STEM}/norm/Reshape", normed, (0, len(config.layers) * options.size))
+    return _times(parts, "sum", graph.node(f"{STEM}/Add", "Add", [flat, own]), math.sqrt(0.5))
+
+
+def _times(parts: Parts, name: str, tensor: Tensor, factor: float) -> Tensor:
+    return parts.graph.node(f"{STEM}/{name}/Mul", "Mul", [tensor, parts.scalar(f"{STEM}/{name}/scale", factor)])
+
+
+def _edge(parts: Parts, feature: int) -> Tensor:
+    return parts.graph.constant(f"{STEM}/edges/{feature}", [feature], np.int64)
+
+
+def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) -> Tensor:
+    """Add what a layer makes of its share.
+
+    Args:
+        parts: of the decoder.
+        index: of the layer.
+        hidden: after attention and MLP, [T, hidden].
+        shares: of all layers, [T, layers * size].
+
+    Returns:
+        [T, hidden].
+    """
+    options, path = parts.config.layer_inputs, f"layers.{index}/layer_input"
+    assert options is not None, "a model without per-layer embeddings has no shares"
+    begin, end = (_edge(parts, number * options.size) for number in (index, index + 1))
+    axis = parts.graph.constant("axes/last", [1], np.int64)
+    share = parts.graph.node(f"{path}/Slice", "Slice", [shares, begin, end, axis])  # [T, size]
+    gated = parts.gate(path, parts.linear(f"{path}/gate", hidden), share, options.activation)
+    branch = parts.linear(f"{path}/out", gated)
+    return parts.norm_add(f"{path}_residual", parts.norm(f"layers.{index}/{NORM}", branch), hidden)
