@@ -8,13 +8,17 @@ from ortolan.errors import UnsupportedModelError
 from ortolan.export.families import (
     gemma2,
     gemma3,
+    granitemoe,
     llama,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from ortolan.export.families.base import Family
@@ -22,7 +26,10 @@ from ortolan.export.hf_config import HfConfig
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (gemma2, gemma3, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
+    for module in (
+        *(gemma2, gemma3, granitemoe, llama, mistral, mixtral, olmo2),
+        *(olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3),
+    )
 }
 
 

@@ -109,6 +109,31 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts of one layer: gated MLPs, of which each token takes some.
+
+    Attributes:
+        intermediate_size: of each expert.
+        normalise: whether a token's weights are divided by their sum; they are of a softmax over all experts.
+        kind: a key of `ortolan.graphs.mlps.MLPS`.
+    """
+
+    intermediate_size: int
+    activation: Activation
+    num_experts: int
+    experts_per_token: int
+    normalise: bool = False
+    kind: str = "experts"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"each token takes {self.experts_per_token} of {self.num_experts} experts; it must take 1 or more, "
+                "and no more than there are"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """One layer: what mixes tokens, and what treats them one by one."""
 
@@ -124,6 +149,8 @@ class ModelConfig:
         norm_placement: "pre" (Llama), "post" (OLMo 2: norm after attention and after MLP, none before),
             "sandwich" (Gemma 2/3: both).
         embedding_scale: multiplies token embeddings (Gemma: sqrt(hidden_size)).
+        residual_scale: multiplies what attention and MLP add to the hidden state (Granite).
+        logit_divisor: divides the logits, before their softcap (Granite).
         logit_softcap: 0 means none.
     """
 
@@ -136,6 +163,8 @@ class ModelConfig:
     norm_placement: NormPlacement = "pre"
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_softcap: float = 0.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec, share_limits
-from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, Rope
+from ortolan.graphs.config import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, Rope
 from ortolan.graphs.weights import norm_names
 
 
@@ -20,11 +20,14 @@ class Source:
         name: the checkpoint's tensor.
         rows: half-open range of its rows, where several weights share one tensor.
         plus_one: add 1 (norms that store their distance from 1).
+        parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
+            from checkpoints without the tensor `name`.
     """
 
     name: str
     rows: tuple[int, int] | None = None
     plus_one: bool = False
+    parts: tuple[str, ...] = ()
 
 
 Sources: TypeAlias = dict[str, Source]
@@ -115,7 +118,7 @@ def one_rope(
     return (build_rope("all", read_rope_spec(config, default_theta, partial=partial), max_context),)
 
 
-def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig | ExpertsConfig) -> tuple[LayerConfig, ...]:
     """Describe layers that are all alike."""
     return (LayerConfig(mixer=mixer, mlp=mlp),) * config.integer("num_hidden_layers")
 

@@ -1,0 +1,44 @@
+"""Reads the parts that mixtures of experts share: the sizes of the experts, and the names of their tensors."""
+
+from __future__ import annotations
+
+from ortolan.export.families.base import Source, Sources
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import ExpertsConfig
+
+
+def read_experts(
+    config: HfConfig, *, size_key: str = "intermediate_size", default_count: int, default_taken: int, normalise: bool
+) -> ExpertsConfig:
+    """Read the mixture of a layer; transformers 4 and 5 name the number of experts differently."""
+    return ExpertsConfig(
+        intermediate_size=config.integer(size_key),
+        activation=config.activation("hidden_act"),
+        num_experts=config.integer("num_local_experts", config.integer("num_experts", default_count)),
+        experts_per_token=config.integer("num_experts_per_tok", default_taken),
+        normalise=normalise,
+    )
+
+
+def expert_sources(layer: int, config: ExpertsConfig, *, module: str = "mlp", names: tuple[str, str, str]) -> Sources:
+    """Map the weights of one layer's mixture.
+
+    Args:
+        layer: its number.
+        config: the mixture.
+        module: what the published checkpoints call it; transformers 5 calls it "mlp".
+        names: of an expert's gate, up and down.
+    """
+    published, fused = f"model.layers.{layer}.{module}", f"model.layers.{layer}.mlp"
+    gate, up, down = names
+
+    def of_experts(*linears: str) -> tuple[str, ...]:
+        experts = range(config.num_experts)
+        return tuple(f"{published}.experts.{e}.{linear}.weight" for e in experts for linear in linears)
+
+    ours = f"layers.{layer}.mlp"
+    return {
+        f"{ours}.router.weight": Source(name=f"{fused}.gate.weight", parts=(f"{published}.gate.weight",)),
+        f"{ours}.experts.gate_up": Source(name=f"{fused}.experts.gate_up_proj", parts=of_experts(gate, up)),
+        f"{ours}.experts.down": Source(name=f"{fused}.experts.down_proj", parts=of_experts(down)),
+    }
