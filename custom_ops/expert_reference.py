@@ -31,7 +31,9 @@ def moe_gate(
         sums = weights.sum(axis=1, keepdims=True)
         weights = np.divide(weights, sums, out=np.zeros_like(weights), where=sums != 0)
     weights = weights * scale
-    return experts.astype(np.int32), weights if expert_scale is None else weights * expert_scale[experts]
+    return experts.astype(np.int32), weights if expert_scale is None else weights * expert_scale[experts].astype(
+        np.float64
+    )
 
 
 def gate(activation: str, gates: Floats, factors: Floats, *, limit: float = 7.0, alpha: float = 1.702) -> Floats:

@@ -125,13 +125,6 @@ class ExpertsConfig:
     normalise: bool = False
     kind: str = "experts"
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.experts_per_token <= self.num_experts:
-            raise ConfigError(
-                f"each token takes {self.experts_per_token} of {self.num_experts} experts; it must take 1 or more, "
-                "and no more than there are"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:

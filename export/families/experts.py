@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ortolan.errors import CheckpointError
 from ortolan.export.families.base import Source, Sources
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import ExpertsConfig
@@ -10,12 +11,20 @@ from ortolan.graphs.config import ExpertsConfig
 def read_experts(
     config: HfConfig, *, size_key: str = "intermediate_size", default_count: int, default_taken: int, normalise: bool
 ) -> ExpertsConfig:
-    """Read the mixture of a layer; transformers 4 and 5 name the number of experts differently."""
+    """Read the mixture of a layer; transformers 4 and 5 name the number of experts differently.
+
+    Raises:
+        CheckpointError: a token would take more experts than there are.
+    """
+    count = config.integer("num_local_experts", config.integer("num_experts", default_count))
+    taken = config.integer("num_experts_per_tok", default_taken)
+    if taken > count:
+        raise CheckpointError(f"config.json: num_experts_per_tok is {taken}; the model has {count} experts")
     return ExpertsConfig(
         intermediate_size=config.integer(size_key),
         activation=config.activation("hidden_act"),
-        num_experts=config.integer("num_local_experts", config.integer("num_experts", default_count)),
-        experts_per_token=config.integer("num_experts_per_tok", default_taken),
+        num_experts=count,
+        experts_per_token=taken,
         normalise=normalise,
     )
 
