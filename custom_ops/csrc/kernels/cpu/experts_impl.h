@@ -20,6 +20,7 @@
 namespace ortolan::cpu::ORTOLAN_ISA {
 
 constexpr int64_t kTaskWeightRows = 32;
+constexpr int64_t kTileInputs = 32;
 // Rows of weights, and tokens, whose products are summed together, as registers allow.
 #if defined(__AVX512F__)
 constexpr int64_t kDotRows = 4, kDotTokens = 4;
@@ -64,26 +65,29 @@ struct InputRows {
   explicit InputRows(int64_t count) : rows(new const float*[count]), count(count) {}
 };
 
-// Gives store(input, row, product) the products of `count` rows of weights with all inputs.
+// Gives store(input, row, product) the products of `count` rows of weights with all inputs: those of some
+// inputs at a time, which stay in the cache while all the rows pass.
 template <typename Element, typename Store>
 void multiply_rows(const Element* weights, int64_t count, int64_t size, const InputRows& inputs,
                    float* buffer, Store store) {
   float products[4][4];
-  const auto at_rows = [&]<int64_t kRows>(int64_t first) {
+  const auto at_rows = [&]<int64_t kRows>(int64_t first, int64_t token, int64_t end) {
     const float* rows = unpacked_rows(weights + first * size, kRows * size, buffer);
-    const auto at_tokens = [&]<int64_t kTokens>(int64_t token) {
+    const auto at_tokens = [&]<int64_t kTokens>() {
       dot_block<kRows, kTokens>(rows, size, &inputs.rows[token], products);
       for (int64_t t = 0; t < kTokens; ++t)
         for (int64_t r = 0; r < kRows; ++r) store(token + t, first + r, products[t][r]);
+      token += kTokens;
     };
-    int64_t token = 0;
-    for (; token + kDotTokens <= inputs.count; token += kDotTokens)
-      at_tokens.template operator()<kDotTokens>(token);
-    for (; token < inputs.count; ++token) at_tokens.template operator()<1>(token);
+    while (token + kDotTokens <= end) at_tokens.template operator()<kDotTokens>();
+    while (token < end) at_tokens.template operator()<1>();
   };
-  int64_t row = 0;
-  for (; row + kDotRows <= count; row += kDotRows) at_rows.template operator()<kDotRows>(row);
-  for (; row < count; ++row) at_rows.template operator()<1>(row);
+  for (int64_t token = 0; token < inputs.count; token += kTileInputs) {
+    const int64_t end = std::min(token + kTileInputs, inputs.count);
+    int64_t row = 0;
+    for (; row + kDotRows <= count; row += kDotRows) at_rows.template operator()<kDotRows>(row, token, end);
+    for (; row < count; ++row) at_rows.template operator()<1>(row, token, end);
+  }
 }
 
 inline float gated(const MoeExpertsParams& p, float gate, float factor) {
