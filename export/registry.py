@@ -8,6 +8,7 @@ from ortolan.errors import UnsupportedModelError
 from ortolan.export.families import (
     gemma2,
     gemma3,
+    gpt_oss,
     granitemoe,
     llama,
     mistral,
@@ -27,7 +28,7 @@ from ortolan.export.hf_config import HfConfig
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
     for module in (
-        *(gemma2, gemma3, granitemoe, llama, mistral, mixtral, olmo2),
+        *(gemma2, gemma3, gpt_oss, granitemoe, llama, mistral, mixtral, olmo2),
         *(olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3),
     )
 }

@@ -52,7 +52,7 @@ class CheckpointWeights:
             rows = max(1, _SLAB_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
             for begin in range(0, len(tensor), rows):
                 slab = tensor[begin : begin + rows]
-                yield slab.astype(np.float32) + 1 if source.plus_one else slab
+                yield _arranged(slab, source)
 
     def _tensors(self, name: str) -> list[Source]:
         """List the tensors that hold a weight."""
@@ -69,7 +69,7 @@ class CheckpointWeights:
             each = shape if len(tensors) == 1 else (math.prod(shape[:-1]) // len(tensors), shape[-1])
             for source in tensors:
                 used.add(source.name)
-                self._check_tensor(source, each)
+                self._check_tensor(source, (*each[:-2], *each[:-3:-1]) if source.transposed else each)
         tied = {"lm_head.weight"} if config.tied_embeddings else set()
         left = sorted(n for n in set(self._checkpoint.entries) - used - tied if not _IGNORED.search(n))
         if left:
@@ -94,6 +94,15 @@ class CheckpointWeights:
                 f"{source.name} in {entry.file} has shape {list(entry.shape)}, which does not hold "
                 f"{list(shape)} at rows {source.rows or 'all'}; it contradicts config.json"
             )
+
+
+def _arranged(slab: Array, source: Source) -> Array:
+    """Turn leading rows of a tensor into those of the weight."""
+    if source.plus_one:
+        return slab.astype(np.float32) + 1
+    if source.transposed:
+        slab = slab.swapaxes(-1, -2)
+    return np.concatenate([slab[:, ::2], slab[:, 1::2]], axis=1) if source.alternating else slab
 
 
 class RandomWeights:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ortolan.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 QkNorm = Literal["none", "head", "projection"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 
@@ -115,14 +116,21 @@ class ExpertsConfig:
     Attributes:
         intermediate_size: of each expert.
         normalise: whether a token's weights are divided by their sum; they are of a softmax over all experts.
+        limit: of "clamped_silu", the bound of its inputs.
+        alpha: of "clamped_silu", the factor in its sigmoid.
+        bias: whether the experts' products have one.
         kind: a key of `ortolan.graphs.mlps.MLPS`.
     """
 
     intermediate_size: int
-    activation: Activation
+    activation: ExpertActivation
     num_experts: int
     experts_per_token: int
     normalise: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    bias: bool = False
+    router_bias: bool = False
     kind: str = "experts"
 
 

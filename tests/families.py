@@ -108,6 +108,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "num_experts_per_tok": 3,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+        "sliding_window": 12,
+        "rope_parameters": _YARN | {"truncate": False},
+    },
     "granitemoe": {
         "model_type": "granitemoe",
         "head_dim": None,

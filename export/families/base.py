@@ -20,6 +20,9 @@ class Source:
         name: the checkpoint's tensor.
         rows: half-open range of its rows, where several weights share one tensor.
         plus_one: add 1 (norms that store their distance from 1).
+        transposed: the last two axes of the tensor are those of the weight, swapped.
+        alternating: rows of the weight, its second axis, whose first half has the tensor's even ones, the last its odd
+            ones.
         parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
             from checkpoints without the tensor `name`.
     """
@@ -27,6 +30,8 @@ class Source:
     name: str
     rows: tuple[int, int] | None = None
     plus_one: bool = False
+    transposed: bool = False
+    alternating: bool = False
     parts: tuple[str, ...] = ()
 
 
@@ -79,7 +84,7 @@ def read_mlp(config: HfConfig, **differences: Any) -> MlpConfig:
     return MlpConfig(**{**values, **differences})
 
 
-def layers_of(mixers: Sequence[AttentionConfig], mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+def layers_of(mixers: Sequence[AttentionConfig], mlp: MlpConfig | ExpertsConfig) -> tuple[LayerConfig, ...]:
     """Describe layers that have one MLP."""
     return tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ortolan.errors import CheckpointError
 from ortolan.export.families.base import Source, Sources
 from ortolan.export.hf_config import HfConfig
@@ -9,9 +11,16 @@ from ortolan.graphs.config import ExpertsConfig
 
 
 def read_experts(
-    config: HfConfig, *, size_key: str = "intermediate_size", default_count: int, default_taken: int, normalise: bool
+    config: HfConfig,
+    *,
+    size_key: str = "intermediate_size",
+    default_count: int,
+    default_taken: int,
+    **differences: Any,
 ) -> ExpertsConfig:
-    """Read the mixture of a layer; transformers 4 and 5 name the number of experts differently.
+    """Read the mixture of a layer; `differences` are its other fields.
+
+    transformers 4 and 5 name the number of experts differently.
 
     Raises:
         CheckpointError: a token would take more experts than there are.
@@ -20,13 +29,14 @@ def read_experts(
     taken = config.integer("num_experts_per_tok", default_taken)
     if taken > count:
         raise CheckpointError(f"config.json: num_experts_per_tok is {taken}; the model has {count} experts")
-    return ExpertsConfig(
-        intermediate_size=config.integer(size_key),
-        activation=config.activation("hidden_act"),
-        num_experts=count,
-        experts_per_token=taken,
-        normalise=normalise,
-    )
+    values: dict[str, Any] = {
+        "intermediate_size": config.integer(size_key),
+        "num_experts": count,
+        "experts_per_token": taken,
+    }
+    if "activation" not in differences:
+        values["activation"] = config.activation("hidden_act")
+    return ExpertsConfig(**{**values, **differences})
 
 
 def expert_sources(layer: int, config: ExpertsConfig, *, module: str = "mlp", names: tuple[str, str, str]) -> Sources:

@@ -11,9 +11,12 @@ from ortolan.graphs.parts import Normed, Parts
 def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
     """List the weights; those of all experts lie in one tensor, the rows of a gate before those of its factor."""
     count, inner = config.num_experts, config.intermediate_size
-    shapes = linear_shapes({"mlp.router": (count, hidden_size, False)})
+    shapes = linear_shapes({"mlp.router": (count, hidden_size, config.router_bias)})
     shapes["mlp.experts.gate_up"] = (count, 2 * inner, hidden_size)
     shapes["mlp.experts.down"] = (count, hidden_size, inner)
+    if config.bias:
+        shapes["mlp.experts.gate_up_bias"] = (count, 2 * inner)
+        shapes["mlp.experts.down_bias"] = (count, hidden_size)
     return shapes
 
 
@@ -29,7 +32,8 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
         top_k=config.experts_per_token,
         normalise=int(config.normalise),
     )
-    stem = f"layers.{index}.mlp.experts"
+    names = ("gate_up", "down", *(("gate_up_bias", "down_bias") if config.bias else ()))
+    clamp = {"limit": config.limit, "alpha": config.alpha} if config.activation == "clamped_silu" else {}
     (y,) = parts.graph.operator(
         f"{path}/MoeExperts",
         emitters.moe_experts,
@@ -37,11 +41,11 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
             "x": rows,
             "experts": experts,
             "weights": shares,
-            "gate_up": parts.weight(f"{stem}.gate_up"),
-            "down": parts.weight(f"{stem}.down"),
+            **{name: parts.weight(f"layers.{index}.mlp.experts.{name}") for name in names},
             "residual": residual,
         },
         activation=f"{config.activation}_mul",
+        **clamp,
     )
     if residual is not None:
         parts.graph.describe_rows(y, parts.options.onnx_type, parts.config.hidden_size)

@@ -10,7 +10,7 @@ from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 import ortolan
 from ortolan import Engine, SnapKv
 
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss")
 MAX_CONTEXT, DECODED_TOKENS = 512, 20
 ROUTERS = {"granitemoe": "block_sparse_moe.router.layer.weight", "mixtral": "block_sparse_moe.gate.weight"}
 ROUTER = "mlp.gate.weight"

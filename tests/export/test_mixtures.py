@@ -5,7 +5,10 @@ import json
 import numpy as np
 import pytest
 from families import shared_checkpoint, tiny_checkpoint
+from parity import oracle_logits, relative_difference
 from safetensors.numpy import load_file, save_file
+from tolerances import LOGITS_RELATIVE
+from transformers import AutoModelForCausalLM
 
 import ortolan
 from ortolan.errors import CheckpointError, UnsupportedModelError
@@ -40,8 +43,6 @@ def edit_tensors(folder, edit):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_names_of_transformers_5_give_the_same_model(family, tmp_path):
     """It can keep the tensors of all experts in one, under names of its own."""
-    from transformers import AutoModelForCausalLM
-
     published = shared_checkpoint(family, seed=5)
     model = AutoModelForCausalLM.from_pretrained(published)
     model.save_pretrained(tmp_path / "hf", save_original_format=False)
@@ -64,10 +65,24 @@ def test_the_number_of_experts_has_two_spellings(checkpoint, tmp_path):
 def test_every_other_layer_may_be_a_mixture(tmp_path):
     checkpoint = tiny_checkpoint("qwen3_moe", tmp_path / "hf", decoder_sparse_step=2, mlp_only_layers=[])
     folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
-    from parity import oracle_logits, relative_difference
-    from tolerances import LOGITS_RELATIVE
-
     assert relative_difference(logits(folder), oracle_logits(checkpoint, PROMPT)[-1]) <= LOGITS_RELATIVE
+
+
+def test_gpt_oss_has_a_rope_of_its_own_by_default(tmp_path):
+    checkpoint = tiny_checkpoint("gpt_oss", tmp_path / "hf", seed=5, rope_parameters=None)
+    edit_config(checkpoint, rope_parameters=...)
+    folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert relative_difference(logits(folder), oracle_logits(checkpoint, PROMPT)[-1]) <= LOGITS_RELATIVE
+
+
+def test_transposed_tensors_are_checked(tmp_path):
+    checkpoint = tiny_checkpoint("gpt_oss", tmp_path / "hf", seed=5)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    edit_tensors(checkpoint, lambda t: t.update({name: np.ascontiguousarray(t[name].swapaxes(1, 2))}))
+    with pytest.raises(
+        CheckpointError, match=rf"{name} .* has shape \[4, 160, 48\], which does not hold \[4, 48, 160\]"
+    ):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=64)
 
 
 def test_half_precision_stacks_are_written(checkpoint, tmp_path):

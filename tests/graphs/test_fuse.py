@@ -20,7 +20,7 @@ from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 LAYERS = 4
 PROJECTION_NORM = ("olmo2", "olmo3", "olmoe")
 SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "olmo2", "olmo3")
-MIXTURES = {"qwen3_moe": (0, 2, 3), "mixtral": range(4), "olmoe": range(4), "granitemoe": range(4)}  # layers
+MIXTURES = {"qwen3_moe": (0, 2, 3), "mixtral": range(4), "olmoe": range(4), "granitemoe": range(4), "gpt_oss": range(4)}
 SCALED_RESIDUALS = ("granitemoe",)
 
 
@@ -97,14 +97,14 @@ def expected_layer(family, index):
     """List what `describe` says of a layer of a family, a SnapKvCapture aside."""
     before = "" if family in ("olmo2", "olmo3") else " norm"
     after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
-    bias = " bias" if family == "llama_biased" else ""
-    qkv_bias = " bias" if family in ("llama_biased", "qwen2") else ""
+    bias = " bias" if family in ("llama_biased", "gpt_oss") else ""
+    qkv_bias = " bias" if family in ("llama_biased", "qwen2", "gpt_oss") else ""
     residual = "" if after or family in SCALED_RESIDUALS else " residual"
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     attention = [f"qkv{before}{qkv_bias}", append, "SwaAttention", f"output{bias}{residual}", *after]
     if index in MIXTURES.get(family, ()):
-        return [*attention, "router", "MoeGate", "MoeExperts"]
+        return [*attention, f"router{bias}", "MoeGate", "MoeExperts"]
     return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after]
 
 
