@@ -36,14 +36,30 @@ inline const float* unpacked_rows(const Half* rows, int64_t count, float* buffer
   return buffer;
 }
 
+inline Vec load_lanes(const float* source) { return load(source); }
+inline Vec load_lanes(const Half* source) {
+#if defined(__F16C__)
+  __m128i low, high;
+  std::memcpy(&low, source, sizeof low);
+  std::memcpy(&high, source + kLanes / 2, sizeof high);
+  return __builtin_shufflevector(reinterpret_cast<Vec8>(_mm256_cvtph_ps(low)),
+                                 reinterpret_cast<Vec8>(_mm256_cvtph_ps(high)), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+                                 10, 11, 12, 13, 14, 15);
+#else
+  float lanes[kLanes];
+  load_row(source, kLanes, lanes);
+  return load(lanes);
+#endif
+}
+
 // products[token][row] of kRows rows, one behind the other, and kTokens inputs.
-template <int64_t kRows, int64_t kTokens>
-void dot_block(const float* rows, int64_t size, const float* const* inputs, float (&products)[4][4]) {
+template <int64_t kRows, int64_t kTokens, typename Element>
+void dot_block(const Element* rows, int64_t size, const float* const* inputs, float (&products)[4][4]) {
   Vec sums[kTokens][kRows] = {};
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
     Vec weights[kRows];
-    for (int64_t r = 0; r < kRows; ++r) weights[r] = load(rows + r * size + i);
+    for (int64_t r = 0; r < kRows; ++r) weights[r] = load_lanes(rows + r * size + i);
     for (int64_t t = 0; t < kTokens; ++t) {
       const Vec x = load(inputs[t] + i);
       for (int64_t r = 0; r < kRows; ++r) sums[t][r] = sums[t][r] + weights[r] * x;
@@ -52,7 +68,7 @@ void dot_block(const float* rows, int64_t size, const float* const* inputs, floa
   for (int64_t t = 0; t < kTokens; ++t)
     for (int64_t r = 0; r < kRows; ++r) {
       float sum = horizontal_sum(sums[t][r]);
-      for (int64_t j = i; j < size; ++j) sum = std::fma(rows[r * size + j], inputs[t][j], sum);
+      for (int64_t j = i; j < size; ++j) sum = std::fma(to_float(rows[r * size + j]), inputs[t][j], sum);
       products[t][r] = sum;
     }
 }
@@ -72,7 +88,13 @@ void multiply_rows(const Element* weights, int64_t count, int64_t size, const In
                    float* buffer, Store store) {
   float products[4][4];
   const auto at_rows = [&]<int64_t kRows>(int64_t first, int64_t token, int64_t end) {
-    const float* rows = unpacked_rows(weights + first * size, kRows * size, buffer);
+    const Element* stored = weights + first * size;
+    if (inputs.count == 1) {  // each weight is used once
+      dot_block<kRows, 1>(stored, size, &inputs.rows[0], products);
+      for (int64_t r = 0; r < kRows; ++r) store(0, first + r, products[0][r]);
+      return;
+    }
+    const float* rows = unpacked_rows(stored, kRows * size, buffer);
     const auto at_tokens = [&]<int64_t kTokens>() {
       dot_block<kRows, kTokens>(rows, size, &inputs.rows[token], products);
       for (int64_t t = 0; t < kTokens; ++t)
