@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ortolan.custom_ops.expert_schema import EXPERT_OPERATORS
 from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
 from ortolan.custom_ops.schema_parts import (
     BLOCK_TABLE,
@@ -197,4 +198,4 @@ _CONTRACT: tuple[Operator, ...] = (
     ),
 )
 
-OPERATORS: tuple[Operator, ...] = _CONTRACT + FUSED_OPERATORS
+OPERATORS: tuple[Operator, ...] = _CONTRACT + EXPERT_OPERATORS + FUSED_OPERATORS

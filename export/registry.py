@@ -8,13 +8,18 @@ from ortolan.export.families import (
     gemma3,
     gemma3_vision,
     gemma4,
+    gpt_oss,
+    granitemoe,
     llama,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from ortolan.export.families.base import Family
@@ -22,7 +27,10 @@ from ortolan.export.hf_config import HfConfig
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (gemma2, gemma3, gemma3_vision, llama, mistral, olmo2, olmo3, phi3, qwen2, qwen3, smollm3)
+    for module in (
+        *(gemma2, gemma3, gemma3_vision, gpt_oss, granitemoe, llama, mistral, mixtral, olmo2),
+        *(olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3),
+    )
 } | {family.architecture: family for family in gemma4.FAMILIES}
 
 # What onnxruntime-genai's model builder writes in a form that is converted, as far as it was tried.
@@ -30,7 +38,6 @@ CONVERTIBLE = frozenset(
     {
         "Ernie4_5ForCausalLM",
         "GemmaForCausalLM",
-        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "NemotronForCausalLM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,20 +47,29 @@ class CheckpointWeights:
 
     def slabs(self, name: str) -> Iterator[Array]:
         """Yield consecutive rows of one weight, mapped from its file."""
+        for source in self._tensors(name):
+            tensor = self._checkpoint.read(source.name, source.rows)
+            rows = max(1, _SLAB_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
+            for begin in range(0, len(tensor), rows):
+                slab = tensor[begin : begin + rows]
+                yield _arranged(slab, source)
+
+    def _tensors(self, name: str) -> list[Source]:
+        """List the tensors that hold a weight."""
         source = self._sources[name]
-        tensor = self._checkpoint.read(source.name, source.rows)
-        rows = max(1, _SLAB_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
-        for begin in range(0, len(tensor), rows):
-            slab = tensor[begin : begin + rows]
-            yield slab.astype(np.float32) + 1 if source.plus_one else slab
+        if source.name in self._checkpoint.entries or not source.parts:
+            return [source]
+        return [replace(source, name=part, parts=()) for part in source.parts]
 
     def _check(self, config: ModelConfig) -> None:
         """Check presence, type and shape of every tensor, and that none is left over."""
         used = set()
         for name, shape in self._shapes.items():
-            source = self._sources[name]
-            used.add(source.name)
-            self._check_tensor(source, shape)
+            tensors = self._tensors(name)
+            each = shape if len(tensors) == 1 else (math.prod(shape[:-1]) // len(tensors), shape[-1])
+            for source in tensors:
+                used.add(source.name)
+                self._check_tensor(source, (*each[:-2], *each[:-3:-1]) if source.transposed else each)
         tied = {"lm_head.weight"} if config.tied_embeddings else set()
         left = sorted(n for n in set(self._checkpoint.entries) - used - tied if not _IGNORED.search(n))
         if left:
@@ -86,6 +96,15 @@ class CheckpointWeights:
             )
 
 
+def _arranged(slab: Array, source: Source) -> Array:
+    """Turn leading rows of a tensor into those of the weight."""
+    if source.plus_one:
+        return slab.astype(np.float32) + 1
+    if source.transposed:
+        slab = slab.swapaxes(-1, -2)
+    return np.concatenate([slab[:, ::2], slab[:, 1::2]], axis=1) if source.alternating else slab
+
+
 class RandomWeights:
     """Seeded random weights of a config's shapes: normal, with norms at one and biases at zero."""
 
@@ -100,10 +119,10 @@ class RandomWeights:
             yield np.full(shape, 0 if name.endswith(".bias") else 1, np.float32)
             return
         generator = np.random.default_rng(list(name.encode()))
-        rows = max(1, _SLAB_BYTES // (4 * shape[1]))
+        rows = max(1, _SLAB_BYTES // (4 * math.prod(shape[1:])))
         for begin in range(0, shape[0], rows):
             count = min(rows, shape[0] - begin)
-            yield generator.standard_normal((count, shape[1]), dtype=np.float32) * self._deviation
+            yield generator.standard_normal((count, *shape[1:]), dtype=np.float32) * self._deviation
 
 
 def place_weights(config: ModelConfig, dtype: str, weight_format: str = "dense") -> dict[str, ExternalTensor]:

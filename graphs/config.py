@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ortolan.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
 QkNorm = Literal["none", "head", "projection"]
 NormPlacement = Literal["pre", "post", "sandwich"]
 
@@ -113,6 +114,31 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts of one layer: gated MLPs, of which each token takes some.
+
+    Attributes:
+        intermediate_size: of each expert.
+        normalise: whether a token's weights are divided by their sum; they are of a softmax over all experts.
+        limit: of "clamped_silu", the bound of its inputs.
+        alpha: of "clamped_silu", the factor in its sigmoid.
+        bias: whether the experts' products have one.
+        kind: a key of `ortolan.graphs.mlps.MLPS`.
+    """
+
+    intermediate_size: int
+    activation: ExpertActivation
+    num_experts: int
+    experts_per_token: int
+    normalise: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    bias: bool = False
+    router_bias: bool = False
+    kind: str = "experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
     """One layer: what mixes tokens, and what treats them one by one.
 
@@ -148,6 +174,8 @@ class ModelConfig:
         norm_placement: "pre" (Llama), "post" (OLMo 2: norm after attention and after MLP, none before),
             "sandwich" (Gemma 2/3: both).
         embedding_scale: multiplies token embeddings (Gemma: sqrt(hidden_size)).
+        residual_scale: multiplies what attention and MLP add to the hidden state (Granite).
+        logit_divisor: divides the logits, before their softcap (Granite).
         logit_softcap: 0 means none.
         layer_inputs: per-layer embeddings; None where there are none.
     """
@@ -161,6 +189,8 @@ class ModelConfig:
     norm_placement: NormPlacement = "pre"
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_softcap: float = 0.0
     layer_inputs: LayerInputs | None = None
     bos_token_id: int | None = None

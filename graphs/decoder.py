@@ -107,9 +107,14 @@ def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Te
     """Add what is done to a normalised hidden state, and the residual."""
     path, placement = f"layers.{index}", parts.config.norm_placement
     x: Tensor | Normed = hidden if placement == "post" else parts.norm(f"{path}/{name}_norm", hidden)
-    if placement == "pre":
+    if placement == "pre" and parts.config.residual_scale == 1.0:
         return kind.add(parts, index, x, hidden)
     branch = kind.add(parts, index, x, None)
+    if parts.config.residual_scale != 1.0:
+        scale = parts.scalar(f"{path}/{name}_scale", parts.config.residual_scale)
+        branch = parts.graph.node(f"{path}/{name}_scale/Mul", "Mul", [branch, scale])
+    if placement == "pre":
+        return parts.add_residual(f"{path}/{name}_residual", branch, hidden)
     return parts.norm_add(f"{path}/{name}_residual", parts.norm(f"{path}/{name}_post_norm", branch), hidden)
 
 
@@ -121,6 +126,9 @@ def _logits(parts: Parts, hidden: Tensor) -> Tensor:
     normed = parts.norm("final_norm", hidden)
     stem = "embedding" if config.tied_embeddings else "head"
     logits = parts.add_linear(Linear(path="head", stem=stem, x=normed, in_float32=True))
+    if config.logit_divisor != 1.0:
+        divisor = graph.constant("head/divisor", config.logit_divisor, np.float32)
+        logits = graph.node("head/divisor/Div", "Div", [logits, divisor])
     if config.logit_softcap:
         cap = graph.constant("head/softcap", config.logit_softcap, np.float32)
         logits = graph.node("head/softcap/Div", "Div", [logits, cap])

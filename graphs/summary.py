@@ -23,12 +23,14 @@ class ModelSummary:
     Attributes:
         operators: count of each operator type, most frequent first.
         layers: for each layer, the operators of Ortolan's domain in graph order.
+        experts: for each layer, how many experts its mixture has and how many a token takes; None where it has none.
     """
 
     num_nodes: int
     num_weights: int
     operators: tuple[tuple[str, int], ...]
     layers: tuple[tuple[str, ...], ...]
+    experts: tuple[tuple[int, int] | None, ...]
 
 
 def load_structure(path: Path) -> onnx.ModelProto:
@@ -69,6 +71,7 @@ def summarize_model(path: Path) -> ModelSummary:
     """
     graph = load_structure(path).graph
     layers: dict[int, list[str]] = {}
+    experts = _experts(graph)
     for node in graph.node:
         match = _LAYER.match(node.name)
         if match and node.domain == OPERATOR_DOMAIN:
@@ -78,4 +81,17 @@ def summarize_model(path: Path) -> ModelSummary:
         num_weights=len(graph.initializer),
         operators=tuple(Counter(node.op_type for node in graph.node).most_common()),
         layers=tuple(tuple(layers.get(i, ())) for i in range(max(layers, default=-1) + 1)),
+        experts=tuple(experts.get(i) for i in range(max(layers, default=-1) + 1)),
     )
+
+
+def _experts(graph: onnx.GraphProto) -> dict[int, tuple[int, int]]:
+    """List the mixtures by layer: their experts, and how many of them a token takes."""
+    dims = {tensor.name: tensor.dims for tensor in graph.initializer}
+    taken = {node.output[0]: a.i for node in graph.node for a in node.attribute if a.name == "top_k"}
+    found = {}
+    for node in graph.node:
+        match = _LAYER.match(node.name)
+        if match and node.op_type == "MoeExperts":
+            found[int(match[1])] = (dims[node.input[3]][0], taken[node.input[1]])
+    return found

@@ -11,6 +11,7 @@ from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.custom_ops import register_schemas
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.external_data import read_external_data
+from ortolan.graphs.verify_experts import check_experts
 from ortolan.graphs.verify_fused import check_fused_operators
 from ortolan.graphs.verify_paged import APPENDS, check_pages
 
@@ -31,6 +32,7 @@ def verify_model(model: onnx.ModelProto) -> None:
         6. No two weights have bytes in common: a session would hold them twice.
         7. Fused operators fit their weights and each other.
         8. Either no cache is paged, or all are, and each is reached through one block table, that of its window.
+        9. The experts of a mixture fit their weights, their gate and its router.
 
     Raises:
         ContractMismatchError: a rule does not hold; the message names the node or value.
@@ -46,6 +48,7 @@ def verify_model(model: onnx.ModelProto) -> None:
     _check_weights(model.graph)
     check_fused_operators(model.graph)
     check_pages(model.graph)
+    check_experts(model.graph)
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:

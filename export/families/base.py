@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec, share_limits
-from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, Rope
+from ortolan.graphs.config import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig, Rope
 from ortolan.graphs.weights import norm_names
 
 
@@ -20,11 +20,19 @@ class Source:
         name: the checkpoint's tensor.
         rows: half-open range of its rows, where several weights share one tensor.
         plus_one: add 1 (norms that store their distance from 1).
+        transposed: the last two axes of the tensor are those of the weight, swapped.
+        alternating: rows of the weight, its second axis, whose first half has the tensor's even ones, the last its odd
+            ones.
+        parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
+            from checkpoints without the tensor `name`.
     """
 
     name: str
     rows: tuple[int, int] | None = None
     plus_one: bool = False
+    transposed: bool = False
+    alternating: bool = False
+    parts: tuple[str, ...] = ()
 
 
 Sources: TypeAlias = dict[str, Source]
@@ -84,7 +92,7 @@ def read_mlp(config: HfConfig, **differences: Any) -> MlpConfig:
     return MlpConfig(**{**values, **differences})
 
 
-def layers_of(mixers: Sequence[AttentionConfig], mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+def layers_of(mixers: Sequence[AttentionConfig], mlp: MlpConfig | ExpertsConfig) -> tuple[LayerConfig, ...]:
     """Describe layers that have one MLP."""
     return tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers)
 
@@ -123,7 +131,7 @@ def one_rope(
     return (build_rope("all", read_rope_spec(config, default_theta, partial=partial), max_context),)
 
 
-def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig) -> tuple[LayerConfig, ...]:
+def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig | ExpertsConfig) -> tuple[LayerConfig, ...]:
     """Describe layers that are all alike."""
     return (LayerConfig(mixer=mixer, mlp=mlp),) * config.integer("num_hidden_layers")
 

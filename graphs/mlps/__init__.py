@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ortolan.graphs.kinds import LayerKind
-from ortolan.graphs.mlps import gated
+from ortolan.graphs.mlps import experts, gated
 
 MLPS: dict[str, LayerKind] = {
+    "experts": experts.MLP,
     "gated": gated.MLP,
 }

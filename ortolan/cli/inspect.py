@@ -121,6 +121,7 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
         "nodes": summary.num_nodes,
         "operators": dict(summary.operators),
         "layers": [list(layer) for layer in summary.layers],
+        "experts": [pair and {"count": pair[0], "per_token": pair[1]} for pair in summary.experts],
         "paged": manifest.paged,
         "page_size": manifest.page_size,
         "cache_kinds": [dataclasses.asdict(kind) for kind in manifest.cache_kinds],
@@ -146,7 +147,7 @@ def _print(summary: Any, fused: dict[str, Any] | None) -> None:
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
-    print(format_table(["layer", "operators"], [[str(i), ", ".join(ops)] for i, ops in enumerate(summary.layers)]))
+    print(_layer_table(summary))
     _print_fused(fused)
 
 
@@ -154,6 +155,15 @@ def _print_plans(plans: list[Any]) -> None:
     for plan in plans:
         print(f"\ncaches of one sequence of {plan.max_context} tokens, chunks of {plan.chunk_size}")
         print(plan_table(plan))
+
+
+def _layer_table(summary: Any) -> str:
+    """Format the operators of each layer, and its experts where the model has any."""
+    columns = {"layer": [str(i) for i in range(len(summary.layers))]}
+    if any(summary.experts):
+        columns["experts"] = [f"{pair[1]} of {pair[0]}" if pair else "-" for pair in summary.experts]
+    columns["operators"] = [", ".join(operators) for operators in summary.layers]
+    return format_table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
 
 
 def _print_fused(fused: dict[str, Any] | None) -> None:

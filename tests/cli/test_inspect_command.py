@@ -6,7 +6,7 @@ import sys
 import foreign
 import onnx
 import pytest
-from families import tiny_checkpoint
+from families import shared_checkpoint, shared_model, tiny_checkpoint
 from foreign import Foreign
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -49,6 +49,18 @@ def test_table_has_a_row_for_each_layer(model_dir, capsys):
     assert found == {
         str(i): [x.kind, str(x.window) if x.window > 0 else "-", str(x.capacity)] for i, x in enumerate(plan.layers)
     }
+
+
+def test_experts_are_shown_by_layer(capsys):
+    folder = shared_model(shared_checkpoint("qwen3_moe", seed=5), max_context=512, chunk_size=16)
+    assert main(["inspect", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["layer", "experts"])
+    cells = [" ".join(line.split()[1:4]) for line in lines[start + 2 : start + 6]]
+    assert [cell.split(" RingKv")[0] for cell in cells] == ["2 of 6", "-", "2 of 6", "2 of 6"]
+    assert main(["inspect", str(folder), "--json"]) == 0
+    mixture = {"count": 6, "per_token": 2}
+    assert json.loads(capsys.readouterr().out)["experts"] == [mixture, None, mixture, mixture]
 
 
 def test_graph_that_reads_a_cache_before_the_append_is_refused(bare_dir, capsys):

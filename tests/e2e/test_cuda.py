@@ -124,7 +124,7 @@ def run_turns(model, *, captures, snapkv=None):
 
 @pytest.mark.parametrize("policy", [None, "snapkv", "adakv"])
 @pytest.mark.parametrize("dtype", ELEMENTS)
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4", "olmoe"])
 def test_a_captured_graph_equals_eager_steps_bit_for_bit(family, dtype, policy, graph):
     model = open_pair(family, dtype, graph).device
     snapkv = Eviction(policy=policy, budget=40, window=8, sink=2) if policy else None

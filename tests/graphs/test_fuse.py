@@ -18,11 +18,13 @@ from ortolan.graphs.verify import without_weights
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
-PROJECTION_NORM = ("olmo2", "olmo3")
+PROJECTION_NORM = ("olmo2", "olmo3", "olmoe")
 SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "gemma4", "gemma4_unified", "olmo2", "olmo3")
 PER_LAYER_EMBEDDINGS = ("gemma4",)
 KEYS_AS_VALUES = ("gemma4_unified",)  # in full layers
 SCALED = ("gemma4", "gemma4_unified")
+MIXTURES = {"qwen3_moe": (0, 2, 3), "mixtral": range(4), "olmoe": range(4), "granitemoe": range(4), "gpt_oss": range(4)}
+SCALED_RESIDUALS = ("granitemoe",)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -69,14 +71,16 @@ def test_patterns_fuse_wherever_they_hold(exported):
     manifest = read_manifest(folder)
     layers, embedded = len(manifest.layers), family in PER_LAYER_EMBEDDINGS
     sharing = sum(layer.cache_of is not None for layer in manifest.layers)
+    mixtures = len(MIXTURES.get(family, ()))  # a router has the place of a gate and its down
+    norms = 0 if family in SCALED_RESIDUALS else mixtures
     assert counts == {
-        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded,
+        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded - mixtures,
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
         "RmsNormAdd": (2 + embedded) * layers if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
-        "RMSNormalization": 2 * layers if projection else sharing + embedded,
+        "RMSNormalization": (2 * layers if projection else sharing + embedded) + norms,
         "RotaryEmbedding": 2 * layers if projection else sharing,
         "RingKvAppend": layers if projection else 0,
     }
@@ -94,27 +98,31 @@ def describe(node):
     return " ".join([node.name.split("/")[-2], *folded, *([activation] if activation != "none" else [])])
 
 
-def expected_layer(family, layer):
+def expected_layer(family, index, layer):
     """List what `describe` says of a layer of a family, a SnapKvCapture aside."""
-    before = "" if family in PROJECTION_NORM else " norm"
+    before = "" if family in ("olmo2", "olmo3") else " norm"
     after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
-    bias = " bias" if family == "llama_biased" else ""
-    qkv_bias = " bias" if family in ("llama_biased", "qwen2") else ""
-    residual = "" if after else " residual"
+    bias = " bias" if family in ("llama_biased", "gpt_oss") else ""
+    qkv_bias = " bias" if family in ("llama_biased", "qwen2", "gpt_oss") else ""
+    residual = "" if after or family in SCALED_RESIDUALS else " residual"
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
     query = [f"{whole}{before}{qkv_bias}", append] if layer.cache_of is None else ["query norm"]
     attention = [*query, "SwaAttention", f"output{bias}{residual}", *after]
     embedded = ["gate", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
+    if index in MIXTURES.get(family, ()):
+        return [*attention, f"router{bias}", "MoeGate", "MoeExperts"]
     return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after, *embedded]
 
 
-def expected_plain(family, layer):
+def expected_plain(family, index, layer):
     """List the standard operators that are left of a layer: heads are flattened, and little else."""
     query = [] if layer.cache_of is None else ["Reshape", "RMSNormalization", "Reshape", "RotaryEmbedding", "Reshape"]
     embedded = ["Slice", "Gelu", "Mul"] if family in PER_LAYER_EMBEDDINGS else []
-    return [*query, "Reshape", *embedded, *["Mul"] * (family in SCALED)]
+    around = ["Mul", "Mul", "Add"] if family in SCALED_RESIDUALS else ["RMSNormalization"]
+    mixture = around if index in MIXTURES.get(family, ()) else []
+    return [*query, "Reshape", *embedded, *mixture, *["Mul"] * (family in SCALED)]
 
 
 def test_layers_are_these_operators(exported):
@@ -123,9 +131,11 @@ def test_layers_are_these_operators(exported):
     ours = [node for node in fused.graph.node if node.domain == "ortolan" and node.op_type != "SnapKvCapture"]
     for index, layer in enumerate(read_manifest(folder).layers):
         found = [describe(node) for node in ours if node.name.startswith(f"layers.{index}/")]
-        assert found == expected_layer(family, layer), f"layer {index}"
+        assert found == expected_layer(family, index, layer), f"layer {index}"
         left = [n.op_type for n in fused.graph.node if n.name.startswith(f"layers.{index}/") and not n.domain]
-        assert family in PROJECTION_NORM or sorted(left) == sorted(expected_plain(family, layer)), f"layer {index}"
+        assert family in PROJECTION_NORM or sorted(left) == sorted(expected_plain(family, index, layer)), (
+            f"layer {index}"
+        )
     assert describe(ours[-1]) == "head norm"
     captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
@@ -148,20 +158,25 @@ def test_sums_can_be_formed_in_the_buffers_of_their_residuals(exported):
     graph = onnx.shape_inference.infer_shapes(without_weights(fused)).graph
     shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.value_info}
     readers = {name: index for index, node in enumerate(fused.graph.node) for name in node.input}
-    sums = [(i, n) for i, n in enumerate(fused.graph.node) if n.op_type == "FusedLinear" and len(n.input) > 4]
-    assert len(sums) == (0 if family in SANDWICH_OR_POST_NORM else 2 * LAYERS)
+    ports = {"FusedLinear": 4, "MoeExperts": 7}  # of residuals
+    sums = [
+        (i, n.input[ports[n.op_type]], n.output[0])
+        for i, n in enumerate(fused.graph.node)
+        if len(n.input) > ports.get(n.op_type, 99)
+    ]
+    assert len(sums) == (0 if family in (*SANDWICH_OR_POST_NORM, *SCALED_RESIDUALS) else 2 * LAYERS)
     tokens = next(v for v in fused.graph.input if v.name == "token_ids").type.tensor_type.shape.dim[0].dim_param
-    for index, node in sums:
-        assert shapes[node.output[0]] == shapes[node.input[4]]
-        assert shapes[node.output[0]][0] == tokens
-        assert readers[node.input[4]] == index, "the residual is read later"
+    for index, residual, total in sums:
+        assert shapes[total] == shapes[residual]
+        assert shapes[total][0] == tokens
+        assert readers[residual] == index, "the residual is read later"
 
 
 def test_angles_are_computed_before_the_first_layer(exported):
     _, folder = exported
     fused = load_graphs(folder)[1]
     order = {node.name: index for index, node in enumerate(fused.graph.node)}
-    producers = {name: order[node.name] for node in fused.graph.node for name in node.output}
+    producers = {name: order[node.name] for node in fused.graph.node for name in node.output if name}
     for node in (n for n in fused.graph.node if n.op_type == "RopeAngles"):
         reader = min(order[n.name] for n in fused.graph.node if set(n.input) & set(node.output))
         assert order[node.name] == reader - 1

@@ -11,8 +11,8 @@ namespace cuda {
 class Cublas;
 }
 
-// act(gate) * up; kNone: a plain product.
-enum class GatedActivation { kNone, kSiluMul, kGeluMul, kGeluTanhMul };
+// act(gate) * up; kNone: a plain product. kClampedSiluMul belongs to experts: see MoeExpertsParams.
+enum class GatedActivation { kNone, kSiluMul, kGeluMul, kGeluTanhMul, kClampedSiluMul };
 
 // output = epilogue(normalised(input) * weight^T + bias) + residual.
 // The normalised rows, where norm_weight is given, are input * rsqrt(mean(input^2) + epsilon) * norm_weight:

@@ -14,6 +14,8 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::SnapKvScore, cpu::snap_kv_score>(),
       cpu_operator<ops::KvSelect, cpu::kv_select>(),
       cpu_operator<ops::KvCompact, cpu::kv_compact>(),
+      cpu_operator<ops::MoeGate, cpu::moe_gate>(),
+      cpu_operator<ops::MoeExperts, cpu::moe_experts>(),
   };
 }
 

@@ -2,6 +2,7 @@
 // What the library knows of each operator; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
+#include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
@@ -190,6 +191,76 @@ struct KvCompact {
 };
 }  // namespace ops
 KvCompactParams read_params(const Call<ops::KvCompact>& call);
+
+inline constexpr Port kMoeGateInputs[] = {
+    {.name = "router_logits", .shape = "[T, E]", .type = PortType::kElement},
+    {.name = "selection_bias", .shape = "[E]", .type = PortType::kFloat32, .optional = true},
+    {.name = "expert_scale", .shape = "[E]", .type = PortType::kFloat32, .optional = true},
+};
+inline constexpr Port kMoeGateOutputs[] = {
+    {.name = "experts", .shape = "[T, K]", .type = PortType::kInt32},
+    {.name = "weights", .shape = "[T, K]", .type = PortType::kFloat32},
+};
+namespace ops {
+struct MoeGate {
+  using Params = MoeGateParams;
+  struct In { enum : size_t { kRouterLogits, kSelectionBias, kExpertScale }; };
+  struct Out { enum : size_t { kExperts, kWeights }; };
+  struct Attributes {
+    int64_t top_k = 1;
+    GateScoring scoring = GateScoring::kSoftmax;
+    int64_t normalise = 0;
+    float scale = 1.0f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.top_k = reader.integer({.name = "top_k", .symbol = "K", .allowed = "1 to E", .least = 1}, 1);
+      attributes.scoring = reader.choice<GateScoring>({"scoring", "", "'softmax' or 'sigmoid'"}, GateScoring::kSoftmax, {{"softmax", GateScoring::kSoftmax}, {"sigmoid", GateScoring::kSigmoid}});
+      attributes.normalise = reader.integer({.name = "normalise", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
+      attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "any finite number"}, 1.0f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"MoeGate", kMoeGateInputs, kMoeGateOutputs, false};
+};
+}  // namespace ops
+MoeGateParams read_params(const Call<ops::MoeGate>& call);
+
+inline constexpr Port kMoeExpertsInputs[] = {
+    {.name = "x", .shape = "[T, H]", .type = PortType::kElement},
+    {.name = "experts", .shape = "[T, K]", .type = PortType::kInt32},
+    {.name = "weights", .shape = "[T, K]", .type = PortType::kFloat32},
+    {.name = "gate_up", .shape = "[E, 2 * I, H]", .type = PortType::kElement},
+    {.name = "down", .shape = "[E, H, I]", .type = PortType::kElement},
+    {.name = "gate_up_bias", .shape = "[E, 2 * I]", .type = PortType::kElement, .optional = true},
+    {.name = "down_bias", .shape = "[E, H]", .type = PortType::kElement, .optional = true},
+    {.name = "residual", .shape = "[T, H]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kMoeExpertsOutputs[] = {
+    {.name = "y", .shape = "[T, H]", .type = PortType::kElement, .spends = 7},
+};
+namespace ops {
+struct MoeExperts {
+  using Params = MoeExpertsParams;
+  struct In { enum : size_t { kX, kExperts, kWeights, kGateUp, kDown, kGateUpBias, kDownBias, kResidual }; };
+  struct Out { enum : size_t { kY }; };
+  struct Attributes {
+    GatedActivation activation = GatedActivation::kSiluMul;
+    float limit = 7.0f;
+    float alpha = 1.702f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.activation = reader.choice<GatedActivation>({"activation", "", "'silu_mul', 'gelu_mul' (erf), 'gelu_tanh_mul' or 'clamped_silu_mul'"}, GatedActivation::kSiluMul, {{"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}, {"clamped_silu_mul", GatedActivation::kClampedSiluMul}});
+      attributes.limit = reader.real({.name = "limit", .symbol = "", .allowed = "0 or more", .least = 0}, 7.0f);
+      attributes.alpha = reader.real({.name = "alpha", .symbol = "", .allowed = "any finite number"}, 1.702f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"MoeExperts", kMoeExpertsInputs, kMoeExpertsOutputs, false};
+};
+}  // namespace ops
+MoeExpertsParams read_params(const Call<ops::MoeExperts>& call);
 
 inline constexpr Port kFusedLinearInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},

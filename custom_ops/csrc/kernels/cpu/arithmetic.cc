@@ -56,4 +56,8 @@ void snap_kv_score(const SnapKvScoreParams& params, ParallelFor& parallel) {
   arithmetic().snap_kv_score(params, parallel);
 }
 
+void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel) {
+  arithmetic().moe_experts(params, parallel);
+}
+
 }  // namespace ortolan::cpu

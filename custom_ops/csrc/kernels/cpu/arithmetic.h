@@ -9,6 +9,7 @@ namespace ortolan::cpu {
 struct Arithmetic {
   void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
   void (*snap_kv_score)(const SnapKvScoreParams&, ParallelFor&);
+  void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;

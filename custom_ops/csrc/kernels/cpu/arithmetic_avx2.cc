@@ -1,10 +1,11 @@
 // The arithmetic kernels, built with the flags that this file's name stands for (see CMakeLists.txt).
 #define ORTOLAN_ISA isa_avx2
 #include "arithmetic.h"
+#include "experts_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snap_kv_score};
+const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snap_kv_score, isa_avx2::moe_experts};
 
 }  // namespace ortolan::cpu

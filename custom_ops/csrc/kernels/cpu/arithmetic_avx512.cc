@@ -1,10 +1,12 @@
 // The arithmetic kernels, built with the flags that this file's name stands for (see CMakeLists.txt).
 #define ORTOLAN_ISA isa_avx512
 #include "arithmetic.h"
+#include "experts_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snap_kv_score};
+const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snap_kv_score,
+                                      isa_avx512::moe_experts};
 
 }  // namespace ortolan::cpu

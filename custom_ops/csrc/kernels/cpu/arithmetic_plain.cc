@@ -1,10 +1,12 @@
 // The arithmetic kernels, built with the flags that this file's name stands for (see CMakeLists.txt).
 #define ORTOLAN_ISA isa_plain
 #include "arithmetic.h"
+#include "experts_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snap_kv_score};
+const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snap_kv_score,
+                                     isa_plain::moe_experts};
 
 }  // namespace ortolan::cpu

@@ -2,6 +2,7 @@
 // The kernels of the operators, whose arguments are valid; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
+#include "kernels/expert_params.h"
 #include "kernels/params.h"
 #include "parallel.h"
 
@@ -13,5 +14,7 @@ void snap_kv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel);
 void snap_kv_score(const SnapKvScoreParams& params, ParallelFor& parallel);
 void kv_select(const KvSelectParams& params, ParallelFor& parallel);
 void kv_compact(const KvCompactParams& params, ParallelFor& parallel);
+void moe_gate(const MoeGateParams& params, ParallelFor& parallel);
+void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu

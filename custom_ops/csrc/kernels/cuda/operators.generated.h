@@ -2,6 +2,7 @@
 // The kernels of the operators, whose arguments are valid; generated from custom_ops/schema.py by `python -m ortolan.custom_ops.codegen`.
 #pragma once
 
+#include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
@@ -17,6 +18,9 @@ cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch)
 size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& device);
 cudaError_t kv_select(const KvSelectParams& params, const Launch& launch);
 cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
+cudaError_t moe_gate(const MoeGateParams& params, const Launch& launch);
+cudaError_t moe_experts(const MoeExpertsParams& params, const Launch& launch);
+size_t moe_experts_workspace(const MoeExpertsParams& params, const Device& device);
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device);
 cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& launch);

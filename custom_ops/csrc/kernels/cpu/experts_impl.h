@@ -1,0 +1,225 @@
+// MoeExperts on the CPU, in two passes: gate_up and the activation, then down and the sum over a token's
+// experts.
+//
+// Pairs of token and choice are grouped by expert. A task of the first pass is (chosen expert, block of
+// rows of its gate_up); one of the second is a block of the rows of down, of all chosen experts. So each
+// weight of a chosen expert is read from memory once, and no two tasks add to one value. A dot product has
+// one order of sums, whatever the other tokens.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <type_traits>
+
+#include "element.h"
+#include "expert_lists.h"
+#include "kernels/cpu/operators.generated.h"
+#include "vec.h"
+
+namespace ortolan::cpu::ORTOLAN_ISA {
+
+constexpr int64_t kTaskWeightRows = 32;
+constexpr int64_t kTileInputs = 32;
+// Rows of weights, and tokens, whose products are summed together, as registers allow.
+#if defined(__AVX512F__)
+constexpr int64_t kDotRows = 4, kDotTokens = 4;
+#else
+constexpr int64_t kDotRows = 4, kDotTokens = 1;
+#endif
+
+inline const float* unpacked_rows(const float* rows, int64_t, float*) { return rows; }
+inline const float* unpacked_rows(const Half* rows, int64_t count, float* buffer) {
+  const int64_t whole = count / 8 * 8;
+  load_row(rows, whole, buffer);
+  for (int64_t i = whole; i < count; ++i) buffer[i] = to_float(rows[i]);
+  return buffer;
+}
+
+inline Vec load_lanes(const float* source) { return load(source); }
+inline Vec load_lanes(const Half* source) {
+#if defined(__F16C__)
+  __m128i low, high;
+  std::memcpy(&low, source, sizeof low);
+  std::memcpy(&high, source + kLanes / 2, sizeof high);
+  return __builtin_shufflevector(reinterpret_cast<Vec8>(_mm256_cvtph_ps(low)),
+                                 reinterpret_cast<Vec8>(_mm256_cvtph_ps(high)), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
+                                 10, 11, 12, 13, 14, 15);
+#else
+  float lanes[kLanes];
+  load_row(source, kLanes, lanes);
+  return load(lanes);
+#endif
+}
+
+// products[token][row] of kRows rows, one behind the other, and kTokens inputs.
+template <int64_t kRows, int64_t kTokens, typename Element>
+void dot_block(const Element* rows, int64_t size, const float* const* inputs, float (&products)[4][4]) {
+  Vec sums[kTokens][kRows] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    Vec weights[kRows];
+    for (int64_t r = 0; r < kRows; ++r) weights[r] = load_lanes(rows + r * size + i);
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const Vec x = load(inputs[t] + i);
+      for (int64_t r = 0; r < kRows; ++r) sums[t][r] = sums[t][r] + weights[r] * x;
+    }
+  }
+  for (int64_t t = 0; t < kTokens; ++t)
+    for (int64_t r = 0; r < kRows; ++r) {
+      float sum = horizontal_sum(sums[t][r]);
+      for (int64_t j = i; j < size; ++j) sum = std::fma(to_float(rows[r * size + j]), inputs[t][j], sum);
+      products[t][r] = sum;
+    }
+}
+
+// Rows that are multiplied by the same weights.
+struct InputRows {
+  std::unique_ptr<const float*[]> rows;
+  int64_t count;
+
+  explicit InputRows(int64_t count) : rows(new const float*[count]), count(count) {}
+};
+
+// Gives store(input, row, product) the products of `count` rows of weights with all inputs: those of some
+// inputs at a time, which stay in the cache while all the rows pass.
+template <typename Element, typename Store>
+void multiply_rows(const Element* weights, int64_t count, int64_t size, const InputRows& inputs,
+                   float* buffer, Store store) {
+  float products[4][4];
+  const auto at_rows = [&]<int64_t kRows>(int64_t first, int64_t token, int64_t end) {
+    const Element* stored = weights + first * size;
+    if (inputs.count == 1) {  // each weight is used once
+      dot_block<kRows, 1>(stored, size, &inputs.rows[0], products);
+      for (int64_t r = 0; r < kRows; ++r) store(0, first + r, products[0][r]);
+      return;
+    }
+    const float* rows = unpacked_rows(stored, kRows * size, buffer);
+    const auto at_tokens = [&]<int64_t kTokens>() {
+      dot_block<kRows, kTokens>(rows, size, &inputs.rows[token], products);
+      for (int64_t t = 0; t < kTokens; ++t)
+        for (int64_t r = 0; r < kRows; ++r) store(token + t, first + r, products[t][r]);
+      token += kTokens;
+    };
+    while (token + kDotTokens <= end) at_tokens.template operator()<kDotTokens>();
+    while (token < end) at_tokens.template operator()<1>();
+  };
+  for (int64_t token = 0; token < inputs.count; token += kTileInputs) {
+    const int64_t end = std::min(token + kTileInputs, inputs.count);
+    int64_t row = 0;
+    for (; row + kDotRows <= count; row += kDotRows) at_rows.template operator()<kDotRows>(row, token, end);
+    for (; row < count; ++row) at_rows.template operator()<1>(row, token, end);
+  }
+}
+
+inline float gated(const MoeExpertsParams& p, float gate, float factor) {
+  switch (p.activation) {
+    case GatedActivation::kGeluMul:
+      return 0.5f * gate * (1.0f + std::erf(gate * 0.70710678118654752f)) * factor;
+    case GatedActivation::kGeluTanhMul: {
+      const float inner = 0.79788456080286536f * (gate + 0.044715f * gate * gate * gate);
+      return 0.5f * gate * (1.0f + std::tanh(inner)) * factor;
+    }
+    case GatedActivation::kClampedSiluMul:
+      gate = clamp_above(gate, p.limit);
+      return gate / (1.0f + std::exp(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
+    default:
+      return gate / (1.0f + std::exp(-gate)) * factor;
+  }
+}
+
+template <typename Element>
+class ExpertLayer {
+ public:
+  explicit ExpertLayer(const MoeExpertsParams& p)
+      : p_(p), lists_(ExpertLists::of(p)), inner_(new float[p.num_tokens * p.top_k * p.inner_size]) {
+    const Element* x = static_cast<const Element*>(p.x);
+    x_ = unpacked_rows(x, p.num_tokens * p.hidden_size, buffer_for(x));
+  }
+
+  void run(ParallelFor& parallel) {
+    const int64_t blocks = divide(p_.inner_size);
+    parallel.each(blocks * lists_.num_chosen(),
+                  [&](int64_t task) { activate(task / blocks, task % blocks * kTaskWeightRows); });
+    parallel.each(divide(p_.hidden_size), [&](int64_t block) { combine(block * kTaskWeightRows); });
+  }
+
+ private:
+  static int64_t divide(int64_t rows) { return (rows + kTaskWeightRows - 1) / kTaskWeightRows; }
+  float* buffer_for(const float*) { return nullptr; }
+  float* buffer_for(const Half*) {
+    unpacked_.reset(new float[p_.num_tokens * p_.hidden_size]);
+    return unpacked_.get();
+  }
+  static std::unique_ptr<float[]> row_buffer(int64_t size) {
+    return std::unique_ptr<float[]>(std::is_same_v<Element, float> ? nullptr : new float[kDotRows * size]);
+  }
+  static float element_at(const void* values, int64_t index) {
+    return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;
+  }
+
+  // Rows first .. of the inner features of all pairs of one expert.
+  void activate(int64_t place, int64_t first) {
+    const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first), size = p_.hidden_size;
+    const int64_t begin = lists_.begin[place], pairs = lists_.begin[place + 1] - begin;
+    InputRows inputs(pairs);
+    for (int64_t i = 0; i < pairs; ++i) inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * size;
+    const int64_t gate_row = lists_.experts[place] * 2 * p_.inner_size + first;
+    const int64_t factor_row = gate_row + p_.inner_size;
+    const auto* weights = static_cast<const Element*>(p_.gate_up);
+    const std::unique_ptr<float[]> buffer = row_buffer(size);
+    multiply_rows(weights + gate_row * size, count, size, inputs, buffer.get(),
+                  [&](int64_t i, int64_t row, float sum) {
+                    inner_row(begin + i)[first + row] = sum + element_at(p_.gate_up_bias, gate_row + row);
+                  });
+    multiply_rows(weights + factor_row * size, count, size, inputs, buffer.get(),
+                  [&](int64_t i, int64_t row, float sum) {
+                    float& place = inner_row(begin + i)[first + row];
+                    Element rounded;
+                    const float factor = sum + element_at(p_.gate_up_bias, factor_row + row);
+                    from_float(gated(p_, place, factor), rounded);
+                    place = to_float(rounded);
+                  });
+  }
+
+  // Columns first .. of y, for all tokens.
+  void combine(int64_t first) {
+    const int64_t count = std::min(kTaskWeightRows, p_.hidden_size - first), size = p_.inner_size;
+    std::unique_ptr<float[]> parts(new float[lists_.pairs.size() * count]);
+    const std::unique_ptr<float[]> buffer = row_buffer(size);
+    for (int64_t place = 0; place < lists_.num_chosen(); ++place) {
+      const int64_t begin = lists_.begin[place];
+      InputRows inputs(lists_.begin[place + 1] - begin);
+      for (int64_t i = 0; i < inputs.count; ++i) inputs.rows[i] = inner_row(begin + i);
+      const int64_t down_row = lists_.experts[place] * p_.hidden_size + first;
+      multiply_rows(static_cast<const Element*>(p_.down) + down_row * size, count, size, inputs, buffer.get(),
+                    [&](int64_t i, int64_t row, float sum) {
+                      parts[lists_.pairs[begin + i] * count + row] =
+                          sum + element_at(p_.down_bias, down_row + row);
+                    });
+    }
+    for (int64_t t = 0; t < p_.num_tokens; ++t)
+      for (int64_t row = 0; row < count; ++row) {
+        float sum = 0;
+        for (int64_t k = t * p_.top_k; k < (t + 1) * p_.top_k; ++k)
+          sum += p_.weights[k] * parts[k * count + row];
+        const int64_t place = t * p_.hidden_size + first + row;
+        from_float(element_at(p_.residual, place) + sum, static_cast<Element*>(p_.y)[place]);
+      }
+  }
+
+  float* inner_row(int64_t place) const { return inner_.get() + place * p_.inner_size; }
+
+  const MoeExpertsParams& p_;
+  const ExpertLists lists_;
+  const std::unique_ptr<float[]> inner_;  // [pairs grouped by expert, I], rounded to Element
+  std::unique_ptr<float[]> unpacked_;
+  const float* x_ = nullptr;  // [T, H]
+};
+
+inline void moe_experts(const MoeExpertsParams& p, ParallelFor& parallel) {
+  if (p.element == ElementType::kFloat32) return ExpertLayer<float>(p).run(parallel);
+  ExpertLayer<Half>(p).run(parallel);
+}
+
+}  // namespace ortolan::cpu::ORTOLAN_ISA

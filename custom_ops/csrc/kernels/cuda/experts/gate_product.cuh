@@ -1,0 +1,26 @@
+// The gated activation of an expert.
+#pragma once
+
+#include "kernels/cuda/common/elements.cuh"
+#include "kernels/cuda/linear/gates.cuh"
+#include "kernels/expert_params.h"
+
+namespace ortolan::cuda {
+
+__device__ __forceinline__ float gate_product(const MoeExpertsParams& p, float gate, float factor) {
+  if (p.activation != GatedActivation::kClampedSiluMul) return activate(p.activation, gate) * factor;
+  gate = clamp_above(gate, p.limit);
+  return gate / (1.0f + expf(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
+}
+
+// Element `index` of an optional tensor, or 0.
+template <typename Element>
+__device__ __forceinline__ float element_at(const void* values, int64_t index) {
+  return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;
+}
+
+__device__ __forceinline__ bool exists(const MoeExpertsParams& p, int32_t expert) {
+  return expert >= 0 && expert < p.num_experts;
+}
+
+}  // namespace ortolan::cuda

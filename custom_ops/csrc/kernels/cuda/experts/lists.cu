@@ -1,0 +1,68 @@
+// Groups the pairs of token and choice by expert: a stable counting sort.
+//
+// A block per expert counts the pairs of the experts before its own, which says where its list begins, and
+// then writes its list in ascending order. No block waits for another. Experts that do not exist have no
+// list.
+#include "instances.h"
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/ptx.cuh"
+#include "kernels/cuda/common/warp.cuh"
+
+namespace ortolan::cuda {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+
+// The sum over the block, in every thread; `sums` [kWarps] is free once all threads have passed the next
+// barrier.
+__device__ __forceinline__ int block_sum(int value, int* sums) {
+  value = fold_lanes<16, 1>(value, Add());
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  return fold_lanes<16, 1>(sums[threadIdx.x % 32], Add());
+}
+
+__global__ void __launch_bounds__(kThreads)
+    lists_kernel(const int32_t* experts, int num_pairs, ExpertScratch scratch) {
+  static_assert(kWarps == 32);
+  __shared__ int sums[2][kWarps];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const auto expert = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x % 32);
+  int before = 0, own = 0;
+  for (int i = threadIdx.x; i < num_pairs; i += kThreads) {
+    before += experts[i] >= 0 && experts[i] < expert;
+    own += experts[i] == expert;
+  }
+  before = block_sum(before, sums[0]);
+  own = block_sum(own, sums[1]);
+  if (threadIdx.x == 0) {
+    scratch.offsets[expert] = before;
+    if (expert == static_cast<int>(gridDim.x) - 1) scratch.offsets[expert + 1] = before + own;
+  }
+  if (own == 0) return;
+  int place = before;  // of the first pair that is found in this turn
+  for (int first = 0; first < num_pairs; first += kThreads) {
+    __syncthreads();  // the sums of the last turn have been read
+    const int i = first + static_cast<int>(threadIdx.x);
+    const bool is_own = i < num_pairs && experts[i] == expert;
+    const unsigned found = __ballot_sync(~0u, is_own);
+    if (lane == 0) sums[0][threadIdx.x / 32] = __popc(found);
+    __syncthreads();
+    const int warps = inclusive_sum(sums[0][lane], lane);  // found by the warps up to the lane's number
+    const int ahead = __shfl_sync(~0u, warps, threadIdx.x / 32) - __popc(found);
+    if (is_own) scratch.order[place + ahead + __popc(found & ((1u << lane) - 1))] = i;
+    place += __shfl_sync(~0u, warps, 31);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_expert_lists(const MoeExpertsParams& p, const ExpertScratch& scratch,
+                                const Launch& launch) {
+  return launch_overlapped(lists_kernel, dim3(static_cast<unsigned>(p.num_experts)), dim3(kThreads), 0,
+                           launch, p.experts, static_cast<int>(p.num_tokens * p.top_k), scratch);
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,8 @@
+#include "pairs.cuh"
+
+namespace ortolan::cuda {
+
+template cudaError_t launch_pair_experts<__nv_bfloat16>(const MoeExpertsParams&, const ExpertScratch&,
+                                                        const Launch&);
+
+}  // namespace ortolan::cuda

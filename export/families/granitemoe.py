@@ -1,0 +1,56 @@
+"""Granite MoE: a mixture of experts in every layer, and factors of embeddings, attention, residuals and logits."""
+
+from __future__ import annotations
+
+from ortolan.export.families.base import (
+    Family,
+    Source,
+    Sources,
+    attention_biases,
+    llama_sources,
+    one_rope,
+    read_attention,
+    read_common,
+    same_layers,
+)
+from ortolan.export.families.experts import read_experts
+from ortolan.export.hf_config import HfConfig
+from ortolan.graphs.config import ModelConfig
+
+ARCHITECTURE = "GraniteMoeForCausalLM"
+
+# What the published checkpoints call the tensors, and what transformers 5 calls them.
+_NAMES = {
+    "router.weight": ("router.layer.weight", "router.weight"),
+    "experts.gate_up": ("input_linear.weight", "experts.gate_up_proj"),
+    "experts.down": ("output_linear.weight", "experts.down_proj"),
+}
+
+
+def read(config: HfConfig, max_context: int) -> ModelConfig:
+    """Read config.json."""
+    # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+    experts = read_experts(config, default_count=8, default_taken=2, normalise=True)
+    mixer = read_attention(config, scale=config.positive("attention_multiplier", 1.0), **attention_biases(config))
+    return read_common(
+        config,
+        ARCHITECTURE,
+        same_layers(config, mixer, experts),
+        one_rope(config, max_context),
+        embedding_scale=config.positive("embedding_multiplier", 1.0),
+        residual_scale=config.positive("residual_multiplier", 1.0),
+        logit_divisor=config.positive("logits_scaling", 1.0),
+    )
+
+
+def sources(config: ModelConfig) -> Sources:
+    """Map the tensors of all experts."""
+    result = llama_sources(config)
+    for index in range(len(config.layers)):
+        module = f"model.layers.{index}.block_sparse_moe"
+        for ours, (published, fused) in _NAMES.items():
+            result[f"layers.{index}.mlp.{ours}"] = Source(name=f"{module}.{fused}", parts=(f"{module}.{published}",))
+    return result
+
+
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=sources)

@@ -1,0 +1,57 @@
+"""Checks the mixtures of experts of a graph: routers, gates and experts fit each other."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import onnx
+
+from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.errors import ContractMismatchError
+
+_ROUTERS = {"Gemm": 1, "FusedLinear": 1}  # the port of the weight, whose rows are the experts
+
+
+def check_experts(graph: onnx.GraphProto) -> None:
+    """Check every MoeExperts, and the MoeGate that it takes its experts from.
+
+    Raises:
+        ContractMismatchError: weights do not fit, or a token could take an expert that does not exist.
+    """
+    dims = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    producers = {name: node for node in graph.node for name in node.output if name}
+    for node in graph.node:
+        if node.domain == OPERATOR_DOMAIN and node.op_type == "MoeExperts":
+            count = _check_weights(node, dims)
+            _check_gate(node, count, dims, producers)
+
+
+def _check_weights(node: onnx.NodeProto, dims: dict[str, list[int]]) -> int:
+    """Check the weights of all experts; returns E."""
+    gate_up, down = node.input[3:5]
+    shape = dims.get(gate_up, [])
+    if len(shape) != 3 or shape[1] % 2:
+        _fail(node, f"gate_up '{gate_up}' must be a weight [E, 2 * I, H]; it is {shape or 'not a weight'}")
+    count, rows, hidden = shape
+    if dims.get(down) != [count, hidden, rows // 2]:
+        _fail(node, f"down '{down}' must be a weight {[count, hidden, rows // 2]}; it is {dims.get(down, 'not one')}")
+    return count
+
+
+def _check_gate(
+    node: onnx.NodeProto, count: int, dims: dict[str, list[int]], producers: dict[str, onnx.NodeProto]
+) -> None:
+    gate = producers.get(node.input[1])
+    if gate is None or gate.op_type != "MoeGate" or list(gate.output) != list(node.input[1:3]):
+        _fail(node, f"experts '{node.input[1]}' and weights '{node.input[2]}' must be the outputs of one MoeGate")
+    taken = next((a.i for a in gate.attribute if a.name == "top_k"), 1)
+    if not 1 <= taken <= count:
+        _fail(gate, f"top_k is {taken}; it must be between 1 and the {count} experts of '{node.name}'")
+    router = producers.get(gate.input[0])
+    weight = router.input[_ROUTERS[router.op_type]] if router is not None and router.op_type in _ROUTERS else ""
+    if weight in dims and dims[weight][0] != count:
+        _fail(gate, f"its router '{weight}' has {dims[weight][0]} rows, and '{node.name}' has {count} experts")
+
+
+def _fail(node: onnx.NodeProto, problem: str) -> NoReturn:
+    raise ContractMismatchError(f"rule 9: node '{node.name}', a {node.op_type}: {problem}")
