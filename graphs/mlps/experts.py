@@ -48,7 +48,7 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
         **clamp,
     )
     if residual is not None:
-        parts.graph.describe_rows(y, parts.options.onnx_type, parts.config.hidden_size)
+        parts.graph.describe(y, parts.options.onnx_type, (parts.row_axis, parts.config.hidden_size))
     return y
 
 
