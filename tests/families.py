@@ -133,7 +133,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
-        "swiglu_limit": 1.5,
         "sliding_window": 12,
         "rope_parameters": _YARN | {"truncate": False},
     },

@@ -296,9 +296,6 @@ def test_norm_add_is_as_good_as_plain_operators(tokens, size):
     y = run_fused("RmsNormAdd", feeds, outputs, epsilon=1e-6)["y"]
     plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"].astype(np.float32)
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
-    for source in ("residual", "x"):
-        in_place = run_fused("RmsNormAdd", feeds, outputs, {"y": source}, epsilon=1e-6)["y"]
-        np.testing.assert_array_equal(bits(in_place), bits(y))
 
 
 @pytest.mark.parametrize("size", [1152, 2048, 4096, 5376])

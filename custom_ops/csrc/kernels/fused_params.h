@@ -66,7 +66,7 @@ struct RmsNormAddParams {
   const void* norm_weight = nullptr;  // [I]; no earlier kernel writes it
   const void* residual = nullptr;     // [T, I] or null; may be the output itself
   float epsilon = 0.0f;
-  void* y = nullptr;  // [T, I]; may be x itself
+  void* y = nullptr;  // [T, I]
 };
 
 }  // namespace ortolan

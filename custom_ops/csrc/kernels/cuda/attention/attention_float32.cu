@@ -22,6 +22,7 @@ constexpr int kKeys = 32;
 constexpr int kThreads = 128;
 constexpr int kThreadsPerRow = kThreads / kRows;
 constexpr int kKeysPerThread = kKeys / kThreadsPerRow;
+constexpr int kDotColumns = 32;  // whose products are summed apart: rounding grows with a chain of sums
 
 // Natural logits with the accurate tanh and exponential: float32 callers compare with float64.
 __device__ __forceinline__ float logit(const SwaAttentionParams& params, float product) {
@@ -82,11 +83,18 @@ __global__ void __launch_bounds__(kThreads)
     load(params.key_cache, first_key);
     __syncthreads();
     float z[kKeysPerThread] = {};
-    for (int column = 0; column < head_size; ++column)
+    for (int begin = 0; begin < head_size; begin += kDotColumns) {
+      float sums_of_columns[kKeysPerThread] = {};
+      const int end = min(begin + kDotColumns, head_size);
+      for (int column = begin; column < end; ++column)
 #pragma unroll
-      for (int k = 0; k < kKeysPerThread; ++k)
-        z[k] = fmaf(queries[row * stride + column],
-                    rows_of_keys[(k * kThreadsPerRow + part) * stride + column], z[k]);
+        for (int k = 0; k < kKeysPerThread; ++k)
+          sums_of_columns[k] =
+              fmaf(queries[row * stride + column],
+                   rows_of_keys[(k * kThreadsPerRow + part) * stride + column], sums_of_columns[k]);
+#pragma unroll
+      for (int k = 0; k < kKeysPerThread; ++k) z[k] += sums_of_columns[k];
+    }
     float tile_maximum = maximum;
 #pragma unroll
     for (int k = 0; k < kKeysPerThread; ++k) {

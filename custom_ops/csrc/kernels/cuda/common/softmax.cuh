@@ -10,6 +10,7 @@ namespace ortolan::cuda {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr int32_t kNoWindow = 1 << 30;
+constexpr int32_t kCausal = -1;
 
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
@@ -39,7 +40,7 @@ struct SeenPositions {
 struct Visibility {
   int32_t window;  // kNoWindow: all
   int32_t sink;
-  int32_t ahead;   // later positions that a query sees; 0: causal
+  int32_t ahead;   // later positions that a query sees; kCausal: none, and no later sinks
   int32_t last;    // of the sequence
   int32_t prefix;  // positions before it see each other
 
@@ -50,7 +51,7 @@ struct Visibility {
     const int32_t window = limited ? static_cast<int32_t>(params.window) : kNoWindow;
     const int32_t prefix = params.prefix_end ? min(params.prefix_end[sequence], last + 1) : 0;
     return {window, limited ? static_cast<int32_t>(params.cache.sink) : 0,
-            params.causal ? 0
+            params.causal ? kCausal
             : limited     ? window - 1
                           : kNoWindow,
             last, prefix};
@@ -58,8 +59,8 @@ struct Visibility {
   // What the query at position i sees.
   __device__ __forceinline__ SeenPositions of_query(int32_t i) const {
     const bool in_prefix = i < prefix;
-    return {in_prefix ? 0 : i - window + 1, in_prefix ? prefix - 1 : min(i + ahead, last),
-            min(sink, (ahead ? last : i) + 1)};
+    return {in_prefix ? 0 : i - window + 1, in_prefix ? prefix - 1 : min(i + max(ahead, 0), last),
+            min(sink, (ahead == kCausal ? i : last) + 1)};
   }
   // What some of the queries first .. last (inclusive) see.
   __device__ __forceinline__ SeenPositions of_queries(int32_t first, int32_t last) const {
