@@ -36,11 +36,11 @@ def library_path() -> Path:
         path = folder / "lib" / LIBRARY_FILE
         if path.is_file():
             return path
-    installed = _installed_library()
-    if installed is not None:
-        return installed
     for folder in folders:
         if (folder / "CMakeLists.txt").is_file():
+            installed = _installed_library()
+            if installed is not None:
+                return installed
             raise OpLibraryError(
                 f"Python runs Ortolan from its source folder {folder.parent}, where no {LIBRARY_FILE} is built; build "
                 f"it with `pip install -e {folder.parent}`, or install Ortolan and start Python in another folder"

@@ -42,7 +42,7 @@ def check_sequence(file: SessionFile, manifest: Manifest) -> None:
 
 def _check_layers(check: _Check, layers: list[Any], logical: int, manifest: Manifest) -> None:
     for index in own_layers(manifest):
-        check.between(f"layer {index}'s capacity", layers[index]["capacity"], 1, MAX_LENGTH)
+        check.between(f"layer {index}'s capacity", layers[index]["capacity"], 0, MAX_LENGTH)
         check.between(f"layer {index}'s first position", layers[index]["first"], 0, logical)
 
 

@@ -127,9 +127,9 @@ def test_a_model_folder_of_git_lfs_pointers(name, refused, model):
 def test_an_architecture_is_not_mistaken_for_another(refused, checkpoint, tmp_path):
     path, target = checkpoint / "config.json", tmp_path / "target"
     text = path.read_text()
-    path.write_text(text.replace("LlamaForCausalLM", "Qwen3MoeForCausalLM"))
+    path.write_text(text.replace("LlamaForCausalLM", "DbrxForCausalLM"))
     line = refused("export", str(checkpoint), str(target))
-    assert "does not support architecture Qwen3MoeForCausalLM; supported: Gemma2ForCausalLM" in line
+    assert "does not support architecture DbrxForCausalLM; supported: Gemma2ForCausalLM" in line
     assert "did you mean" not in line
     path.write_text(text.replace("LlamaForCausalLM", "GraniteForCausalLM"))
     assert "`ortolan convert` makes a model folder of that" in refused("export", str(checkpoint), str(target))

@@ -38,6 +38,8 @@ def full_attention_checkpoint(family: str, folder: Path) -> Path:
         return folder
     if "layer_types" in config:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    elif config.get("use_sliding_window"):
+        config["use_sliding_window"] = False
     elif "sliding_window" in config:
         config["sliding_window"] = None
     path.write_text(json.dumps(config))

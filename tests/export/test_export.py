@@ -151,7 +151,7 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, UnsupportedModelError, r"Qwen3MoeForCausalLM; supported: Gemma2F"),
+        ({"architectures": ["DbrxForCausalLM"]}, UnsupportedModelError, r"DbrxForCausalLM; supported: Gemma2F"),
         ({"architectures": ["GraniteForCausalLM"]}, UnsupportedModelError, "`ortolan convert` makes a model folder"),
         ({"architectures": ...}, UnsupportedModelError, "none"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized"),
