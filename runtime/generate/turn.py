@@ -119,11 +119,11 @@ class Turn:
     def text(self) -> str | None:
         """The text of what was shown, and of what comes before a stop text in its first token; None: no tokenizer.
 
-        After `reopen` it lacks what a stop text may still reach into, until that is certain.
+        After `reopen` it lacks what a stop may still reach into, until that is certain.
         """
         if self.stop_text is not None:
             return self.stop_text
-        return self._text.read(self._tokens, self._shown, is_last=self.finish_reason is not None)
+        return self._text.read(self._tokens, self._released, is_last=self.finish_reason is not None)
 
     @property
     def stop_text(self) -> str | None:
@@ -265,6 +265,7 @@ class Turn:
         """Bring a new filter to where the tokens so far lead, and the end, if this has ended."""
         self._stops = StopFilter(self._stops.stops, self._vocab_size, self._start if self._detokenize else None)
         self._shown, self._released = len(self._tokens) - len(self._held), 0
+        self._text = self.start_text()  # what the end had shown may be held back again
         stopped = False
         for token in self._tokens:
             released, stopped = self._stops.push(token)

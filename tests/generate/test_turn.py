@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from stop_reference import PIECES, make_tokenizer
 
@@ -132,6 +132,8 @@ def test_a_described_generation_goes_on_as_if_it_had_not_been_left(tokenizer, wo
 
 
 @given(words=WORDS, stops=STOPS, limit=st.integers(1, 14), revived=st.booleans())
+@example(words=["a"], stops=[["a", "a"]], limit=1, revived=False)
+@example(words=["a"], stops=["aa"], limit=1, revived=True)
 def test_another_limit_goes_on_with_what_was_held_back(tokenizer, words, stops, limit, revived):
     tokens = spell(tokenizer, words)
     stop = [each if isinstance(each, str) else spell(tokenizer, each) for each in stops]
@@ -139,6 +141,7 @@ def test_another_limit_goes_on_with_what_was_held_back(tokenizer, words, stops, 
     expected, shown = feed(whole, tokens), feed(turn, tokens)
     if revived:
         turn = revive(turn, tokenizer)
+    assert turn.text is not None  # which reads it, so that the end's text is known to be there
     if turn.can_go_on:
         turn.reopen(100, PROMPT_TOKENS + turn.count, MAX_CONTEXT)
     before = len(shown)  # cannot be taken back
