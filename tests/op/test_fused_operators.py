@@ -126,6 +126,35 @@ def test_two_tokens_get_what_each_gets_alone(case, size):
     assert_as_good_as_plain(both, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
 
 
+def rows_of(feeds, rows):
+    """Feeds of some rows of a layer."""
+    return feeds | {name: np.ascontiguousarray(feeds[name][rows]) for name in ("x", "residual") if name in feeds}
+
+
+def assert_rows_do_not_know_each_other(case, size, outputs):
+    if devices.element() != np.float32 and devices.compute_capability() != 90:
+        pytest.skip("cuBLAS, which multiplies three rows and more here, chooses the order of sums by their number")
+    feeds = linear_feeds(case, 16, size, outputs)
+    (every,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+    for rows in (*(slice(0, count) for count in range(1, 16)), [7], [15, 3], [9, 9, 1, 12, 9]):
+        some = rows_of(feeds, rows)
+        (y,) = run_fused("FusedLinear", some, linear_outputs(case, some), **case.attributes).values()
+        np.testing.assert_array_equal(bits(y), bits(every[rows]))
+    assert_as_good_as_plain(every, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+
+
+@pytest.mark.parametrize("size", [1024, 1160, 2048, 2056, 2560, 4096, 6208, 8192, 1027])  # slices whole and cut
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_a_row_gets_the_same_bits_among_up_to_sixteen(case, size):
+    assert_rows_do_not_know_each_other(case, size, 131)
+
+
+@pytest.mark.parametrize(("size", "outputs"), [(2048, 12808), (4096, 6403), (2688, 9000)])
+@pytest.mark.parametrize("case", [LinearCase(norm=True, residual=True), LinearCase(activation="silu_mul")], ids=str)
+def test_so_it_does_in_wide_layers(case, size, outputs):
+    assert_rows_do_not_know_each_other(case, size, outputs)
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("case", [LinearCase(residual=True), LinearCase(activation="silu_mul", residual=True)], ids=str)
 def test_linear_may_write_over_its_residual(case, tokens):
