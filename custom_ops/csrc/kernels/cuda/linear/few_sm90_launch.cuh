@@ -16,6 +16,12 @@ constexpr int kFewSharedBytes = 115712;
 // Of weights, from which on a block takes groups of two tiles.
 constexpr int64_t kFewLongBytes = 196608;
 
+// Bytes of weights for each multiprocessor.
+inline int64_t few_block_bytes(const FusedLinearParams& p, const Device& device) {
+  const int64_t rows = p.num_outputs * (p.activation == GatedActivation::kNone ? 1 : 2);
+  return rows * p.num_inputs * 2 / device.num_multiprocessors;
+}
+
 // False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
 template <int kTokens, int kTiles>
 bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& stream) {
@@ -91,9 +97,8 @@ template <typename Element, int kTokens, bool kGated>
 bool launch_few_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                        cudaError_t& error) {
   if (launch.device.compute_capability != 90) return false;
-  const int64_t block_bytes =
-      p.num_outputs * (kGated ? 2 : 1) * p.num_inputs * 2 / launch.device.num_multiprocessors;
-  if (block_bytes >= kFewLongBytes && launch_few_tiles<Element, kTokens, 2, kGated>(p, pass, launch, error))
+  if (few_block_bytes(p, launch.device) >= kFewLongBytes &&
+      launch_few_tiles<Element, kTokens, 2, kGated>(p, pass, launch, error))
     return true;
   return launch_few_tiles<Element, kTokens, 1, kGated>(p, pass, launch, error);
 }

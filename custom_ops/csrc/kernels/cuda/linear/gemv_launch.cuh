@@ -9,6 +9,14 @@
 
 namespace ortolan::cuda {
 
+// Whether few_sm90.cuh is ahead of gemv_sm90.cuh for up to eight tokens: from two on where a block has much
+// to read, for one where it has very much.
+inline bool is_faster_by_tiles(const FusedLinearParams& p, int tokens, const Device& device) {
+  constexpr int64_t kVeryLongBytes = int64_t{2} << 20;
+  const int64_t bytes = few_block_bytes(p, device);
+  return tokens > 2 || bytes >= (tokens == 2 ? kFewLongBytes : kVeryLongBytes);
+}
+
 // Multiplies the tokens from `first` on by kernels of sm_90 that sum alike; `taken` says how many one launch
 // takes. False, and nothing launched, where the layer is not theirs.
 template <typename Element, bool kGated>
@@ -20,7 +28,9 @@ bool launch_stream_step(const FusedLinearParams& p, int first, int& taken, const
   if (taken > 8 && launch_few_stream<Element, kFewTokens, kGated>(p, {first, taken}, launch, error))
     return true;
   taken = std::min(left, 8);
-  if (taken > 2 && launch_few_stream<Element, 8, kGated>(p, {first, taken}, launch, error)) return true;
+  if (is_faster_by_tiles(p, taken, launch.device) &&
+      launch_few_stream<Element, 8, kGated>(p, {first, taken}, launch, error))
+    return true;
   taken = std::min(left, 2);
   if (taken == 2 && launch_gemv_stream<Element, 2, kGated>(p, {first, 2}, launch, error)) return true;
   taken = 1;
