@@ -35,9 +35,6 @@ struct FewStream {
   int token_stride;     // bytes between tokens' inputs
   int norm_bytes;
 
-  __device__ __forceinline__ int cluster_groups() const {
-    return groups_per_cluster + (static_cast<int>(blockIdx.x) / cluster < larger_clusters ? 1 : 0);
-  }
   // Slices of the block of this rank, and the first of them.
   __host__ __device__ int first_slice(int rank) const { return rank * slices.count / cluster; }
   __host__ __device__ int slices_of(int rank) const { return first_slice(rank + 1) - first_slice(rank); }
@@ -84,6 +81,7 @@ struct FewWeights {
 
   const FewParams& p;
   int first_slice, slices;  // of the block
+  int cluster, clusters;    // the block's, and how many there are
   int groups;               // of the cluster
   char* buffers;
   Barrier* full;
@@ -94,7 +92,9 @@ struct FewWeights {
     const int warp = threadIdx.x / 32;
     first_slice = p.stream.first_slice(rank);
     slices = p.stream.slices_of(rank);
-    groups = p.stream.cluster_groups();
+    cluster = static_cast<int>(blockIdx.x) / p.stream.cluster;
+    clusters = static_cast<int>(gridDim.x) / p.stream.cluster;
+    groups = p.stream.groups_per_cluster + (cluster < p.stream.larger_clusters ? 1 : 0);
     buffers = ring + warp * p.stream.rounds * kCopyBytes;
     full = barriers + warp * p.stream.rounds;
     next.unit = {0, 0};
@@ -102,8 +102,7 @@ struct FewWeights {
     step = next;
   }
   __device__ __forceinline__ int first_output(int group) const {
-    const int clusters = static_cast<int>(gridDim.x) / p.stream.cluster;
-    return (group * clusters + static_cast<int>(blockIdx.x) / p.stream.cluster) * kOutputs;
+    return (group * clusters + cluster) * kOutputs;
   }
   __device__ __forceinline__ bool all_fetched() const { return next.unit.group >= groups; }
   __device__ __forceinline__ int steps(int slice) const {
@@ -116,6 +115,7 @@ struct FewWeights {
     if (threadIdx.x % 32 < p.stream.rounds) full[threadIdx.x % 32].init(1);
     fence_barriers();
     __syncwarp();
+#pragma unroll 1
     for (int n = 0; n < p.stream.rounds && !all_fetched(); ++n) fetch(n);
   }
   __device__ __forceinline__ void fetch(int place) {
@@ -214,6 +214,7 @@ __device__ __forceinline__ void fetch_few_inputs(const FewParams& p, int first, 
     bulk_load(shared_address(inputs) + token * stream.token_stride,
               source + int64_t{token} * stream.slices.row_bytes, bytes, arrived);
   const int missing = (stream.token_stride - bytes) / 16;
+#pragma unroll 1
   for (int i = threadIdx.x; i < tokens * missing; i += kGemvThreads)
     *reinterpret_cast<uint4*>(inputs + i / missing * stream.token_stride + bytes + i % missing * 16) =
         uint4{};
@@ -225,6 +226,7 @@ template <typename Element>
 __device__ __forceinline__ float warp_norm_factor(const FusedLinearParams& p, const uint4* row) {
   const int pieces = static_cast<int>(p.num_inputs) / kPieceSize<Element>;
   float squares[kGemvWarps] = {};
+#pragma unroll 1
   for (int first = 0; first < pieces; first += kGemvThreads)
 #pragma unroll
     for (int n = 0; n < kGemvWarps; ++n)
@@ -246,6 +248,7 @@ __device__ __forceinline__ void normalise_few_inputs(const FewParams& p, int fir
   const int lane = threadIdx.x % 32;
   copy_async_wait<0>();
   __syncthreads();
+#pragma unroll 1
   for (int token = threadIdx.x / 32; token < p.pass.num_tokens; token += kGemvWarps) {
     auto* row = reinterpret_cast<uint4*>(inputs + token * stream.token_stride);
     const auto* whole =
@@ -269,10 +272,10 @@ struct FewOutputs {
   Element residual[kMost];
 
   // Calls visit(n, token, group, line) for each of them, `group` in the cluster.
-  template <typename Visit>
+  template <int kUnrolled, typename Visit>
   __device__ __forceinline__ void each(int first_group, Visit visit) const {
     const int per_token = p.stream.groups_per_turn * Weights::kOutputs;
-#pragma unroll
+#pragma unroll kUnrolled
     for (int n = 0; n < kMost; ++n) {
       const int place = static_cast<int>(threadIdx.x) + n * kGemvThreads;
       const int token = place / per_token, within = place % per_token;
@@ -284,29 +287,38 @@ struct FewOutputs {
   }
   __device__ __forceinline__ void fetch_residual(int first_group) {
     if (!p.linear.residual) return;
-    each(first_group, [&](int n, int token, int group, int line) {
+    each<kMost>(first_group, [&](int n, int token, int group, int line) {
       residual[n] =
           load_residual<Element>(p.linear, p.pass.first_token + token, weights.first_output(group) + line);
     });
   }
-  // `sums` [slices, kTokens, stride]: what the turn's units have left.
+  __device__ __forceinline__ Element residual_of(int place) const {
+    Element value = residual[0];
+#pragma unroll
+    for (int n = 1; n < kMost; ++n)
+      if (n == place) value = residual[n];
+    return value;
+  }
+  // `sums` [slices, kTokens, stride]: what the turn's units have left. One output after another: inlined as
+  // often as a thread has outputs, this is most of the kernel's code.
   template <int kTokens>
   __device__ __forceinline__ void finish_turn(int first_group, const float* sums) const {
     const int stride = p.stream.sums_stride();
-    each(first_group, [&](int n, int token, int group, int line) {
+    each<1>(first_group, [&](int n, int token, int group, int line) {
       const int tile = (group - first_group) * kTiles + line / Weights::kTileOutputs;
       const int row = line % Weights::kTileOutputs;
       const float* first =
           sums + token * stride + tile * FewStream::kTileRows + (kGated ? 2 * row : row % 4 * 2 + row / 4);
       const auto sum_of_slices = [&](const float* slice) {
         float sum = *slice;
+#pragma unroll 2
         for (int i = 1; i < p.stream.slices.count; ++i) sum += slice[i * kTokens * stride];
         return sum;
       };
       const float gate = sum_of_slices(first);
       const float factor = kGated ? sum_of_slices(first + 1) : 0.0f;
       store_output<Element>(p.linear, p.pass.first_token + token, weights.first_output(group) + line, gate,
-                            factor, residual[n]);
+                            factor, residual_of(n));
     });
   }
 };
