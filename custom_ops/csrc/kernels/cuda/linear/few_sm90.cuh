@@ -1,13 +1,14 @@
-// Linear layers of up to 16 tokens of 16-bit elements on sm_90: weights stream through shared memory once,
+// Linear layers of up to 8 tokens of 16-bit elements on sm_90: weights stream through shared memory once,
 // for all tokens.
 //
 // A group is eight or sixteen rows of weights, in a gated layer half as many outputs' gates and factors.
 // Blocks take groups in turn; a block's warps take the slices of their rows in turn, and fetch them by tensor
 // copies into a ring of their own, before the kernel in front has ended (no kernel writes weights). The
 // tokens' inputs stay in shared memory; where they are too long for one block, the blocks of a cluster share
-// the slices. Tensor cores multiply 16 tokens by eight rows. A sum is that of gemv_sm90.cuh, instruction by
-// instruction: the eight parts of a slice, apart, then the slices in their order. The bits that a token gets
-// depend neither on the other tokens nor on which of the two kernels takes it.
+// the slices. Tensor cores multiply 16 rows of inputs, half of them zeros, by eight rows of weights. A sum is
+// that of gemv_sm90.cuh, instruction by instruction: the eight parts of a slice, apart, then the slices in
+// their order. The bits that a token gets depend neither on the other tokens nor on which of the two kernels
+// takes it.
 #pragma once
 
 #include "few_tokens.h"
@@ -40,15 +41,15 @@ struct FewStream {
   __host__ __device__ int slices_of(int rank) const { return first_slice(rank + 1) - first_slice(rank); }
   // Of sums of a token, apart by an odd multiple of eight: pairs that a warp stores lie in different banks.
   __host__ __device__ int sums_stride() const { return (groups_per_turn * tiles | 1) * kTileRows; }
-  __host__ __device__ int turn_sums(int tokens) const { return slices.count * tokens * sums_stride(); }
+  __host__ __device__ int turn_sums() const { return slices.count * kFewTokens * sums_stride(); }
   __host__ __device__ int inputs_offset() const { return rounds * kGemvWarps * tiles * kTileBytes; }
-  __host__ __device__ int norm_offset(int tokens) const { return inputs_offset() + tokens * token_stride; }
-  __host__ __device__ int sums_offset(int tokens) const { return norm_offset(tokens) + norm_bytes; }
-  __host__ __device__ int barriers_offset(int tokens) const {
-    return sums_offset(tokens) + 2 * static_cast<int>(sizeof(float)) * turn_sums(tokens);  // of two turns
+  __host__ __device__ int norm_offset() const { return inputs_offset() + kFewTokens * token_stride; }
+  __host__ __device__ int sums_offset() const { return norm_offset() + norm_bytes; }
+  __host__ __device__ int barriers_offset() const {
+    return sums_offset() + 2 * static_cast<int>(sizeof(float)) * turn_sums();  // of two turns
   }
-  __host__ __device__ int shared_bytes(int tokens) const {
-    return barriers_offset(tokens) + (rounds * kGemvWarps + 1) * static_cast<int>(sizeof(Barrier)) +
+  __host__ __device__ int shared_bytes() const {
+    return barriers_offset() + (rounds * kGemvWarps + 1) * static_cast<int>(sizeof(Barrier)) +
            1024;  // to align the ring
   }
 };
@@ -148,9 +149,9 @@ struct FewWeights {
 };
 
 // Products of a group's rows and the tokens' inputs over a slice. Lane 4 g + t reads pieces t of the parts,
-// of tokens g and g + 8 and of row g / 2 + 4 (g % 2): so the lanes that read together read different banks.
-// It has the sums of both tokens for rows t and t + 4.
-template <typename Element, int kTokens, int kTiles>
+// of token g and of row g / 2 + 4 (g % 2): so the lanes that read together read different banks. It has the
+// sums of its token for rows t and t + 4.
+template <typename Element, int kTiles>
 struct FewProducts {
   float sums[kTiles][RowSlices::kParts][2][4];
 
@@ -165,13 +166,12 @@ struct FewProducts {
     return row * 128 + (lane % 4 ^ row) * 16;
   }
   // `place`: that of the lane in the copy's tiles; `input`: the lane's first piece.
-  __device__ __forceinline__ void multiply(const char* copy, int place, const char* input, int token_stride) {
+  __device__ __forceinline__ void multiply(const char* copy, int place, const char* input) {
     const auto piece = [](const char* at) { return *reinterpret_cast<const uint4*>(at); };
 #pragma unroll
     for (int part = 0; part < RowSlices::kParts; ++part) {
       const uint4 x = piece(input + part * 64);
-      const uint4 y = kTokens > 8 ? piece(input + part * 64 + 8 * token_stride) : uint4{};
-      const uint32_t left[] = {x.x, y.x, x.y, y.y}, right[] = {x.z, y.z, x.w, y.w};
+      const uint32_t left[] = {x.x, 0, x.y, 0}, right[] = {x.z, 0, x.w, 0};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const uint4 w = piece(copy + tile * FewStream::kTileBytes + part / 2 * 1024 +
@@ -192,11 +192,8 @@ struct FewProducts {
     const uint32_t first = shared_address(target + lane / 4 * stride + lane % 4 * 2);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < kTokens / 8; ++half)
-        store_pair_at(
-            first + (tile * FewStream::kTileRows + half * 8 * stride) * static_cast<int>(sizeof(float)),
-            block, sum(tile, 2 * half), sum(tile, 2 * half + 1));
+      store_pair_at(first + tile * FewStream::kTileRows * static_cast<int>(sizeof(float)), block,
+                    sum(tile, 0), sum(tile, 1));
   }
 };
 
@@ -299,9 +296,8 @@ struct FewOutputs {
       if (n == place) value = residual[n];
     return value;
   }
-  // `sums` [slices, kTokens, stride]: what the turn's units have left. One output after another: inlined as
-  // often as a thread has outputs, this is most of the kernel's code.
-  template <int kTokens>
+  // `sums` [slices, kFewTokens, stride]: what the turn's units have left. One output after another: inlined
+  // as often as a thread has outputs, this is most of the kernel's code.
   __device__ __forceinline__ void finish_turn(int first_group, const float* sums) const {
     const int stride = p.stream.sums_stride();
     each<1>(first_group, [&](int n, int token, int group, int line) {
@@ -312,7 +308,7 @@ struct FewOutputs {
       const auto sum_of_slices = [&](const float* slice) {
         float sum = *slice;
 #pragma unroll 2
-        for (int i = 1; i < p.stream.slices.count; ++i) sum += slice[i * kTokens * stride];
+        for (int i = 1; i < p.stream.slices.count; ++i) sum += slice[i * kFewTokens * stride];
         return sum;
       };
       const float gate = sum_of_slices(first);
@@ -323,7 +319,7 @@ struct FewOutputs {
   }
 };
 
-template <typename Element, int kTokens, int kTiles, bool kGated>
+template <typename Element, int kTiles, bool kGated>
 __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
     few_stream_kernel(const __grid_constant__ FewParams p) {
 #if __CUDA_ARCH__ == 900
@@ -332,9 +328,9 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
   char* ring = shared + (-shared_address(shared) & 1023);
   const int rank = stream.cluster == 1 ? 0 : cluster_rank();
   char* inputs = ring + stream.inputs_offset();
-  auto* norm = reinterpret_cast<uint4*>(ring + stream.norm_offset(kTokens));
-  auto* sums = reinterpret_cast<float*>(ring + stream.sums_offset(kTokens));
-  auto* barriers = reinterpret_cast<Barrier*>(ring + stream.barriers_offset(kTokens));
+  auto* norm = reinterpret_cast<uint4*>(ring + stream.norm_offset());
+  auto* sums = reinterpret_cast<float*>(ring + stream.sums_offset());
+  auto* barriers = reinterpret_cast<Barrier*>(ring + stream.barriers_offset());
   Barrier& arrived = barriers[stream.rounds * kGemvWarps];
   FewWeights<kTiles, kGated> weights(p, ring, barriers, rank);
   FewOutputs<Element, kTiles, kGated> outputs{p, weights, {}};
@@ -353,11 +349,11 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
   __syncthreads();
   if (stream.cluster > 1) cluster_sync();  // all have begun: their shared memory can be written
 
-  using Products = FewProducts<Element, kTokens, kTiles>;
+  using Products = FewProducts<Element, kTiles>;
   const int lane = threadIdx.x % 32, place = Products::lane_place();
   const char* lane_input = inputs + lane / 4 * stream.token_stride + lane % 4 * 16;
-  int finisher = 0;                           // the block that finishes the turn
-  int turn_sums = stream.turn_sums(kTokens);  // from this turn's to the next one's
+  int finisher = 0;                    // the block that finishes the turn
+  int turn_sums = stream.turn_sums();  // from this turn's to the next one's
   for (int group = 0; group < weights.groups; group += stream.groups_per_turn) {
     const int end = min(group + stream.groups_per_turn, weights.groups);
     if (rank == finisher) outputs.fetch_residual(group);
@@ -368,11 +364,11 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
       products.clear();
       do {
         const char* copy = weights.wait();
-        products.multiply(copy, place, input, stream.token_stride);
+        products.multiply(copy, place, input);
         input += RowSlices::kStepBytes;
         weights.release();
       } while (weights.step.step > 0);
-      products.store(sums + (weights.first_slice + unit.slice) * kTokens * stream.sums_stride() +
+      products.store(sums + (weights.first_slice + unit.slice) * kFewTokens * stream.sums_stride() +
                          (unit.group - group) * kTiles * FewStream::kTileRows,
                      stream.sums_stride(), finisher);
     }
@@ -380,7 +376,7 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
       cluster_sync();
     else
       __syncthreads();
-    if (rank == finisher) outputs.template finish_turn<kTokens>(group, sums);
+    if (rank == finisher) outputs.finish_turn(group, sums);
     sums += turn_sums;
     turn_sums = -turn_sums;
     if (++finisher == stream.cluster) finisher = 0;

@@ -23,7 +23,7 @@ inline int64_t few_block_bytes(const FusedLinearParams& p, const Device& device)
 }
 
 // False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
-template <int kTokens, int kTiles>
+template <int kTiles>
 bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& stream) {
   constexpr int kMaxSumsBytes = 24576;
   if (p.num_inputs % FewStream::kColumns != 0 || p.num_inputs > (1 << 20) || p.num_outputs > kMaxOutputs)
@@ -39,10 +39,10 @@ bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& strea
     stream.token_stride = stream.block_slices * stream.slices.bytes + 64;
     stream.groups_per_turn = FewStream::kMaxTurnRows / (kTiles * FewStream::kTileRows);
     stream.rounds = 0;
-    const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(kTokens); };
+    const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(); };
     while (stream.groups_per_turn > 1 && sums_bytes() > kMaxSumsBytes) --stream.groups_per_turn;
     const int round_bytes = kGemvWarps * (kTiles * FewStream::kTileBytes + static_cast<int>(sizeof(Barrier)));
-    stream.rounds = std::min((limit - stream.shared_bytes(kTokens)) / round_bytes, FewStream::kMaxRounds);
+    stream.rounds = std::min((limit - stream.shared_bytes()) / round_bytes, FewStream::kMaxRounds);
     const bool keeps_all_busy = kTiles == 1 || stream.groups_per_turn * stream.block_slices >= kGemvWarps;
     return stream.rounds >= min_rounds && keeps_all_busy;
   };
@@ -65,13 +65,13 @@ cudaError_t make_few_map(CUtensorMap& map, const FusedLinearParams& p) {
 
 // Multiplies the tokens of a pass in groups of kTiles tiles. False, and nothing launched, where they must be
 // others.
-template <typename Element, int kTokens, int kTiles, bool kGated>
+template <typename Element, int kTiles, bool kGated>
 bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                       cudaError_t& error) {
   FewParams params{p, pass, {}, {}};
   FewStream& stream = params.stream;
-  if (!plan_few<kTokens, kTiles>(p, launch.device, stream)) return false;
-  constexpr auto kKernel = few_stream_kernel<Element, kTokens, kTiles, kGated>;
+  if (!plan_few<kTiles>(p, launch.device, stream)) return false;
+  constexpr auto kKernel = few_stream_kernel<Element, kTiles, kGated>;
   const auto groups = static_cast<int>(divide_up(p.num_outputs, FewWeights<kTiles, kGated>::kOutputs));
   const dim3 block(kGemvThreads);
   int clusters = launch.device.num_multiprocessors;
@@ -87,20 +87,20 @@ bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const La
   stream.groups_per_cluster = groups / clusters;
   stream.larger_clusters = groups % clusters;
   error = launch_clusters(kKernel, dim3(static_cast<unsigned>(clusters * stream.cluster)), block,
-                          stream.cluster, stream.shared_bytes(kTokens), launch, params);
+                          stream.cluster, stream.shared_bytes(), launch, params);
   return true;
 }
 
 // The same. Two tiles share what is read of the inputs, and one buffer's wait: for layers that keep all warps
 // busy for long.
-template <typename Element, int kTokens, bool kGated>
+template <typename Element, bool kGated>
 bool launch_few_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                        cudaError_t& error) {
   if (launch.device.compute_capability != 90) return false;
   if (few_block_bytes(p, launch.device) >= kFewLongBytes &&
-      launch_few_tiles<Element, kTokens, 2, kGated>(p, pass, launch, error))
+      launch_few_tiles<Element, 2, kGated>(p, pass, launch, error))
     return true;
-  return launch_few_tiles<Element, kTokens, 1, kGated>(p, pass, launch, error);
+  return launch_few_tiles<Element, 1, kGated>(p, pass, launch, error);
 }
 
 }  // namespace ortolan::cuda

@@ -25,11 +25,8 @@ bool launch_stream_step(const FusedLinearParams& p, int first, int& taken, const
   const auto left = static_cast<int>(p.num_tokens) - first;
   if (!takes_stream(p)) return false;
   taken = std::min(left, kFewTokens);
-  if (taken > 8 && launch_few_stream<Element, kFewTokens, kGated>(p, {first, taken}, launch, error))
-    return true;
-  taken = std::min(left, 8);
   if (is_faster_by_tiles(p, taken, launch.device) &&
-      launch_few_stream<Element, 8, kGated>(p, {first, taken}, launch, error))
+      launch_few_stream<Element, kGated>(p, {first, taken}, launch, error))
     return true;
   taken = std::min(left, 2);
   if (taken == 2 && launch_gemv_stream<Element, 2, kGated>(p, {first, 2}, launch, error)) return true;
