@@ -37,9 +37,6 @@ class ModelDrafter:
                 common = 0
         return list(session.generate(tokens[common:], count, sampling))
 
-    def close(self) -> None:
-        """Do nothing: the session's caches go with it."""
-
 
 def _count_common(history: Sequence[int], tokens: Sequence[int]) -> int:
     """Return how many first tokens are the same, all but the last at most: one is always read for its logits."""

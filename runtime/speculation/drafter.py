@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,9 +25,6 @@ class Drafter(Protocol):
             count: at least 1.
             sampling: by which the model chooses, its seed a number.
         """
-
-    def close(self) -> None:
-        """Give back what others could use; no call follows."""
 
 
 @dataclass(slots=True)
@@ -95,8 +92,11 @@ class Speculator:
         stats: what became of its drafts.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
-        self._drafter, self._length, self._vocab_size = drafter, DraftLength(most), vocab_size
+    def __init__(self, open_drafter: Callable[[], Drafter], most: int, vocab_size: int) -> None:
+        """Draft at most `most` tokens at a time; the drafter is opened by the first draft."""
+        self._open = open_drafter
+        self._drafter: Drafter | None = None
+        self._length, self._vocab_size = DraftLength(most), vocab_size
         self.stats = SpeculationStats()
 
     @property
@@ -109,6 +109,8 @@ class Speculator:
         count = self._length.fit(min(self._length.count, most))
         if not count:
             return []
+        if self._drafter is None:
+            self._drafter = self._open()
         proposed = self._drafter.propose(tokens, count, sampling)
         known = next((i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size), len(proposed))
         return proposed[: self._length.fit(min(known, count))]
@@ -123,10 +125,6 @@ class Speculator:
         self.stats.drafted_tokens += drafted
         self.stats.accepted_tokens += accepted
         self.stats.checks += 1
-
-    def close(self) -> None:
-        """Let the drafter go."""
-        self._drafter.close()
 
 
 def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:

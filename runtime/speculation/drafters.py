@@ -22,4 +22,5 @@ class Drafters:
             return None
         if self._last is None or self._last[0] != options:
             self._last = (options, self._open(options))
-        return Speculator(self._last[1], options.tokens, self._vocab_size)
+        drafter = self._last[1]
+        return Speculator(lambda: drafter, options.tokens, self._vocab_size)

@@ -32,9 +32,6 @@ class LookupDrafter:
                 return found
         return []
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def _index(self, tokens: Sequence[int]) -> None:
         """Index what is new. Where the sequence was changed unseen, some drafts are wrong, and nothing else."""
         if self._known > len(tokens) or (self._known > 1 and tokens[self._known - 1] != self._last):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,15 @@ class Speculation:
         given = whole_number(f"{type(self).__name__} tokens", self.tokens, 1, MOST_DRAFTED)
         object.__setattr__(self, "tokens", given)
 
+    def check(self, model: Model) -> None:
+        """Refuse a model that cannot have this drafter, by ConfigError."""
+
     def open(self, model: Model, max_context: int) -> Drafter:
         """Make what drafts for one sequence of a model, of at most `max_context` tokens.
 
         Raises:
             ConfigError: the model cannot have this drafter.
+            CapacityError: there is no memory for it.
         """
         raise NotImplementedError
 
@@ -88,12 +92,15 @@ class DraftModel(Speculation):
         ConfigError: a number is not allowed, or the folder has no name.
     """
 
-    folder: str | Path = ""
-    tokens: int = field(default=4, kw_only=True)
+    folder: str | Path
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)
         file_path("DraftModel folder", self.folder)
+
+    def check(self, model: Model) -> None:
+        """Open the smaller model."""
+        model.draft_model(self.folder)
 
     def open(self, model: Model, max_context: int) -> Drafter:
         """Start a session of the smaller model."""
