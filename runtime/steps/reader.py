@@ -79,6 +79,7 @@ class Reader:
         start, captured = time.perf_counter(), self._stats.graph_capture_seconds
         result = self._feeder.check_draft(tokens, wanted)
         self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
+        self._stats.decode_device_seconds += result.device_seconds or 0.0
         self._stats.decode_tokens += 1
         return result
 
