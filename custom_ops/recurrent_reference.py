@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +31,10 @@ class DeltaStates:
     state_len: Array
 
     @classmethod
-    def copy_of(cls, *buffers: Array) -> DeltaStates:
-        """Copy the five buffers, in the operator's order."""
-        *floats, state_len = buffers
-        return cls(*(buffer.astype(np.float64) for buffer in floats), state_len.copy())
+    def copy_of(cls, buffers: Mapping[str, Array]) -> DeltaStates:
+        """Copy the five buffers, by their names here."""
+        floats = {name: array.astype(np.float64) for name, array in buffers.items() if name != "state_len"}
+        return cls(**floats, state_len=buffers["state_len"].copy())
 
 
 def causal_conv(
@@ -115,7 +116,7 @@ def _state_before(states: DeltaStates, row: int, past: int, group: int) -> Float
     """Return S [Hv, Dk, Dv] after `past` tokens: what is stored, and the kept updates that it lacks."""
     if past == 0:
         return np.zeros(states.state.shape[1:])
-    state = states.state[row]
+    state: Floats = states.state[row]
     for position in range(int(states.state_len[row]), past):
         slot = position % states.recent_decays.shape[1]
         kept_key = np.repeat(states.recent_keys[row, slot], group, axis=0)

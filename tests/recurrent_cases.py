@@ -120,7 +120,7 @@ def expected_delta(
     case: DeltaCase, tokens: Feeds, states: Feeds, lengths: Sequence[int], past: Sequence[int], **extra: np.ndarray
 ) -> tuple[np.ndarray, DeltaStates]:
     """Compute a step in float64: output, and the states after it."""
-    after = DeltaStates.copy_of(*(states[name] for name in STATES))
+    after = DeltaStates.copy_of(states)
     output = recurrent_reference.gated_delta_rule(
         **tokens, states=after, **packing(lengths, past), **extra, **case.attributes
     )
