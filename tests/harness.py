@@ -101,8 +101,9 @@ def output_types(
         if port.alias >= 0:
             source = feeds[operator.inputs[port.alias].name]
             types[port.name] = (source.shape, source.dtype)
-        elif port.name == "output":
-            types[port.name] = (feeds["query"].shape, feeds["query"].dtype)
+        elif port.name in ("output", "y"):
+            source = feeds[{"SwaAttention": "query", "GatedDeltaRule": "value", "CausalConv": "x"}[name]]
+            types[port.name] = (source.shape, source.dtype)
         elif port.name == "lse":
             tokens, heads, _ = feeds["query"].shape
             types[port.name] = ((heads, tokens), np.dtype(np.float32))

@@ -13,6 +13,9 @@ ROUNDED_ACTIVATIONS_RELATIVE = 0.1
 SAME_LOGITS = 1e-5
 # An operator's result for one token, alone and among others, relative: another order of float32 sums.
 SAME_TOKENS = 1e-5
+# GatedDeltaRule by chunks of 64 tokens, whose products have factors of 16 bits, relative to the largest value: a few
+# units of the factors' rounding (the recurrent form multiplies in float32).
+CHUNKED_DELTA_RELATIVE = {"float16": 0.004, "bfloat16": 0.03}
 # Scores of positions that two float32 implementations may rank either way, relative.
 SCORE_TIES = 1e-4
 # Frequencies of RoPE, relative: float32 powers of two libraries.

@@ -6,12 +6,15 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from harness import open_session, output_types
+from recurrent_cases import DeltaCase, delta_tokens, fresh_states
 
 rng = np.random.default_rng(0)
 CACHES = {name: rng.standard_normal((2, 2, 16, 8), np.float32) for name in ("key_cache", "value_cache")}
 STEP = {"query_start": np.array([0, 2, 3], np.int32), "past_len": np.array([4, 0], np.int32)}
 TABLE = {"block_table": np.array([[0], [1]], np.int32)}
 ROWS = {name: rng.standard_normal((3, 2, 8), np.float32) for name in ("key", "value")}
+TABLE_ROWS = np.array([2, 0], np.int32)
+DELTA_STATES = fresh_states(DeltaCase()) | {"state_len": np.array([0, 0, 4], np.int32)}
 QUERY = {"query": rng.standard_normal((3, 4, 8), np.float32)}
 NODES = {
     "RingKvAppend": ROWS | CACHES | STEP | TABLE,
@@ -25,6 +28,13 @@ NODES = {
     | TABLE,
     "KvSelect": {"score": rng.random((2, 2, 16), np.float32), "kv_len": np.array([[16, 9], [3, 0]], np.int32)}
     | {name: np.array([size], np.int64) for name, size in (("budget", 8), ("window", 2), ("sink", 1))},
+    "CausalConv": {
+        "x": rng.standard_normal((3, 8), np.float32),
+        "weight": rng.standard_normal((8, 4), np.float32),
+        "conv_state": rng.standard_normal((2, 19, 8), np.float32),
+    }
+    | STEP,
+    "GatedDeltaRule": delta_tokens(DeltaCase(), 3) | DELTA_STATES | STEP | {"state_slot": TABLE_ROWS},
     "KvCompact": CACHES | {"keep": np.array([[[1, 5, 9]], [[0, 2, -1]]], np.int32)} | TABLE,
 }
 PAIRS = [

@@ -102,7 +102,7 @@ Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   Tensor tensor = output(index, source.shape);
   if (!tensor.present)
     node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
-  const int64_t bytes = source.size() * element_bytes(node_.element);
+  const int64_t bytes = source.size() * element_bytes(node_.schema->outputs[index].element(node_.element));
   if (tensor.data != source.data && bytes > 0) copy(tensor.data, source.data, bytes);
   return tensor;
 }

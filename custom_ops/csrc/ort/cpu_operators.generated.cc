@@ -16,6 +16,8 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::KvCompact, cpu::kv_compact>(),
       cpu_operator<ops::MoeGate, cpu::moe_gate>(),
       cpu_operator<ops::MoeExperts, cpu::moe_experts>(),
+      cpu_operator<ops::CausalConv, cpu::causal_conv>(),
+      cpu_operator<ops::GatedDeltaRule, cpu::gated_delta_rule>(),
   };
 }
 

@@ -6,6 +6,7 @@
 #include "kernels/fused_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
+#include "kernels/recurrent_params.h"
 #include "attributes.h"
 #include "schema.h"
 
@@ -261,6 +262,82 @@ struct MoeExperts {
 };
 }  // namespace ops
 MoeExpertsParams read_params(const Call<ops::MoeExperts>& call);
+
+inline constexpr Port kCausalConvInputs[] = {
+    {.name = "x", .shape = "[T, F]", .type = PortType::kElement},
+    {.name = "weight", .shape = "[F, K]", .type = PortType::kElement},
+    {.name = "conv_state", .shape = "[N, Rc, F]", .type = PortType::kElement},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B]", .type = PortType::kInt32},
+    {.name = "bias", .shape = "[F]", .type = PortType::kElement, .optional = true},
+    {.name = "state_slot", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kCausalConvOutputs[] = {
+    {.name = "y", .shape = "[T, F]", .type = PortType::kElement},
+    {.name = "conv_state_out", .shape = "[N, Rc, F]", .type = PortType::kElement, .alias = 2},
+};
+namespace ops {
+struct CausalConv {
+  using Params = CausalConvParams;
+  struct In { enum : size_t { kX, kWeight, kConvState, kQueryStart, kPastLen, kBias, kStateSlot }; };
+  struct Out { enum : size_t { kY, kConvStateOut }; };
+  struct Attributes {
+    ConvActivation activation = ConvActivation::kSilu;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.activation = reader.choice<ConvActivation>({"activation", "", "'silu' or 'none'"}, ConvActivation::kSilu, {{"silu", ConvActivation::kSilu}, {"none", ConvActivation::kNone}});
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"CausalConv", kCausalConvInputs, kCausalConvOutputs, false};
+};
+}  // namespace ops
+CausalConvParams read_params(const Call<ops::CausalConv>& call);
+
+inline constexpr Port kGatedDeltaRuleInputs[] = {
+    {.name = "query", .shape = "[T, Hk, Dk]", .type = PortType::kElement},
+    {.name = "key", .shape = "[T, Hk, Dk]", .type = PortType::kElement},
+    {.name = "value", .shape = "[T, Hv, Dv]", .type = PortType::kElement},
+    {.name = "decay", .shape = "[T, Hv]", .type = PortType::kFloat32},
+    {.name = "beta", .shape = "[T, Hv]", .type = PortType::kFloat32},
+    {.name = "state", .shape = "[N, Hv, Dk, Dv]", .type = PortType::kFloat32},
+    {.name = "recent_keys", .shape = "[N, R, Hk, Dk]", .type = PortType::kFloat32},
+    {.name = "recent_updates", .shape = "[N, R, Hv, Dv]", .type = PortType::kFloat32},
+    {.name = "recent_decays", .shape = "[N, R, Hv]", .type = PortType::kFloat32},
+    {.name = "state_len", .shape = "[N]", .type = PortType::kInt32},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B]", .type = PortType::kInt32},
+    {.name = "state_slot", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kGatedDeltaRuleOutputs[] = {
+    {.name = "output", .shape = "[T, Hv, Dv]", .type = PortType::kElement},
+    {.name = "state_out", .shape = "[N, Hv, Dk, Dv]", .type = PortType::kFloat32, .alias = 5},
+    {.name = "recent_keys_out", .shape = "[N, R, Hk, Dk]", .type = PortType::kFloat32, .alias = 6},
+    {.name = "recent_updates_out", .shape = "[N, R, Hv, Dv]", .type = PortType::kFloat32, .alias = 7},
+    {.name = "recent_decays_out", .shape = "[N, R, Hv]", .type = PortType::kFloat32, .alias = 8},
+    {.name = "state_len_out", .shape = "[N]", .type = PortType::kInt32, .alias = 9},
+};
+namespace ops {
+struct GatedDeltaRule {
+  using Params = GatedDeltaRuleParams;
+  struct In { enum : size_t { kQuery, kKey, kValue, kDecay, kBeta, kState, kRecentKeys, kRecentUpdates, kRecentDecays, kStateLen, kQueryStart, kPastLen, kStateSlot }; };
+  struct Out { enum : size_t { kOutput, kStateOut, kRecentKeysOut, kRecentUpdatesOut, kRecentDecaysOut, kStateLenOut }; };
+  struct Attributes {
+    float scale = 0.0f;
+    int64_t l2_norm = 1;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.l2_norm = reader.integer({.name = "l2_norm", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 1);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"GatedDeltaRule", kGatedDeltaRuleInputs, kGatedDeltaRuleOutputs, false};
+};
+}  // namespace ops
+GatedDeltaRuleParams read_params(const Call<ops::GatedDeltaRule>& call);
 
 inline constexpr Port kFusedLinearInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},

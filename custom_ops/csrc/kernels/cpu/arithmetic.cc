@@ -60,4 +60,12 @@ void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel) {
   arithmetic().moe_experts(params, parallel);
 }
 
+void causal_conv(const CausalConvParams& params, ParallelFor& parallel) {
+  arithmetic().causal_conv(params, parallel);
+}
+
+void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel) {
+  arithmetic().gated_delta_rule(params, parallel);
+}
+
 }  // namespace ortolan::cpu

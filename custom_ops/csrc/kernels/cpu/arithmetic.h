@@ -10,6 +10,8 @@ struct Arithmetic {
   void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
   void (*snap_kv_score)(const SnapKvScoreParams&, ParallelFor&);
   void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
+  void (*causal_conv)(const CausalConvParams&, ParallelFor&);
+  void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;

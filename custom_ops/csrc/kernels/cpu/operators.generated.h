@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/params.h"
+#include "kernels/recurrent_params.h"
 #include "parallel.h"
 
 namespace ortolan::cpu {
@@ -16,5 +17,7 @@ void kv_select(const KvSelectParams& params, ParallelFor& parallel);
 void kv_compact(const KvCompactParams& params, ParallelFor& parallel);
 void moe_gate(const MoeGateParams& params, ParallelFor& parallel);
 void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel);
+void causal_conv(const CausalConvParams& params, ParallelFor& parallel);
+void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu

@@ -6,6 +6,7 @@
 #include "kernels/fused_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
+#include "kernels/recurrent_params.h"
 #include "common/kernels.h"
 
 namespace ortolan::cuda {
@@ -21,6 +22,9 @@ cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
 cudaError_t moe_gate(const MoeGateParams& params, const Launch& launch);
 cudaError_t moe_experts(const MoeExpertsParams& params, const Launch& launch);
 size_t moe_experts_workspace(const MoeExpertsParams& params, const Device& device);
+cudaError_t causal_conv(const CausalConvParams& params, const Launch& launch);
+cudaError_t gated_delta_rule(const GatedDeltaRuleParams& params, const Launch& launch);
+size_t gated_delta_rule_workspace(const GatedDeltaRuleParams& params, const Device& device);
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device);
 cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& launch);

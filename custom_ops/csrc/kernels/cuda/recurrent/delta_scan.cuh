@@ -1,0 +1,250 @@
+// The second kernel of the gated delta rule by chunks: walks each sequence's chunks with its state.
+//
+// Grid: one block per (32 columns of Dv, value head, sequence). The state's columns lie in the accumulators
+// of four warps, 16 rows of Dk after 16, and as elements in shared memory for the products that read it.
+// Copies of the next chunk run while one is computed, where shared memory holds two.
+#pragma once
+
+#include "delta_chunks.cuh"
+
+namespace ortolan::cuda {
+
+constexpr int kScanThreads = 128;
+constexpr int kScanStride = kScanColumns + kSharedPad;
+
+template <typename Element, int kKeySize>
+struct ScanStage {
+  Element solved[kChunk][kKeySize + kSharedPad];  // W
+  Element queries[kChunk][kKeySize + kSharedPad];
+  Element keys[kChunk][kKeySize + kSharedPad];
+  Element products[kChunk][kChunk + kSharedPad];  // P
+  Element updates[kChunk][kScanStride];           // U
+  ChunkScalars rows;
+};
+
+template <typename Element, int kKeySize>
+struct ScanShared {
+  Element state[kKeySize][kScanStride];
+  Element updates[kChunk][kScanStride];  // u
+  Element decayed[kChunk][kScanStride];  // u, as the state takes it
+};
+
+template <typename Element, int kKeySize>
+class ChunkScan {
+ public:
+  using Stage = ScanStage<Element, kKeySize>;
+  using Shared = ScanShared<Element, kKeySize>;
+  static constexpr int kTiles = kKeySize / 16;
+  static constexpr int kWarpTiles = (kTiles + 3) / 4;  // of this warp: number w, w + 4, ...
+
+  __device__ ChunkScan(const GatedDeltaRuleParams& p, const DeltaSequence& sequence, Shared& shared,
+                       Stage* stages, int num_stages)
+      : p_(p),
+        sequence_(sequence),
+        shared_(shared),
+        stages_(stages),
+        num_stages_(num_stages),
+        head_(blockIdx.y),
+        column_(blockIdx.x * int64_t{kScanColumns}),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32) {}
+
+  // Chunks first .. end of the sequence; number `first` is the round's `offset`th.
+  __device__ __forceinline__ void run(int64_t first, int64_t end, int64_t offset, void* workspace) {
+    load_state();
+    share_state();
+    const auto load = [&](int64_t chunk) {
+      if (chunk < end) load_stage(chunk, ChunkScratch<Element>(p_, workspace, offset + chunk - first, head_));
+      copy_async_commit();
+    };
+    if (num_stages_ == 2) load(first);
+    for (int64_t chunk = first; chunk < end; ++chunk) {
+      __syncthreads();  // the stage to be loaded has been read
+      load(num_stages_ == 2 ? chunk + 1 : chunk);
+      num_stages_ == 2 ? copy_async_wait<1>() : copy_async_wait<0>();
+      __syncthreads();
+      advance(chunk);
+    }
+    copy_async_wait<0>();
+    store_state();
+  }
+
+ private:
+  __device__ __forceinline__ Stage& stage(int64_t chunk) { return stages_[chunk % num_stages_]; }
+
+  __device__ __forceinline__ void load_stage(int64_t chunk, const ChunkScratch<Element>& scratch) {
+    Stage& to = stage(chunk);
+    const int64_t token = sequence_.first + chunk * kChunk, left = sequence_.count - chunk * kChunk;
+    const int rows = static_cast<int>(left < kChunk ? left : kChunk);
+    const int64_t stride = p_.num_key_heads * kKeySize, head = p_.key_head(head_);
+    constexpr int kStride = kKeySize + kSharedPad;
+    copy_rows_async(to.solved[0], kStride, scratch.keys, kKeySize, kKeySize, kChunk, kScanThreads);
+    copy_rows_async(to.queries[0], kStride, key_row<Element>(p_, p_.query, token, head), stride, kKeySize,
+                    rows, kScanThreads);
+    copy_rows_async(to.keys[0], kStride, key_row<Element>(p_, p_.key, token, head), stride, kKeySize, rows,
+                    kScanThreads);
+    copy_rows_async(to.products[0], kChunk + kSharedPad, scratch.products, kChunk, kChunk, kChunk,
+                    kScanThreads);
+    copy_rows_async(to.updates[0], kScanStride, scratch.updates + column_, p_.value_size, kScanColumns,
+                    kChunk, kScanThreads);
+    constexpr int kPieces = sizeof(ChunkScalars) / 16;
+    if (threadIdx.x < kPieces)
+      copy_async_16(reinterpret_cast<char*>(&to.rows) + threadIdx.x * 16,
+                    reinterpret_cast<const char*>(scratch.rows) + threadIdx.x * 16, true);
+  }
+
+  // Calls visit(tile, n, half, state row, state column) for the pairs of columns that this thread holds.
+  template <typename Visit>
+  __device__ __forceinline__ void each_pair(Visit visit) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i)
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * (warp_ + 4 * i) + 8 * half + lane_ / 4;
+          if (row < kKeySize)
+            visit(state_[i][n][2 * half], state_[i][n][2 * half + 1], row, 8 * n + lane_ % 4 * 2);
+        }
+  }
+  __device__ __forceinline__ float2* state_pair(int row, int column) const {
+    return reinterpret_cast<float2*>(p_.state + p_.state_row(sequence_.row, head_) + row * p_.value_size +
+                                     column_ + column);
+  }
+  __device__ __forceinline__ void load_state() {
+    each_pair([&](float& x, float& y, int row, int column) {
+      const float2 pair = *state_pair(row, column);
+      x = pair.x, y = pair.y;
+    });
+  }
+  __device__ __forceinline__ void store_state() {
+    each_pair([&](float x, float y, int row, int column) { *state_pair(row, column) = make_float2(x, y); });
+  }
+  __device__ __forceinline__ void share_state() {
+    each_pair([&](float x, float y, int row, int column) {
+      *reinterpret_cast<uint32_t*>(&shared_.state[row][column]) = Half<Element>::pack(x, y);
+    });
+  }
+
+  // sums += a tile of 16 rows [16] times rows k .. k + 16 of a matrix with kScanColumns columns.
+  __device__ __forceinline__ void multiply(float (&sums)[4][4], const uint32_t (&a)[4],
+                                           const Element (*right)[kScanStride], int k) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t b[4];
+      load_matrix_x4_transposed(b, shared_address(&right[k + at_.by_row][16 * n + at_.by_row_column]));
+      Half<Element>::multiply_add(sums[2 * n], a, b[0], b[1]);
+      Half<Element>::multiply_add(sums[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+
+  __device__ __forceinline__ void advance(int64_t chunk) {
+    const Stage& from = stage(chunk);
+    float found[4][4] = {}, output[4][4] = {};
+    const int row = 16 * warp_ + at_.by_row;
+#pragma unroll
+    for (int k = 0; k < kKeySize; k += 16) {
+      uint32_t a[4], q[4];
+      load_matrix_x4(a, shared_address(&from.solved[row][k + at_.by_row_column]));
+      load_matrix_x4(q, shared_address(&from.queries[row][k + at_.by_row_column]));
+      multiply(found, a, shared_.state, k);
+      multiply(output, q, shared_.state, k);
+    }
+    share_updates(from, found, output);
+    __syncthreads();
+    for (int k = 0; k <= 16 * warp_; k += 16) {
+      uint32_t a[4];
+      load_matrix_x4(a, shared_address(&from.products[row][k + at_.by_row_column]));
+      multiply(output, a, shared_.updates, k);
+    }
+    write_output(chunk, output);
+    advance_state(from);
+    share_state();
+  }
+
+  __device__ __forceinline__ void share_updates(const Stage& from, const float (&found)[4][4],
+                                                float (&output)[4][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * warp_ + 8 * half + lane_ / 4;
+      const float query = from.rows.query[row], key = from.rows.key[row];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int column = 8 * n + lane_ % 4 * 2;
+        const float2 solved =
+            Half<Element>::unpack(*reinterpret_cast<const uint32_t*>(&from.updates[row][column]));
+        const float x = solved.x - found[n][2 * half], y = solved.y - found[n][2 * half + 1];
+        *reinterpret_cast<uint32_t*>(&shared_.updates[row][column]) = Half<Element>::pack(x, y);
+        *reinterpret_cast<uint32_t*>(&shared_.decayed[row][column]) = Half<Element>::pack(x * key, y * key);
+        output[n][2 * half] *= query;
+        output[n][2 * half + 1] *= query;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_output(int64_t chunk, const float (&output)[4][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t token = chunk * kChunk + 16 * warp_ + 8 * half + lane_ / 4;
+      if (token >= sequence_.count) continue;
+      Element* target = static_cast<Element*>(p_.output) +
+                        ((sequence_.first + token) * p_.num_value_heads + head_) * p_.value_size + column_;
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+        *reinterpret_cast<uint32_t*>(target + 8 * n + lane_ % 4 * 2) =
+            Half<Element>::pack(output[n][2 * half], output[n][2 * half + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void advance_state(const Stage& from) {
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      const int tile = warp_ + 4 * i;
+      if (tile >= kTiles) continue;
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) state_[i][n][c] *= from.rows.last;
+#pragma unroll
+      for (int k = 0; k < kChunk; k += 16) {
+        uint32_t a[4];
+        load_matrix_x4_transposed(
+            a, shared_address(&from.keys[k + at_.by_column][16 * tile + at_.by_column_column]));
+        multiply(state_[i], a, shared_.decayed, k);
+      }
+    }
+  }
+
+  const GatedDeltaRuleParams& p_;
+  const DeltaSequence& sequence_;
+  Shared& shared_;
+  Stage* stages_;
+  int num_stages_;
+  int64_t head_;
+  int64_t column_;
+  int warp_;
+  int lane_;
+  TileLane at_;
+  float state_[kWarpTiles][4][4];
+};
+
+template <typename Element, int kKeySize>
+__global__ void __launch_bounds__(kScanThreads)
+    scan_chunks(const GatedDeltaRuleParams p, ChunkRound round, void* workspace, int num_stages) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  launch_dependents();
+  wait_for_previous_kernel();
+  const DeltaSequence sequence(p, blockIdx.z);
+  if (p.keeps_updates(sequence.count)) return;
+  const int64_t own = first_chunk(p, blockIdx.z), chunks = (sequence.count + kChunk - 1) / kChunk;
+  const int64_t first = own < round.first ? round.first - own : 0;
+  const int64_t left = round.first + round.count - own;
+  const int64_t end = chunks < left ? chunks : left;
+  if (first >= end) return;
+  using Shared = ScanShared<Element, kKeySize>;
+  auto* stages = reinterpret_cast<ScanStage<Element, kKeySize>*>(memory + sizeof(Shared));
+  ChunkScan<Element, kKeySize>(p, sequence, *reinterpret_cast<Shared*>(memory), stages, num_stages)
+      .run(first, end, own + first - round.first, workspace);
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,282 @@
+// The gated delta rule token by token, with the state in registers: read once and written once.
+//
+// Grid: one block per (32 columns of Dv, value head, sequence). Lane l of a warp owns four columns, and of
+// each 16 rows of Dk one; a row of 32 columns is one line of memory. A token's key and query find the sums
+//     k S_t = exp(decay) k S_(t-1)   and   q S_t = exp(decay) q S_(t-1) + (q k) u
+// over the state before the token: in the thread, over the lanes, then over the warps, in a fixed order. Kept
+// updates are applied by the very function that applies a token's own: the bits do not tell them apart.
+//
+// What all blocks of a sequence read (kept keys, decays, the state's length) is written by the last of them
+// to finish; a counter of the launch tells. Sequences share counters where there are more than counters.
+#pragma once
+
+#include "delta_rows.cuh"
+#include "kernels/cuda/common/element_dispatch.cuh"
+#include "kernels/cuda/common/launch.cuh"
+
+namespace ortolan::cuda {
+
+constexpr int kDeltaThreads = 128;
+constexpr int kDeltaColumns = 32;
+constexpr int kDeltaGroups = 16;  // threads that share four columns
+constexpr int kDeltaTile = 16;    // tokens whose keys and queries lie in shared memory
+
+__device__ __forceinline__ void store_element(float x, float* target) { *target = x; }
+__device__ __forceinline__ void store_element(float x, __half* target) { *target = __float2half_rn(x); }
+__device__ __forceinline__ void store_element(float x, __nv_bfloat16* target) {
+  *target = __float2bfloat16_rn(x);
+}
+
+// Four columns of float32 rows of Dv, those that exist; kWhole: all or none, and aligned.
+template <bool kWhole>
+__device__ __forceinline__ void load_columns(const float* row, int count, float (&values)[4]) {
+  if constexpr (kWhole) {
+    const float4 loaded = count > 0 ? *reinterpret_cast<const float4*>(row) : float4{};
+    values[0] = loaded.x, values[1] = loaded.y, values[2] = loaded.z, values[3] = loaded.w;
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) values[c] = c < count ? row[c] : 0.0f;
+  }
+}
+template <bool kWhole>
+__device__ __forceinline__ void store_columns(const float (&values)[4], int count, float* row) {
+  if constexpr (kWhole) {
+    if (count > 0) *reinterpret_cast<float4*>(row) = make_float4(values[0], values[1], values[2], values[3]);
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (c < count) row[c] = values[c];
+  }
+}
+
+// What a tile of tokens gives all threads of a block.
+struct DeltaTile {
+  float dots[kDeltaTile];     // q k
+  float factors[kDeltaTile];  // exp(decay)
+  float betas[kDeltaTile];
+  float values[kDeltaTile][kDeltaColumns];
+  float sums[2][kDeltaThreads / 32][2][kDeltaColumns];  // of k S and q S, by warp
+};
+
+template <typename Element, int kRows, bool kWhole>
+class DeltaSteps {
+ public:
+  __device__ DeltaSteps(const GatedDeltaRuleParams& p, DeltaTile& tile, float* keys, int tile_tokens)
+      : p_(p),
+        tile_(tile),
+        sequence_(p, blockIdx.z),
+        keys_(keys),
+        queries_(keys + tile_tokens * p.key_size),
+        tile_tokens_(tile_tokens),
+        head_(blockIdx.y),
+        group_(threadIdx.x / 8),
+        lane_columns_(threadIdx.x % 8 * 4),
+        column_(blockIdx.x * int64_t{kDeltaColumns} + lane_columns_) {
+    const int64_t left = p.value_size - column_;
+    columns_ = left < 0 ? 0 : left > 4 ? 4 : static_cast<int>(left);
+  }
+
+  // `reads_long`: also the tokens of sequences that keep no updates.
+  __device__ __forceinline__ void run(bool reads_long) {
+    if (sequence_.count == 0) return;
+    const bool keeps = p_.keeps_updates(sequence_.count);
+    const int64_t pending = p_.pending(sequence_.row, sequence_.past);
+    load_state();
+    for (int64_t position = sequence_.past - pending; position < sequence_.past; ++position)
+      apply_kept(position);
+    if (pending > 0 || sequence_.past == 0) store_state();
+    if (!keeps && !reads_long) return;
+    for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) read_tile(first, keeps);
+    if (!keeps) store_state();
+  }
+
+ private:
+  __device__ __forceinline__ float* state_row(int i) const {
+    const int64_t row = p_.state_row(sequence_.row, head_) + (i * kDeltaGroups + group_) * p_.value_size;
+    return p_.state + row + column_;
+  }
+  __device__ __forceinline__ bool has_row(int i) const { return i * kDeltaGroups + group_ < p_.key_size; }
+
+  __device__ __forceinline__ void load_state() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      load_columns<kWhole>(state_row(i), has_row(i) && sequence_.past > 0 ? columns_ : 0, state_[i]);
+  }
+  __device__ __forceinline__ void store_state() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) store_columns<kWhole>(state_[i], has_row(i) ? columns_ : 0, state_row(i));
+  }
+
+  __device__ __forceinline__ void load_key(const float* row, float (&key)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) key[i] = has_row(i) ? row[i * kDeltaGroups + group_] : 0.0f;
+  }
+  __device__ __forceinline__ void apply(const float (&key)[kRows], const float (&update)[4], float factor) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state_[i][c] = fmaf(key[i], update[c], __fmul_rn(factor, state_[i][c]));
+  }
+
+  __device__ __forceinline__ void apply_kept(int64_t position) {
+    const int64_t kept = p_.kept_row(sequence_.row, position);
+    float key[kRows], update[4];
+    load_key(p_.recent_keys + (kept * p_.num_key_heads + p_.key_head(head_)) * p_.key_size, key);
+    load_columns<kWhole>(p_.recent_updates + (kept * p_.num_value_heads + head_) * p_.value_size + column_,
+                         columns_, update);
+    apply(key, update, expf(p_.recent_decays[kept * p_.num_value_heads + head_]));
+  }
+
+  // A warp normalises the keys and queries of every fourth token.
+  __device__ __forceinline__ void load_tile(int64_t first, int count) {
+    const int lane = threadIdx.x % 32;
+    for (int t = threadIdx.x / 32; t < count; t += kDeltaThreads / 32) {
+      const int64_t token = sequence_.first + first + t;
+      const Element* key = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
+      const Element* query = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
+      const float key_factor = unit_factor(p_, key, lane), query_factor = unit_factor(p_, query, lane);
+      float dot = 0;
+      for (int i = lane; i < p_.key_size; i += 32) {
+        const float k = to_float(key[i]) * key_factor, q = to_float(query[i]) * query_factor;
+        keys_[t * p_.key_size + i] = k;
+        queries_[t * p_.key_size + i] = q;
+        dot = fmaf(q, k, dot);
+      }
+      dot = warp_sum(dot);
+      const int64_t row = token * p_.num_value_heads + head_;
+      const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + lane;
+      if (lane == 0) {
+        tile_.dots[t] = dot;
+        tile_.factors[t] = expf(p_.decay[row]);
+        tile_.betas[t] = p_.beta[row];
+      }
+      tile_.values[t][lane] =
+          column < p_.value_size
+              ? to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column])
+              : 0.0f;
+    }
+  }
+
+  // kS and qS of this thread's columns, the same in every group.
+  __device__ __forceinline__ void sum_rows(const float (&key)[kRows], const float (&query)[kRows], int stage,
+                                           float (&sums)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sums[c] = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sums[c] = fmaf(key[i], state_[i][c], sums[c]);
+        sums[4 + c] = fmaf(query[i], state_[i][c], sums[4 + c]);
+      }
+    fold_lanes<8, 16>(sums, Add());
+    if (threadIdx.x % 32 < 8) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c) tile_.sums[stage][threadIdx.x / 32][c / 4][lane_columns_ + c % 4] = sums[c];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      sums[c] = 0;
+#pragma unroll
+      for (int w = 0; w < kDeltaThreads / 32; ++w)
+        sums[c] += tile_.sums[stage][w][c / 4][lane_columns_ + c % 4];
+    }
+  }
+
+  __device__ __forceinline__ void read_tile(int64_t first, bool keeps) {
+    const int64_t left = sequence_.count - first;
+    const int count = static_cast<int>(left < tile_tokens_ ? left : tile_tokens_);
+    __syncthreads();
+    load_tile(first, count);
+    __syncthreads();
+    for (int t = 0; t < count; ++t) {
+      float key[kRows], query[kRows], sums[8], update[4];
+      load_key(keys_ + t * p_.key_size, key);
+      load_key(queries_ + t * p_.key_size, query);
+      sum_rows(key, query, t % 2, sums);
+      const float factor = tile_.factors[t], beta = tile_.betas[t];
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        update[c] = beta * fmaf(-factor, sums[c], tile_.values[t][lane_columns_ + c]);
+      if (group_ == t % kDeltaGroups) write(first + t, keeps, sums, update, factor, tile_.dots[t]);
+      if (!keeps || t + 1 < count) apply(key, update, factor);
+    }
+  }
+
+  __device__ __forceinline__ void write(int64_t token, bool keeps, const float (&sums)[8],
+                                        const float (&update)[4], float factor, float dot) {
+    const int64_t row = (sequence_.first + token) * p_.num_value_heads + head_;
+    Element* output = static_cast<Element*>(p_.output) + row * p_.value_size + column_;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (c < columns_) store_element(p_.scale * fmaf(dot, update[c], factor * sums[4 + c]), output + c);
+    if (!keeps) return;
+    const int64_t kept = p_.kept_row(sequence_.row, sequence_.past + token) * p_.num_value_heads + head_;
+    store_columns<kWhole>(update, columns_, p_.recent_updates + kept * p_.value_size + column_);
+  }
+
+  const GatedDeltaRuleParams& p_;
+  DeltaTile& tile_;
+  DeltaSequence sequence_;
+  float* keys_;     // [tile_tokens, Dk]
+  float* queries_;  // [tile_tokens, Dk]
+  int tile_tokens_;
+  int64_t head_;
+  int group_;
+  int lane_columns_;
+  int64_t column_;
+  int columns_;  // of this thread that exist
+  float state_[kRows][4];
+};
+
+// Writes what the blocks of a sequence have all read. For a whole block.
+template <typename Element>
+__device__ __forceinline__ void finish_sequence(const GatedDeltaRuleParams& p, int64_t index) {
+  const DeltaSequence sequence(p, index);
+  if (sequence.count == 0) return;
+  const bool keeps = p.keeps_updates(sequence.count);
+  if (threadIdx.x == 0)
+    p.state_len[sequence.row] = static_cast<int32_t>(sequence.past + (keeps ? 0 : sequence.count));
+  if (!keeps) return;
+  const int lane = threadIdx.x % 32;
+  for (int64_t i = threadIdx.x / 32; i < sequence.count * p.num_key_heads; i += kDeltaThreads / 32) {
+    const int64_t token = i / p.num_key_heads, head = i % p.num_key_heads;
+    const Element* key = key_row<Element>(p, p.key, sequence.first + token, head);
+    const int64_t kept = p.kept_row(sequence.row, sequence.past + token);
+    float* target = p.recent_keys + (kept * p.num_key_heads + head) * p.key_size;
+    const float factor = unit_factor(p, key, lane);
+    for (int j = lane; j < p.key_size; j += 32) target[j] = to_float(key[j]) * factor;
+  }
+  for (int64_t i = threadIdx.x; i < sequence.count * p.num_value_heads; i += kDeltaThreads) {
+    const int64_t kept = p.kept_row(sequence.row, sequence.past + i / p.num_value_heads);
+    p.recent_decays[kept * p.num_value_heads + i % p.num_value_heads] =
+        p.decay[sequence.first * p.num_value_heads + i];
+  }
+}
+
+template <typename Element, int kRows, bool kWhole>
+__global__ void __launch_bounds__(kDeltaThreads)
+    delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long, unsigned* counters) {
+  extern __shared__ float keys[];
+  __shared__ DeltaTile tile;
+  __shared__ bool is_last;
+  launch_dependents();
+  wait_for_previous_kernel();
+  DeltaSteps<Element, kRows, kWhole>(p, tile, keys, tile_tokens).run(reads_long);
+  const unsigned own = blockIdx.z % kCounters;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const unsigned sequences = (gridDim.z - own + kCounters - 1) / kCounters;
+    __threadfence();
+    is_last = atomicAdd(counters + own, 1) + 1 == sequences * gridDim.x * gridDim.y;
+    if (is_last) counters[own] = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (unsigned sequence = own; sequence < gridDim.z; sequence += kCounters)
+    finish_sequence<Element>(p, sequence);
+}
+
+}  // namespace ortolan::cuda
