@@ -75,7 +75,9 @@ def write_checkpoint(folder: Path) -> int:
     return sum(write_file(folder / file, shapes) for file, shapes in files.items())
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux tells it")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read as Linux tells it"
+)
 def test_an_export_holds_a_tensor_and_not_the_model(tmp_path):
     total = write_checkpoint(tmp_path / "large")
     (tmp_path / "small").mkdir()
