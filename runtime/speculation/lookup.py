@@ -1,0 +1,44 @@
+"""Looks the sequence's last tokens up in the sequence itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ortolan.runtime.options import Sampling
+
+
+class LookupDrafter:
+    """An index of what followed each few tokens of one sequence when they stood there last.
+
+    It grows with the sequence: a call costs as much as the tokens that are new to it.
+    """
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        """Index runs of `shortest` to `longest` tokens."""
+        self._sizes = range(longest, shortest - 1, -1)
+        self._places: dict[tuple[int, ...], int] = {}  # of the token after each run
+        self._known = 1  # tokens whose places were indexed, but for the first
+        self._last = -1  # of these
+
+    def propose(self, tokens: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+        """Return what followed the longest of the last runs that stood before."""
+        self._index(tokens)
+        for size in self._sizes:
+            place = self._places.get(tuple(tokens[-size:])) if len(tokens) > size else None
+            if place is not None:
+                found: list[int] = []
+                for each in range(place, place + count):  # past the end it goes on as the draft itself begins
+                    found.append(tokens[each] if each < len(tokens) else found[each - len(tokens)])
+                return found
+        return []
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        """Index what is new. Where the sequence was changed unseen, some drafts are wrong, and nothing else."""
+        if self._known > len(tokens) or (self._known > 1 and tokens[self._known - 1] != self._last):
+            self._places.clear()
+            self._known = 1
+        for place in range(self._known, len(tokens)):
+            for size in self._sizes:
+                if size <= place:
+                    self._places[tuple(tokens[place - size : place])] = place
+        self._known, self._last = max(1, len(tokens)), tokens[-1]
