@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from ortolan.errors import UnsupportedModelError
 from ortolan.export.families import (
+    cohere2,
+    exaone4,
     gemma2,
     gemma3,
     gemma3_vision,
     gemma4,
     gpt_oss,
+    granite,
+    granite_swa,
     granitemoe,
+    granitemoe_swa,
     llama,
+    mellum,
+    ministral,
+    ministral3,
     mistral,
     mixtral,
+    muse_glimmer,
     olmo2,
     olmo3,
     olmoe,
@@ -28,8 +37,9 @@ from ortolan.export.hf_config import HfConfig
 FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
     for module in (
-        *(gemma2, gemma3, gemma3_vision, gpt_oss, granitemoe, llama, mistral, mixtral, olmo2),
-        *(olmo3, olmoe, phi3, qwen2, qwen3, qwen3_moe, smollm3),
+        *(cohere2, exaone4, gemma2, gemma3, gemma3_vision, gpt_oss, granite, granite_swa, granitemoe, granitemoe_swa),
+        *(llama, mellum, ministral, ministral3, mistral, mixtral, muse_glimmer, olmo2, olmo3, olmoe, phi3, qwen2),
+        *(qwen3, qwen3_moe, smollm3),
     )
 } | {family.architecture: family for family in gemma4.FAMILIES}
 
@@ -38,13 +48,20 @@ CONVERTIBLE = frozenset(
     {
         "Ernie4_5ForCausalLM",
         "GemmaForCausalLM",
-        "GraniteForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "NemotronForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
     }
 )
+
+# What a family would need that Ortolan does not have, with the keys of config.json that say so.
+_GEMMA3N = "its layers keep several hidden states (altup_num_inputs) and have low-rank branches (laurel_rank)"
+REFUSED = {
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": _GEMMA3N,
+    "MiMoV2FlashForCausalLM": "the heads of its values are smaller than those of its keys (v_head_dim, head_dim)",
+}
 
 
 def find_family(config: HfConfig) -> Family:
@@ -61,6 +78,9 @@ def find_family(config: HfConfig) -> Family:
                     "the checkpoint is quantized (quantization_config); give the unquantized one"
                 )
             return FAMILIES[name]
+    for name in names:
+        if name in REFUSED:
+            raise UnsupportedModelError(f"`ortolan export` does not support architecture {name}: {REFUSED[name]}")
     if any(name in CONVERTIBLE for name in names):
         advice = (
             "onnxruntime-genai's model builder exports it, and `ortolan convert` makes a model folder of that: see "

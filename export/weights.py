@@ -49,7 +49,8 @@ class CheckpointWeights:
         """Yield consecutive rows of one weight, mapped from its file."""
         for source in self._tensors(name):
             tensor = self._checkpoint.read(source.name, source.rows)
-            rows = max(1, _SLAB_BYTES // max(1, tensor.nbytes // max(1, len(tensor))))
+            step = max(1, source.interleaved)  # heads stay whole
+            rows = step * max(1, _SLAB_BYTES // (step * max(1, tensor.nbytes // max(1, len(tensor)))))
             for begin in range(0, len(tensor), rows):
                 slab = tensor[begin : begin + rows]
                 yield _arranged(slab, source)
@@ -102,7 +103,15 @@ def _arranged(slab: Array, source: Source) -> Array:
         return slab.astype(np.float32) + 1
     if source.transposed:
         slab = slab.swapaxes(-1, -2)
-    return np.concatenate([slab[:, ::2], slab[:, 1::2]], axis=1) if source.alternating else slab
+    if source.interleaved:
+        heads = slab.reshape(-1, source.interleaved, *slab.shape[1:])
+        return _even_first(heads).reshape(slab.shape)
+    return _even_first(slab) if source.alternating else slab
+
+
+def _even_first(values: Array) -> Array:
+    """Move what has an odd place on the second axis behind what has an even one."""
+    return np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
 
 
 class RandomWeights:

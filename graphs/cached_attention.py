@@ -90,16 +90,22 @@ class CachedAttention:
         key, value = self.graph.operator(name, emitters.ring_kv_append, inputs, 2, sink=sink)
         self.updated = key, value
 
-    def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None]) -> Tensor:
-        """Normalise, rotate, write and capture joint projections in one operator; returns queries [T, Hq, D]."""
+    def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None], *, captures: bool) -> Tensor:
+        """Normalise, rotate, write and, if asked to, capture joint projections in one operator.
+
+        Returns:
+            Queries [T, Hq, D].
+        """
+        captures = captures and self.evictable
         inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
-        if self._capture is not None:
+        if captures:
+            assert self._capture is not None, "an evictable layer has a capture"
             inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
         query, key, value, *captured = self.graph.operator(
             f"{self.path}/QkvRopeAppend",
             emitters.qkv_rope_append,
             inputs,
-            4 if self.evictable else 3,
+            4 if captures else 3,
             num_heads=self.config.num_heads,
             epsilon=epsilon,
             value_norm=int(self.config.value_norm),

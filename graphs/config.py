@@ -9,8 +9,11 @@ from ortolan.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "clamped_silu"]
-QkNorm = Literal["none", "head", "projection"]
-NormPlacement = Literal["pre", "post", "sandwich"]
+QkNorm = Literal["none", "head", "unit", "projection"]
+OutputGate = Literal["none", "sigmoid", "softplus"]
+Norm = Literal["rms", "layer"]
+NormPlacement = Literal["pre", "post", "sandwich", "parallel"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,14 @@ class RopeTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """A factor of queries that grows with their position: 1 + beta * log(1 + floor(position / length))."""
+
+    beta: float
+    length: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
     """The attention of one layer.
 
@@ -72,9 +83,13 @@ class AttentionConfig:
         rope: name of the model's rope that this layer uses; None where it has no position encoding.
         scale: softmax scale; 0 means 1/sqrt(D).
         softcap: 0 means none.
-        qk_norm: "none", "head" (one RMSNorm weight [D] for all heads), "projection" (over Hq*D, Hkv*D).
+        qk_norm: "none", "head" (one RMSNorm weight [D] for all heads), "unit" (each head, without a weight),
+            "projection" (over Hq*D, Hkv*D).
         value_norm: whether each value head is normalised by an RMSNorm without a weight.
         value_is_key: whether values are the key projection, as it is before its norm and RoPE.
+        query_scale: a factor of queries by their position; None for none.
+        output_gate: of a projection of the layer's input, a factor of what heads return; "none" for none.
+        gate_per_head: whether that is one factor for each head, or one for each of its features.
         learned_sinks: whether a logit per query head joins the softmax's denominator (gpt-oss).
         shares_cache_with: the layer before this one whose keys and values it reads; None where it has its own.
         kind: of mixer, a key of `ortolan.graphs.mixers.MIXERS`.
@@ -94,6 +109,9 @@ class AttentionConfig:
     key_bias: bool = False
     value_bias: bool = False
     output_bias: bool = False
+    query_scale: QueryScale | None = None
+    output_gate: OutputGate = "none"
+    gate_per_head: bool = False
     learned_sinks: bool = False
     shares_cache_with: int | None = None
     kind: str = "attention"
@@ -119,7 +137,10 @@ class ExpertsConfig:
 
     Attributes:
         intermediate_size: of each expert.
-        normalise: whether a token's weights are divided by their sum; they are of a softmax over all experts.
+        scoring: how a router's logits become scores, of which a token's weights are the largest.
+        normalise: whether a token's weights are divided by their sum.
+        scale: factor of all weights, after that.
+        selection_bias: whether a learned bias joins the scores by which experts are chosen, not the weights.
         limit: of "clamped_silu", the bound of its inputs.
         alpha: of "clamped_silu", the factor in its sigmoid.
         bias: whether the experts' products have one.
@@ -130,12 +151,31 @@ class ExpertsConfig:
     activation: ExpertActivation
     num_experts: int
     experts_per_token: int
+    scoring: Scoring = "softmax"
     normalise: bool = False
+    scale: float = 1.0
+    selection_bias: bool = False
     limit: float = 7.0
     alpha: float = 1.702
     bias: bool = False
     router_bias: bool = False
     kind: str = "experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesideConfig:
+    """A gated MLP and a mixture of experts side by side, each with a norm behind it (Gemma 4).
+
+    The experts have a norm of their own before them, and so has the router, whose logits are divided by
+    sqrt(hidden_size); a learned factor of each expert multiplies its weights.
+
+    Attributes:
+        kind: a key of `ortolan.graphs.mlps.MLPS`.
+    """
+
+    dense: MlpConfig
+    experts: ExpertsConfig
+    kind: str = "beside"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +212,11 @@ class ModelConfig:
 
     Attributes:
         norm_placement: "pre" (Llama), "post" (OLMo 2: norm after attention and after MLP, none before),
-            "sandwich" (Gemma 2/3: both).
+            "sandwich" (Gemma 2/3: both), "parallel" (Cohere: attention and MLP read one norm, and are added to what it
+            reads).
+        norm: "rms", or "layer": LayerNorm without a bias, where norms come before attention and MLP alone.
+        post_norm_epsilon: of norms after attention and MLP; None takes norm_epsilon.
+        embedding_norm: whether embeddings are normalised by an RMSNorm without a weight.
         embedding_scale: multiplies token embeddings (Gemma: sqrt(hidden_size)).
         residual_scale: multiplies what attention and MLP add to the hidden state (Granite).
         logit_divisor: divides the logits, before their softcap (Granite).
@@ -187,6 +231,9 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     ropes: tuple[Rope | RopeTable, ...]
     norm_placement: NormPlacement = "pre"
+    norm: Norm = "rms"
+    post_norm_epsilon: float | None = None
+    embedding_norm: bool = False
     tied_embeddings: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -207,6 +254,8 @@ def _check_sharing(layers: tuple[LayerConfig, ...], index: int, owner: int) -> N
     if not 0 <= owner < index:
         raise ConfigError(f"layer {index} shares the cache of layer {owner}; it must be a layer before it")
     theirs, ours = layers[owner].mixer, layers[index].mixer
+    if ours.query_scale is not None:
+        raise ConfigError(f"layer {index} shares the cache of layer {owner}; its queries cannot have a query_scale")
     if theirs.shares_cache_with is not None:
         raise ConfigError(f"layer {index} shares the cache of layer {owner}, which has none of its own")
     for name in ("num_kv_heads", "head_size", "window"):

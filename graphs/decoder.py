@@ -55,7 +55,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     parts.step = declare_step(graph, options, [layer.mixer.window for layer in config.layers])
     token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
     hidden = _embed(parts, token_ids)
-    parts.rotations = add_rotations(parts)
+    add_rotations(parts)
     shares = prepare_layer_inputs(parts, token_ids, hidden) if config.layer_inputs else None
     for index in range(len(config.layers)):
         if index == first_reader(config):
@@ -86,12 +86,19 @@ def _embed(parts: Parts, token_ids: Tensor) -> Tensor:
     if parts.config.embedding_scale != 1.0:
         scale = parts.scalar("embedding/scale", parts.config.embedding_scale)
         hidden = parts.graph.node("embedding/Mul", "Mul", [hidden, scale])
+    if parts.config.embedding_norm:
+        ones = parts.ones(parts.config.hidden_size)
+        hidden = parts.rms_norm("embedding/norm", hidden, ones, parts.config.norm_epsilon)
     return hidden
 
 
 def _add_layer(parts: Parts, index: int, hidden: Tensor) -> Tensor:
     """Add one layer, [T, hidden] -> [T, hidden]."""
     layer = parts.config.layers[index]
+    if parts.config.norm_placement == "parallel":
+        normed = parts.norm(f"layers.{index}/attention_norm", hidden)
+        hidden = MIXERS[layer.mixer.kind].add(parts, index, normed, hidden)
+        return MLPS[layer.mlp.kind].add(parts, index, normed, hidden)
     hidden = _add_branch(parts, index, "attention", MIXERS[layer.mixer.kind], hidden)
     return _add_branch(parts, index, "mlp", MLPS[layer.mlp.kind], hidden)
 
@@ -115,7 +122,7 @@ def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Te
         branch = parts.graph.node(f"{path}/{name}_scale/Mul", "Mul", [branch, scale])
     if placement == "pre":
         return parts.add_residual(f"{path}/{name}_residual", branch, hidden)
-    return parts.norm_add(f"{path}/{name}_residual", parts.norm(f"{path}/{name}_post_norm", branch), hidden)
+    return parts.norm_add(f"{path}/{name}_residual", parts.post_norm(f"{path}/{name}_post_norm", branch), hidden)
 
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:

@@ -67,11 +67,19 @@ class FusedParts(Parts):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")
-        norms = ("query_norm", "key_norm") if config.qk_norm == "head" else ()
-        ports = {f"{name}_weight": self.weight(f"{stem}.{name}.weight") for name in norms}
+        names = ("query_norm", "key_norm")
+        ports = {}
+        if config.qk_norm == "head":
+            ports = {f"{name}_weight": self.weight(f"{stem}.{name}.weight") for name in names}
+        elif config.qk_norm == "unit":
+            ports = {f"{name}_weight": self.ones(config.head_size) for name in names}
         if rotation is not None:
             ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
-        return cache.append_qkv(qkv, self.config.norm_epsilon, ports)
+        scaled = config.query_scale is not None  # such queries are captured once they are scaled
+        query = cache.append_qkv(qkv, self.config.norm_epsilon, ports, captures=not scaled)
+        query = self.scale_query(cache.path, config, query)
+        cache.capture(query)
+        return query
 
     def rounded(self, rotation: Rotation) -> Rotation:
         """Cast cosine and sine, which are float32 here, to the model's type."""
@@ -91,7 +99,7 @@ class FusedParts(Parts):
             f"{path}/RmsNormAdd",
             emitters.rms_norm_add,
             {"x": norm.x, "norm_weight": self.weight(norm.weight), "residual": residual},
-            epsilon=self.config.norm_epsilon,
+            epsilon=norm.epsilon,
         )
         return y
 
@@ -110,7 +118,7 @@ class FusedParts(Parts):
         path = f"{norm.path}/SkipSimplifiedLayerNormalization"
         normed = gs.Variable(f"{path}/output")
         node.op, node.domain, node.name = "SkipSimplifiedLayerNormalization", MICROSOFT, path
-        node.attrs = {"epsilon": self.config.norm_epsilon}
+        node.attrs = {"epsilon": norm.epsilon}
         node.inputs = [*node.inputs, self.weight(norm.weight)]
         node.outputs = [normed, gs.Variable.empty(), gs.Variable.empty(), norm.x]
         return normed

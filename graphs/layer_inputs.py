@@ -15,7 +15,7 @@ import numpy as np
 from ortolan.graphs.builder import Tensor
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.kinds import Shapes, linear_shapes
-from ortolan.graphs.parts import Parts
+from ortolan.graphs.parts import Normed, Parts
 
 STEM = "layer_inputs"
 NORM = "layer_input_norm"
@@ -94,4 +94,6 @@ def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) ->
     share = parts.graph.node(f"{path}/Slice", "Slice", [shares, begin, end, axis])  # [T, size]
     gated = parts.gate(path, parts.linear(f"{path}/gate", hidden), share, options.activation)
     branch = parts.linear(f"{path}/out", gated)
-    return parts.norm_add(f"{path}_residual", parts.norm(f"layers.{index}/{NORM}", branch), hidden)
+    return parts.norm_add(
+        f"{path}_residual", Normed(branch, f"layers.{index}/{NORM}", parts.config.norm_epsilon), hidden
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ortolan.graphs.builder import FLOAT, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import CachedAttention, Step
-from ortolan.graphs.config import AttentionConfig, ModelConfig
+from ortolan.graphs.config import AttentionConfig, ModelConfig, QueryScale
 from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.options import GraphOptions
 
@@ -22,10 +22,12 @@ class Normed:
     Attributes:
         x: [T, features].
         path: of the norm; its weight has the same name.
+        epsilon: added to the mean of squares.
     """
 
     x: Tensor
     path: str
+    epsilon: float
 
     @property
     def weight(self) -> str:
@@ -76,6 +78,7 @@ class Parts:
 
     Attributes:
         rotations: cosine and sine of the step's positions, by rope.
+        query_scales: factors of queries of the step's positions, [T, 1, 1].
         attentions: of the layers so far that have caches of their own, by layer.
         row_axis: name of the axis of rows that layers compute: "T", or "R" where those of `logit_rows` are left.
     """
@@ -87,9 +90,11 @@ class Parts:
         self.formats = formats
         self.step: Step
         self.rotations: dict[str, Rotation] = {}
+        self.query_scales: dict[QueryScale, Tensor] = {}
         self.attentions: dict[int, CachedAttention] = {}
         self.row_axis = "T"
         self._normed: dict[str, Tensor] = {}
+        self._ones: dict[int, Tensor] = {}
 
     def weight(self, name: str) -> Tensor:
         """Refer to a weight by its canonical name."""
@@ -119,9 +124,18 @@ class Parts:
         """Make a scalar constant of the model's type."""
         return self.cast(f"{name}/Cast", self.graph.constant(name, value, np.float32))
 
-    def norm(self, path: str, tensor: Tensor) -> Normed:
-        """Describe an RMSNorm over the last axis, whose weight is named by the path."""
-        return Normed(tensor, path)
+    def norm(self, path: str, tensor: Tensor) -> Tensor | Normed:
+        """Describe the model's norm over the last axis, whose weight is named by the path."""
+        if self.config.norm == "rms":
+            return Normed(tensor, path, self.config.norm_epsilon)
+        attributes = {"axis": -1, "epsilon": self.config.norm_epsilon, "stash_type": FLOAT}
+        inputs = [tensor, self.weight(path.replace("/", ".") + ".weight")]
+        return self.graph.node(f"{path}/LayerNormalization", "LayerNormalization", inputs, attributes)
+
+    def post_norm(self, path: str, tensor: Tensor) -> Normed:
+        """Describe an RMSNorm behind attention or MLP."""
+        epsilon = self.config.post_norm_epsilon
+        return Normed(tensor, path, self.config.norm_epsilon if epsilon is None else epsilon)
 
     def value(self, x: Tensor | Normed) -> Tensor:
         """Compute a norm, once for all its readers; a tensor stays what it is."""
@@ -132,7 +146,14 @@ class Parts:
         return self._normed[x.path]
 
     def _compute_norm(self, norm: Normed) -> Tensor:
-        return self.rms_norm(norm.path, norm.x, self.weight(norm.weight), self.config.norm_epsilon)
+        return self.rms_norm(norm.path, norm.x, self.weight(norm.weight), norm.epsilon)
+
+    def ones(self, size: int) -> Tensor:
+        """Return the weight of a norm that has none, [size]."""
+        if size not in self._ones:
+            constant = self.graph.constant(f"ones/{size}", np.ones(size), np.float32)
+            self._ones[size] = self.cast(f"ones/{size}/Cast", constant)
+        return self._ones[size]
 
     def rms_norm(self, path: str, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Add an RMSNorm over the last axis, always as an operator of its own."""
@@ -184,6 +205,7 @@ class Parts:
         names = ("query", "key") if config.value_is_key else ("query", "key", "value")
         flat = self.projections(path, x, names)
         query, key = (self.heads(path, config, name, part) for name, part in zip(names[:2], flat, strict=False))
+        query = self.scale_query(path, config, query)
         value = self._value_heads(path, config, flat[-1])
         cache.append(key, value)
         cache.capture(query)
@@ -194,13 +216,23 @@ class Parts:
         path, size = f"{layer_path}/{name}", config.head_size
         count = config.num_heads if name == "query" else config.num_kv_heads
         rotation = self.rotations.get(config.rope or "")
+        epsilon = self.config.norm_epsilon
         if config.qk_norm == "projection":
-            flat = self.value(self.norm(f"{path}_norm", flat))
-        if rotation is None or config.qk_norm == "head":
+            flat = self.value(Normed(flat, f"{path}_norm", epsilon))
+        if rotation is None or config.qk_norm in ("head", "unit"):
             flat = self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))
         if config.qk_norm == "head":
-            flat = self.value(self.norm(f"{path}_norm", flat))
+            flat = self.value(Normed(flat, f"{path}_norm", epsilon))
+        if config.qk_norm == "unit":
+            flat = self.rms_norm(f"{path}_norm", flat, self.ones(size), epsilon)
         return flat if rotation is None else self._rotate(path, self.rounded(rotation), flat, (count, size))
+
+    def scale_query(self, layer_path: str, config: AttentionConfig, query: Tensor) -> Tensor:
+        """Multiply queries [T, Hq, D] by the factors of their positions, where the layer has such."""
+        if config.query_scale is None:
+            return query
+        factors = self.query_scales[config.query_scale]
+        return self.graph.node(f"{layer_path}/query_scale/Mul", "Mul", [query, factors])
 
     def _value_heads(self, layer_path: str, config: AttentionConfig, flat: Tensor) -> Tensor:
         """Part the heads of values, and normalise them where the config says so: [T, Hkv * D] -> [T, Hkv, D]."""
@@ -208,8 +240,7 @@ class Parts:
         heads = self.graph.reshape(f"{path}/Reshape", flat, (0, config.num_kv_heads, size))
         if not config.value_norm:
             return heads
-        ones = self.cast(f"{path}_norm/ones/Cast", self.graph.constant(f"ones/{size}", np.ones(size), np.float32))
-        return self.rms_norm(f"{path}_norm", heads, ones, self.config.norm_epsilon)
+        return self.rms_norm(f"{path}_norm", heads, self.ones(size), self.config.norm_epsilon)
 
     def _rotate(self, path: str, rotation: Rotation, flat: Tensor, shape: tuple[int, int]) -> Tensor:
         """Rotate heads (heads, D) of any layout: [T, heads, D]."""

@@ -7,18 +7,27 @@ import onnx
 
 from ortolan import contract
 from ortolan.graphs.builder import FLOAT, INT64, Tensor, emitters
-from ortolan.graphs.config import Rope, RopeTable
+from ortolan.graphs.config import QueryScale, Rope, RopeTable
 from ortolan.graphs.parts import Parts, Rotation
 
 ANGLES = "RopeAngles"
 
 
-def add_rotations(parts: Parts) -> dict[str, Rotation]:
-    """Compute cosine and sine for every rope, in float32 whatever the model's type; plain graphs then round them."""
+def add_rotations(parts: Parts) -> None:
+    """Compute what depends on the positions of a step: `parts.rotations`, and `parts.query_scales`.
+
+    All of it is computed in float32, whatever the model's type; plain graphs then round cosines and sines.
+    """
+    scales = dict.fromkeys(layer.mixer.query_scale for layer in parts.config.layers)
+    if not parts.config.ropes and not any(scales):
+        return
+    positions = parts.graph.input(contract.POSITIONS, INT64, ["T"])
+    parts.rotations = _rotations(parts, positions)
+    parts.query_scales = {scale: _query_scale(parts, scale, positions) for scale in scales if scale is not None}
+
+
+def _rotations(parts: Parts, positions: Tensor) -> dict[str, Rotation]:
     graph, ropes = parts.graph, parts.config.ropes
-    if not ropes:
-        return {}
-    positions = graph.input(contract.POSITIONS, INT64, ["T"])
     variants = any(rope.first_rows if isinstance(rope, RopeTable) else len(rope.variants) > 1 for rope in ropes)
     variant = graph.input(contract.ROPE_VARIANT, INT64, ["T"]) if variants else None
     rotations, column = {}, None
@@ -31,6 +40,23 @@ def add_rotations(parts: Parts) -> dict[str, Rotation]:
             column = _column(parts, positions) if column is None else column
             rotations[rope.name] = _computed(parts, rope, column, variant)
     return rotations
+
+
+def _query_scale(parts: Parts, scale: QueryScale, positions: Tensor) -> Tensor:
+    """Compute the factors of queries, [T, 1, 1]."""
+    graph, path = parts.graph, f"query_scale.{scale.beta:g}.{scale.length:g}"
+    factor = graph.node(f"{path}/Cast", "Cast", [positions], {"to": FLOAT})
+    one = graph.constant("one", 1, np.float32)
+    for name, operands in (
+        ("Div", [graph.constant(f"{path}/length", scale.length, np.float32)]),
+        ("Floor", []),
+        ("Add", [one]),
+        ("Log", []),
+        ("Mul", [graph.constant(f"{path}/beta", scale.beta, np.float32)]),
+    ):
+        factor = graph.node(f"{path}/{name}", name, [factor, *operands])
+    factor = parts.cast(f"{path}/rounded/Cast", graph.node(f"{path}/one/Add", "Add", [factor, one]))
+    return graph.node(f"{path}/Unsqueeze", "Unsqueeze", [factor, graph.constant("axes/last_two", [1, 2], np.int64)])
 
 
 def _column(parts: Parts, positions: Tensor) -> Tensor:

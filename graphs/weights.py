@@ -17,7 +17,8 @@ def norm_names(config: ModelConfig) -> tuple[str, ...]:
     """Name the hidden-size norms of one layer."""
     before = ("attention_norm", "mlp_norm")
     after = ("attention_post_norm", "mlp_post_norm")
-    return {"pre": before, "post": after, "sandwich": before + after}[config.norm_placement]
+    names = {"pre": before, "post": after, "sandwich": before + after, "parallel": before[:1]}
+    return names[config.norm_placement]
 
 
 def weight_shapes(config: ModelConfig) -> Shapes:

@@ -103,6 +103,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
     },
+    "gemma4_moe": {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+    },
     "phi3": {
         "model_type": "phi3",
         "sliding_window": 20,
@@ -147,6 +160,74 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 4.0,
     },
+    "ministral": {
+        "model_type": "ministral",
+        "sliding_window": 12,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        "sliding_window": 20,
+        "rope_parameters": _YARN
+        | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "head_dim": None,
+        "hidden_size": 64,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        "attention_bias": True,
+        "logit_scale": 0.25,
+    },
+    "granite": {
+        "model_type": "granite",
+        "head_dim": None,
+        "hidden_size": 64,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 4.0,
+    },
+    "granite_swa": {
+        "model_type": "granite_swa",
+        "head_dim": None,
+        "hidden_size": 64,
+        "sliding_window": 12,
+        "layer_rope_theta": [0, 10000.0, 10000.0, 500.0],
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "granitemoe_swa": {
+        "model_type": "granitemoe_swa",
+        "head_dim": None,
+        "hidden_size": 64,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 20,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "mellum": {
+        "model_type": "mellum",
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"model_type": "olmo2", "head_dim": None, "hidden_size": 64},
     "olmo3": {"model_type": "olmo3", "head_dim": None, "hidden_size": 64, "sliding_window": 12},
@@ -177,8 +258,10 @@ def _save(family: str, folder: Path, seed: int, **overrides: Any) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            if name.endswith(("router.scale", "per_expert_scale")):
+                parameter.uniform_(0.5, 1.5)
             if family.startswith("gemma4") and "q_norm" in name:
                 parameter.mul_(len(parameter) ** -0.5)  # without a softmax scale, heads would see one key each
         for name, buffer in model.named_buffers():

@@ -7,6 +7,9 @@ import numpy as np
 
 # End to end, float32: largest difference of logits relative to their standard deviation.
 LOGITS_RELATIVE = 2e-4
+# The same at some ten thousand positions: the angles of two libraries differ by a position times the last bit of a
+# frequency, 5e-4 at 9,216.
+LONG_LOGITS_RELATIVE = 5e-4
 # The same for int4 products that round their activations to 8 bits: steps of 1/127 that last bits decide, per layer.
 ROUNDED_ACTIVATIONS_RELATIVE = 0.1
 # A run with evicted caches against one whose caches were built of the kept rows: only GEMM rounding differs.

@@ -23,6 +23,8 @@ class Source:
         transposed: the last two axes of the tensor are those of the weight, swapped.
         alternating: rows of the weight, its second axis, whose first half has the tensor's even ones, the last its odd
             ones.
+        interleaved: size of heads whose pairs of rotated rows follow each other; in the weight, the first rows of all
+            pairs of a head come before the second ones. 0 where they do in the tensor, too.
         parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
             from checkpoints without the tensor `name`.
     """
@@ -32,6 +34,7 @@ class Source:
     plus_one: bool = False
     transposed: bool = False
     alternating: bool = False
+    interleaved: int = 0
     parts: tuple[str, ...] = ()
 
 

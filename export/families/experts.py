@@ -14,8 +14,9 @@ def read_experts(
     config: HfConfig,
     *,
     size_key: str = "intermediate_size",
-    default_count: int,
-    default_taken: int,
+    taken_key: str = "num_experts_per_tok",
+    default_count: int | None = None,
+    default_taken: int | None = None,
     **differences: Any,
 ) -> ExpertsConfig:
     """Read the mixture of a layer; `differences` are its other fields.
@@ -25,10 +26,11 @@ def read_experts(
     Raises:
         CheckpointError: a token would take more experts than there are.
     """
-    count = config.integer("num_local_experts", config.integer("num_experts", default_count))
-    taken = config.integer("num_experts_per_tok", default_taken)
+    key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+    count = config.integer(key, default_count)
+    taken = config.integer(taken_key, default_taken)
     if taken > count:
-        raise CheckpointError(f"config.json: num_experts_per_tok is {taken}; the model has {count} experts")
+        raise CheckpointError(f"config.json: {taken_key} is {taken}; the model has {count} experts")
     values: dict[str, Any] = {
         "intermediate_size": config.integer(size_key),
         "num_experts": count,

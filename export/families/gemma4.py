@@ -1,4 +1,4 @@
-"""Gemma 4 (dense): heads of their own on full layers, shared caches, per-layer embeddings, values made of keys.
+"""Gemma 4: heads of their own on full layers, shared caches, per-layer embeddings, values made of keys, experts.
 
 Where `attention_k_eq_v` is on, the full layers have one projection for both. Keys are its heads normalised, times a
 weight, and rotated; values are the same heads normalised alone. So the cache holds two tensors: neither can be had from
@@ -24,12 +24,13 @@ from ortolan.export.families.base import (
     read_attention,
     read_common,
 )
+from ortolan.export.families.experts import read_experts
 from ortolan.export.families.gemma2 import NORMS, read_gemma_mlp, soft_cap
 from ortolan.export.families.gemma3_vision import PREFIXES, text_section
 from ortolan.export.families.layer_types import FULL, SLIDING, layer_types
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.rope import build_rope, read_rope_spec
-from ortolan.graphs.config import AttentionConfig, LayerConfig, LayerInputs, ModelConfig
+from ortolan.graphs.config import AttentionConfig, BesideConfig, LayerConfig, LayerInputs, MlpConfig, ModelConfig
 
 # transformers' Gemma4TextConfig: checkpoints may leave out what does not differ from it.
 DEFAULTS: dict[str, Any] = {
@@ -69,6 +70,16 @@ LAYER_SOURCES = {
     "layer_input.out": "per_layer_projection",
     "layer_input_norm": "post_per_layer_input_norm",
 }
+EXPERT_SOURCES = {
+    "dense_post_norm.weight": "post_feedforward_layernorm_1.weight",
+    "experts_norm.weight": "pre_feedforward_layernorm_2.weight",
+    "experts_post_norm.weight": "post_feedforward_layernorm_2.weight",
+    "router_norm.weight": "router.scale",
+    "router.weight": "router.proj.weight",
+    "router.expert_scale": "router.per_expert_scale",
+    "experts.gate_up": "experts.gate_up_proj",
+    "experts.down": "experts.down_proj",
+}
 MODEL_SOURCES = {
     "embedding": "embed_tokens_per_layer",
     "projection": "per_layer_model_projection",
@@ -80,7 +91,7 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read the text decoder's config.
 
     Raises:
-        UnsupportedModelError: it has experts, attention in both directions, or a small second vocabulary.
+        UnsupportedModelError: it has attention in both directions, or a small second vocabulary.
         CheckpointError: it contradicts itself.
     """
     _check_supported(config)
@@ -101,11 +112,6 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
 
 
 def _check_supported(config: HfConfig) -> None:
-    if config.flag("enable_moe_block"):
-        raise UnsupportedModelError(
-            "config.json: enable_moe_block is true; the experts of Gemma 4 (26B-A4B) are not supported, only its dense "
-            "models"
-        )
     direction = config.get("use_bidirectional_attention")
     if direction not in (None, "vision"):  # texts are read causally under "vision", too
         raise UnsupportedModelError(
@@ -146,9 +152,23 @@ def _read_layers(config: HfConfig, types: list[str], sections: list[HfConfig]) -
     shared_mlp = replace(own_mlp, intermediate_size=own_mlp.intermediate_size * widening)
     owners = _cache_owners(config, types)
     return tuple(
-        LayerConfig(mixer=_read_mixer(section, kind, owner), mlp=own_mlp if owner is None else shared_mlp, scaled=True)
+        LayerConfig(
+            mixer=_read_mixer(section, kind, owner),
+            mlp=_beside(config, own_mlp if owner is None else shared_mlp),
+            scaled=True,
+        )
         for section, kind, owner in zip(sections, types, owners, strict=True)
     )
+
+
+def _beside(config: HfConfig, dense: MlpConfig) -> MlpConfig | BesideConfig:
+    """Add the mixture of experts to a layer's MLP, where the model has one (26B-A4B)."""
+    if not config.flag("enable_moe_block"):
+        return dense
+    experts = read_experts(
+        config, size_key="moe_intermediate_size", taken_key="top_k_experts", normalise=True, activation=dense.activation
+    )
+    return BesideConfig(dense=dense, experts=experts)
 
 
 def _read_mixer(section: HfConfig, kind: str, owner: int | None) -> AttentionConfig:
@@ -211,6 +231,8 @@ def sources(config: ModelConfig) -> Sources:
     for ours, theirs in MODEL_SOURCES.items():
         found[f"layer_inputs.{ours}.weight"] = Source(name=f"model.{theirs}.weight")
     for i in range(len(config.layers)):
+        for ours, theirs in EXPERT_SOURCES.items():
+            found[f"layers.{i}.mlp.{ours}"] = Source(name=f"model.layers.{i}.{theirs}")
         found[f"layers.{i}.scale"] = Source(name=f"model.layers.{i}.layer_scalar")
         for ours, theirs in LAYER_SOURCES.items():
             found[f"layers.{i}.{ours}.weight"] = Source(name=f"model.layers.{i}.{theirs}.weight")

@@ -6,14 +6,13 @@ from ortolan.export.families.base import (
     Family,
     Source,
     Sources,
-    attention_biases,
     llama_sources,
     one_rope,
-    read_attention,
     read_common,
     same_layers,
 )
 from ortolan.export.families.experts import read_experts
+from ortolan.export.families.granite import granite_factors, read_granite_attention
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import ModelConfig
 
@@ -31,15 +30,12 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json."""
     # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
     experts = read_experts(config, default_count=8, default_taken=2, normalise=True)
-    mixer = read_attention(config, scale=config.positive("attention_multiplier", 1.0), **attention_biases(config))
     return read_common(
         config,
         ARCHITECTURE,
-        same_layers(config, mixer, experts),
+        same_layers(config, read_granite_attention(config), experts),
         one_rope(config, max_context),
-        embedding_scale=config.positive("embedding_multiplier", 1.0),
-        residual_scale=config.positive("residual_multiplier", 1.0),
-        logit_divisor=config.positive("logits_scaling", 1.0),
+        **granite_factors(config),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads `layer_types`, the list that says which layers have a sliding window."""
+"""Reads the lists that say which layers have a sliding window, and which ones a mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.export.hf_config import HfConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+DENSE, SPARSE = "dense", "sparse"
 
 
 def layer_types(config: HfConfig, default: list[str]) -> list[str]:
@@ -35,3 +36,21 @@ def read_layer_types(config: HfConfig, default: list[str], window: int | None) -
     if SLIDING in types and window is None:
         raise CheckpointError("config.json: layer_types has sliding_attention, but there is no sliding_window in use")
     return [window if kind == SLIDING and window else -1 for kind in types]
+
+
+def read_mixtures(config: HfConfig, default: list[bool]) -> list[bool]:
+    """Return of each layer whether its MLP is a mixture, as `mlp_layer_types` says.
+
+    Raises:
+        CheckpointError: the list has another length than the model has layers.
+        UnsupportedModelError: a type is neither dense nor sparse.
+    """
+    types = config.sequence("mlp_layer_types", str, [SPARSE if is_mixture else DENSE for is_mixture in default])
+    count = config.integer("num_hidden_layers")
+    if len(types) != count:
+        raise CheckpointError(f"config.json: mlp_layer_types lists {len(types)} layers, num_hidden_layers is {count}")
+    if unknown := sorted(set(types) - {DENSE, SPARSE}):
+        raise UnsupportedModelError(
+            f"config.json: mlp_layer_types has {', '.join(unknown)}; supported: {DENSE}, {SPARSE}"
+        )
+    return [kind == SPARSE for kind in types]

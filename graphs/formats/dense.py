@@ -44,7 +44,7 @@ class Dense:
                 "residual": linear.residual,
             },
             skip_outputs=int(linear.in_float32 and parts.options.onnx_type != FLOAT),
-            epsilon=parts.config.norm_epsilon,
+            epsilon=parts.config.norm_epsilon if norm is None else norm.epsilon,
             activation=linear.activation,
         )
         if linear.residual is not None:

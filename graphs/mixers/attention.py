@@ -18,10 +18,12 @@ def weights(config: AttentionConfig, hidden_size: int) -> Shapes:
         linear["attention.key"] = (key, hidden_size, c.key_bias)
         if not c.value_is_key:
             linear["attention.value"] = (key, hidden_size, c.value_bias)
+    if c.output_gate != "none":
+        linear["attention.gate"] = (c.num_heads if c.gate_per_head else query, hidden_size, False)
     shapes = linear_shapes({**linear, "attention.output": (hidden_size, query, c.output_bias)})
     if c.learned_sinks:
         shapes["attention.sink_logits"] = (c.num_heads,)
-    if c.qk_norm != "none":
+    if c.qk_norm in ("head", "projection"):
         rows = {"query": query, "key": key} if c.qk_norm == "projection" else {"query": size, "key": size}
         for name in rows if c.shares_cache_with is None else ("query",):
             shapes[f"attention.{name}_norm.weight"] = (rows[name],)
@@ -40,8 +42,23 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
         (flat,) = parts.projections(path, x, ("query",))
         query = parts.heads(path, config, "query", flat)
     attended = attend(cache, path, config, query, _sink_logits(parts, path, config))
+    if config.output_gate != "none":
+        attended = _gated(parts, path, config, attended, x)
     flat = parts.graph.reshape(f"{path}/Reshape", attended, (0, config.num_heads * config.head_size))
     return parts.linear(f"{path}/output", flat, residual)
+
+
+def _gated(parts: Parts, path: str, config: AttentionConfig, attended: Tensor, x: Tensor | Normed) -> Tensor:
+    """Multiply what heads return, [T, Hq, D], by a gate of the layer's input."""
+    gate = parts.linear(f"{path}/gate", x)
+    if config.output_gate == "sigmoid":
+        gate = parts.graph.node(f"{path}/gate/Sigmoid", "Sigmoid", [gate])
+    else:
+        wide = parts.in_float32(f"{path}/gate/wide/Cast", gate)
+        gate = parts.cast(f"{path}/gate/Cast", parts.graph.node(f"{path}/gate/Softplus", "Softplus", [wide]))
+    size = 1 if config.gate_per_head else config.head_size
+    heads = parts.graph.reshape(f"{path}/gate/Reshape", gate, (0, config.num_heads, size))
+    return parts.graph.node(f"{path}/gate/Mul", "Mul", [attended, heads])
 
 
 def _sink_logits(parts: Parts, path: str, config: AttentionConfig) -> Tensor | None:

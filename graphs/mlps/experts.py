@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ortolan.graphs.builder import Tensor, emitters
 from ortolan.graphs.config import ExpertsConfig
 from ortolan.graphs.kinds import LayerKind, Shapes, linear_shapes
@@ -12,6 +15,8 @@ def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
     """List the weights; those of all experts lie in one tensor, the rows of a gate before those of its factor."""
     count, inner = config.num_experts, config.intermediate_size
     shapes = linear_shapes({"mlp.router": (count, hidden_size, config.router_bias)})
+    if config.selection_bias:
+        shapes["mlp.router.selection_bias"] = (count,)
     shapes["mlp.experts.gate_up"] = (count, 2 * inner, hidden_size)
     shapes["mlp.experts.down"] = (count, hidden_size, inner)
     if config.bias:
@@ -22,23 +27,46 @@ def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
 
 def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -> Tensor:
     """Add one layer's mixture, [T, hidden] -> [T, hidden]."""
-    config, path = parts.config.layers[index].mlp, f"layers.{index}/mlp"
     rows = parts.value(x)
+    logits = parts.linear(f"layers.{index}/mlp/router", rows)
+    return mix(parts, index, parts.config.layers[index].mlp, {"rows": rows, "logits": logits, "residual": residual})
+
+
+def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Tensor | None]) -> Tensor:
+    """Add the experts that a router chooses.
+
+    Args:
+        parts: of the decoder.
+        index: of the layer.
+        config: of the mixture.
+        inputs: "rows" [T, hidden], "logits" [T, E], and where there are such "residual" [T, hidden] and "expert_scale"
+            [E] float32.
+
+    Returns:
+        [T, hidden].
+    """
+    path, residual = f"layers.{index}/mlp", inputs.get("residual")
     experts, shares = parts.graph.operator(
         f"{path}/MoeGate",
         emitters.moe_gate,
-        {"router_logits": parts.linear(f"{path}/router", rows)},
+        {
+            "router_logits": inputs["logits"],
+            "selection_bias": _selection_bias(parts, path) if config.selection_bias else None,
+            "expert_scale": inputs.get("expert_scale"),
+        },
         num_outputs=2,
         top_k=config.experts_per_token,
+        scoring=config.scoring,
         normalise=int(config.normalise),
+        scale=config.scale,
     )
     names = ("gate_up", "down", *(("gate_up_bias", "down_bias") if config.bias else ()))
-    clamp = {"limit": config.limit, "alpha": config.alpha} if config.activation == "clamped_silu" else {}
+    clamp: dict[str, Any] = {"limit": config.limit, "alpha": config.alpha} if config.activation == "clamped_silu" else {}
     (y,) = parts.graph.operator(
         f"{path}/MoeExperts",
         emitters.moe_experts,
         {
-            "x": rows,
+            "x": inputs["rows"],
             "experts": experts,
             "weights": shares,
             **{name: parts.weight(f"layers.{index}.mlp.experts.{name}") for name in names},
@@ -50,6 +78,11 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
     if residual is not None:
         parts.graph.describe(y, parts.options.onnx_type, (parts.row_axis, parts.config.hidden_size))
     return y
+
+
+def _selection_bias(parts: Parts, path: str) -> Tensor:
+    weight = parts.weight(f"{path}.router.selection_bias".replace("/", "."))
+    return parts.in_float32(f"{path}/selection_bias/Cast", weight)
 
 
 MLP = LayerKind(weights=weights, add=add)

@@ -129,9 +129,9 @@ def test_an_architecture_is_not_mistaken_for_another(refused, checkpoint, tmp_pa
     text = path.read_text()
     path.write_text(text.replace("LlamaForCausalLM", "DbrxForCausalLM"))
     line = refused("export", str(checkpoint), str(target))
-    assert "does not support architecture DbrxForCausalLM; supported: Gemma2ForCausalLM" in line
+    assert "does not support architecture DbrxForCausalLM; supported: Cohere2ForCausalLM" in line
     assert "did you mean" not in line
-    path.write_text(text.replace("LlamaForCausalLM", "GraniteForCausalLM"))
+    path.write_text(text.replace("LlamaForCausalLM", "NemotronForCausalLM"))
     assert "`ortolan convert` makes a model folder of that" in refused("export", str(checkpoint), str(target))
     assert main(["export", str(checkpoint), str(target)]) == 2
     assert not target.exists()

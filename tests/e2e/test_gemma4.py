@@ -130,7 +130,6 @@ def test_keys_and_values_of_layers_that_share_a_cache_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"enable_moe_block": True}, UnsupportedModelError, "enable_moe_block is true; the experts"),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "use_bidirectional_attention is 'all'"),
         ({"vocab_size_per_layer_input": 100}, UnsupportedModelError, "vocab_size_per_layer_input is 100; .* 131"),
         ({"per_layer_config": {"1": {"sliding_window": 3}}}, UnsupportedModelError, "layer 1 its own sliding_window"),

@@ -1,4 +1,4 @@
-"""Mixtures of experts against transformers where routing is special, and with what sessions and engines do."""
+"""Mixtures of experts where routing is special, and layers with parts of their own in sessions and engines."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,8 @@ from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 import ortolan
 from ortolan import Engine, SnapKv
 
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss")
+MIXTURES = ("gemma4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "mellum", "mixtral", "olmoe", "qwen3_moe")
+LAYERS_OF_THEIR_OWN = ("cohere2", "granite_swa", "ministral3")
 MAX_CONTEXT, DECODED_TOKENS = 512, 20
 ROUTERS = {"granitemoe": "block_sparse_moe.router.layer.weight", "mixtral": "block_sparse_moe.gate.weight"}
 ROUTER = "mlp.gate.weight"
@@ -74,7 +75,7 @@ def test_an_expert_that_no_token_takes(family, chunk_size, tmp_path):
     check_against_transformers(checkpoint, tmp_path, chunk_size)
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=(*MIXTURES, *LAYERS_OF_THEIR_OWN))
 def folders(request):
     """A family's model, and the same one with paged caches."""
     checkpoint = shared_checkpoint(request.param, seed=5, eos_token_id=None)

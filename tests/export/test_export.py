@@ -139,8 +139,10 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["DbrxForCausalLM"]}, UnsupportedModelError, r"DbrxForCausalLM; supported: Gemma2F"),
-        ({"architectures": ["GraniteForCausalLM"]}, UnsupportedModelError, "`ortolan convert` makes a model folder"),
+        ({"architectures": ["DbrxForCausalLM"]}, UnsupportedModelError, r"DbrxForCausalLM; supported: Cohere2F"),
+        ({"architectures": ["MiMoV2FlashForCausalLM"]}, UnsupportedModelError, r"MiMoV2FlashForCausalLM: .*v_head_dim"),
+        ({"architectures": ["Gemma3nForCausalLM"]}, UnsupportedModelError, "Gemma3nForCausalLM: .*altup_num_inputs"),
+        ({"architectures": ["NemotronForCausalLM"]}, UnsupportedModelError, "`ortolan convert` makes a model folder"),
         ({"architectures": ...}, UnsupportedModelError, "none"),
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantized"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, "relu6"),

@@ -18,7 +18,7 @@ from ortolan import contract
 from ortolan.errors import ConfigError
 from ortolan.export.families.base import Family, Source
 from ortolan.export.registry import FAMILIES
-from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, Rope, RopeVariant
+from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, QueryScale, Rope, RopeVariant
 from ortolan.graphs.kinds import LayerKind, linear_shapes
 from ortolan.graphs.mlps import MLPS
 from ortolan.graphs.weights import weight_shapes
@@ -307,6 +307,7 @@ def test_logits_are_those_of_the_rows_that_are_asked_for(toy):
         (replace(FULL, shares_cache_with=0, window=5), "window must be the same"),
         (replace(FULL, shares_cache_with=0, head_size=8), "head_size must be the same"),
         (replace(FULL, shares_cache_with=0, num_kv_heads=1), "num_kv_heads must be the same"),
+        (replace(FULL, shares_cache_with=0, query_scale=QueryScale(beta=0.1, length=8)), "cannot have a query_scale"),
     ],
 )
 def test_caches_that_cannot_be_shared_are_refused(mixer, message):

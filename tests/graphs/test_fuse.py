@@ -19,12 +19,19 @@ from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
 PROJECTION_NORM = ("olmo2", "olmo3", "olmoe")
-SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "gemma4", "gemma4_unified", "olmo2", "olmo3")
+POST_NORM = ("olmo2", "olmo3", "exaone4")
+SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "gemma4", "gemma4_unified", "gemma4_moe", *POST_NORM)
+PARALLEL = ("cohere2",)  # and LayerNorms, which nothing folds
 PER_LAYER_EMBEDDINGS = ("gemma4",)
-KEYS_AS_VALUES = ("gemma4_unified",)  # in full layers
-SCALED = ("gemma4", "gemma4_unified")
-MIXTURES = {"qwen3_moe": (0, 2, 3), "mixtral": range(4), "olmoe": range(4), "granitemoe": range(4), "gpt_oss": range(4)}
-SCALED_RESIDUALS = ("granitemoe",)
+KEYS_AS_VALUES = ("gemma4_unified", "gemma4_moe")  # in full layers
+SCALED = ("gemma4", "gemma4_unified", "gemma4_moe")
+MIXTURES = dict.fromkeys(("mixtral", "olmoe", "granitemoe", "granitemoe_swa", "gpt_oss"), range(4)) | {
+    "qwen3_moe": (0, 2, 3),
+    "mellum": (1, 2, 3),
+}
+BESIDE = ("gemma4_moe",)  # mixtures that have a gated MLP beside them
+SCALED_RESIDUALS = ("granite", "granite_swa", "granitemoe", "granitemoe_swa")
+SCALED_QUERIES = ("ministral3",)
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -72,13 +79,14 @@ def test_patterns_fuse_wherever_they_hold(exported):
     layers, embedded = len(manifest.layers), family in PER_LAYER_EMBEDDINGS
     sharing = sum(layer.cache_of is not None for layer in manifest.layers)
     mixtures = len(MIXTURES.get(family, ()))  # a router has the place of a gate and its down
-    norms = 0 if family in SCALED_RESIDUALS else mixtures
+    beside = layers if family in BESIDE else 0
+    norms = 2 * beside + (0 if family in SCALED_RESIDUALS else mixtures)
     assert counts == {
-        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded - mixtures,
+        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside - mixtures,
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
-        "RmsNormAdd": (2 + embedded) * layers if family in SANDWICH_OR_POST_NORM else 0,
+        "RmsNormAdd": (2 + embedded) * layers + beside if family in SANDWICH_OR_POST_NORM else 0,
         "Gemm": 0,
         "RMSNormalization": (2 * layers if projection else sharing + embedded) + norms,
         "RotaryEmbedding": 2 * layers if projection else sharing,
@@ -100,29 +108,38 @@ def describe(node):
 
 def expected_layer(family, index, layer):
     """List what `describe` says of a layer of a family, a SnapKvCapture aside."""
-    before = "" if family in ("olmo2", "olmo3") else " norm"
+    before = "" if family in (*POST_NORM, *PARALLEL) else " norm"
     after = ["RmsNormAdd"] if family in SANDWICH_OR_POST_NORM else []
-    bias = " bias" if family in ("llama_biased", "gpt_oss") else ""
-    qkv_bias = " bias" if family in ("llama_biased", "qwen2", "gpt_oss") else ""
+    bias = " bias" if family in ("llama_biased", "granite", "gpt_oss") else ""
+    qkv_bias = " bias" if family in ("llama_biased", "granite", "qwen2", "gpt_oss", "cohere2") else ""
+    output_bias = " bias" if family in ("llama_biased", "granite", "gpt_oss", "cohere2") else ""
     residual = "" if after or family in SCALED_RESIDUALS else " residual"
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
     query = [f"{whole}{before}{qkv_bias}", append] if layer.cache_of is None else ["query norm"]
-    attention = [*query, "SwaAttention", f"output{bias}{residual}", *after]
+    attention = [*query, "SwaAttention", f"output{output_bias}{residual}", *after]
     embedded = ["gate", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
     if index in MIXTURES.get(family, ()):
         return [*attention, f"router{bias}", "MoeGate", "MoeExperts"]
-    return [*attention, f"gate_up{before}{bias} {activation}", f"down{bias}{residual}", *after, *embedded]
+    gate_up, down = f"gate_up{before}{bias} {activation}", f"down{bias}{residual}"
+    if family in BESIDE:
+        return [*attention, gate_up, "router norm", down, "MoeGate", "MoeExperts", *after, *after]
+    if family in PARALLEL:
+        return [attention[0], gate_up, *attention[1:], down]
+    return [*attention, gate_up, down, *after, *embedded]
 
 
 def expected_plain(family, index, layer):
     """List the standard operators that are left of a layer: heads are flattened, and little else."""
     query = [] if layer.cache_of is None else ["Reshape", "RMSNormalization", "Reshape", "RotaryEmbedding", "Reshape"]
     embedded = ["Slice", "Gelu", "Mul"] if family in PER_LAYER_EMBEDDINGS else []
-    around = ["Mul", "Mul", "Add"] if family in SCALED_RESIDUALS else ["RMSNormalization"]
-    mixture = around if index in MIXTURES.get(family, ()) else []
-    return [*query, "Reshape", *embedded, *mixture, *["Mul"] * (family in SCALED)]
+    is_mixture = index in MIXTURES.get(family, ())
+    norms = ["RMSNormalization"] * ((is_mixture and family not in SCALED_RESIDUALS) + 2 * (family in BESIDE))
+    norms += ["LayerNormalization"] * (family in PARALLEL)
+    sums = ["Mul", "Add", "Mul", *["Add"] * (not is_mixture)] if family in SCALED_RESIDUALS else []
+    factors = ["Mul"] * ((family in SCALED) + (family in BESIDE) + (family in SCALED_QUERIES))
+    return [*query, "Reshape", *embedded, *norms, *sums, *factors]
 
 
 def test_layers_are_these_operators(exported):
@@ -136,7 +153,7 @@ def test_layers_are_these_operators(exported):
         assert family in PROJECTION_NORM or sorted(left) == sorted(expected_plain(family, index, layer)), (
             f"layer {index}"
         )
-    assert describe(ours[-1]) == "head norm"
+    assert describe(ours[-1]) == ("head" if family in PARALLEL else "head norm")
     captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
 

@@ -154,6 +154,19 @@ def test_decode_in_steps_equals_decode_at_once_across_spans():
     assert_same_bits(run_chunks(layer, prompt, [1000, *[4] * 25]), at_once)
 
 
+@pytest.mark.parametrize("window", [512, 1024])
+def test_a_long_context_in_a_ring_of_wide_heads(window):
+    """The rings of Gemma 4: 9,216 tokens, of which the last 1,024 come one by one, 16 by 16, or in chunks."""
+    layer = Layer(window=window, capacity=window + 1024, heads=2, kv_heads=1, head_size=256)
+    prompt = draw_prompt(layer, 9216)
+    decoded = [run_chunks(layer, prompt, [1024] * 8 + ways) for ways in ([1] * 1024, [DECODE_TOKENS] * 64)]
+    read = [run_chunks(layer, prompt, ways) for ways in ([1024] * 9, [512] * 18)]
+    assert_same_bits(decoded[0], decoded[1])
+    assert_same_bits(read[0], read[1])
+    if len(families()) == 1:
+        assert_same_bits(decoded[0], read[0])
+
+
 @pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 192, 256, 512])
 @pytest.mark.parametrize("tokens", [2, 4, 8, 16])
 def test_a_step_of_tokens_equals_as_many_steps_of_one(size, tokens):
