@@ -140,10 +140,12 @@ class ExpertsConfig:
         scoring: how a router's logits become scores, of which a token's weights are the largest.
         normalise: whether a token's weights are divided by their sum.
         scale: factor of all weights, after that.
+        logit_softcap: of the router's logits; 0 means none.
         selection_bias: whether a learned bias joins the scores by which experts are chosen, not the weights.
         limit: of "clamped_silu", the bound of its inputs.
         alpha: of "clamped_silu", the factor in its sigmoid.
         bias: whether the experts' products have one.
+        shared_size: of a gated MLP that every token takes beside its experts; 0 where there is none.
         kind: a key of `ortolan.graphs.mlps.MLPS`.
     """
 
@@ -154,11 +156,13 @@ class ExpertsConfig:
     scoring: Scoring = "softmax"
     normalise: bool = False
     scale: float = 1.0
+    logit_softcap: float = 0.0
     selection_bias: bool = False
     limit: float = 7.0
     alpha: float = 1.702
     bias: bool = False
     router_bias: bool = False
+    shared_size: int = 0
     kind: str = "experts"
 
 

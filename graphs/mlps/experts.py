@@ -1,9 +1,14 @@
-"""A mixture of experts: a router chooses gated MLPs for each token, and their results are summed by its weights."""
+"""A mixture of experts: a router chooses gated MLPs for each token, and their results are summed by its weights.
+
+Where there is a shared expert, a gated MLP that every token takes, its result is added.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ortolan.graphs.builder import Tensor, emitters
 from ortolan.graphs.config import ExpertsConfig
@@ -19,6 +24,9 @@ def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
         shapes["mlp.router.selection_bias"] = (count,)
     shapes["mlp.experts.gate_up"] = (count, 2 * inner, hidden_size)
     shapes["mlp.experts.down"] = (count, hidden_size, inner)
+    if config.shared_size:
+        into, out = (config.shared_size, hidden_size, False), (hidden_size, config.shared_size, False)
+        shapes |= linear_shapes({"mlp.shared.gate": into, "mlp.shared.up": into, "mlp.shared.down": out})
     if config.bias:
         shapes["mlp.experts.gate_up_bias"] = (count, 2 * inner)
         shapes["mlp.experts.down_bias"] = (count, hidden_size)
@@ -27,9 +35,14 @@ def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
 
 def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -> Tensor:
     """Add one layer's mixture, [T, hidden] -> [T, hidden]."""
+    config, path = parts.config.layers[index].mlp, f"layers.{index}/mlp"
     rows = parts.value(x)
-    logits = parts.linear(f"layers.{index}/mlp/router", rows)
-    return mix(parts, index, parts.config.layers[index].mlp, {"rows": rows, "logits": logits, "residual": residual})
+    if config.shared_size:
+        inner = parts.gated(f"{path}/shared", rows, config.activation)
+        residual = parts.linear(f"{path}/shared/down", inner, residual)
+        parts.graph.describe(residual, parts.options.onnx_type, (parts.row_axis, parts.config.hidden_size))
+    logits = parts.linear(f"{path}/router", rows)
+    return mix(parts, index, config, {"rows": rows, "logits": logits, "residual": residual})
 
 
 def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Tensor | None]) -> Tensor:
@@ -50,7 +63,7 @@ def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Te
         f"{path}/MoeGate",
         emitters.moe_gate,
         {
-            "router_logits": inputs["logits"],
+            "router_logits": _capped(parts, path, config.logit_softcap, inputs["logits"]),
             "selection_bias": _selection_bias(parts, path) if config.selection_bias else None,
             "expert_scale": inputs.get("expert_scale"),
         },
@@ -61,7 +74,8 @@ def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Te
         scale=config.scale,
     )
     names = ("gate_up", "down", *(("gate_up_bias", "down_bias") if config.bias else ()))
-    clamp: dict[str, Any] = {"limit": config.limit, "alpha": config.alpha} if config.activation == "clamped_silu" else {}
+    is_clamped = config.activation == "clamped_silu"
+    clamp: dict[str, Any] = {"limit": config.limit, "alpha": config.alpha} if is_clamped else {}
     (y,) = parts.graph.operator(
         f"{path}/MoeExperts",
         emitters.moe_experts,
@@ -80,9 +94,20 @@ def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Te
     return y
 
 
+def _capped(parts: Parts, path: str, softcap: float, logits: Tensor | None) -> Tensor | None:
+    """Cap the router's logits, in float32."""
+    if logits is None or not softcap:
+        return logits
+    cap = parts.graph.constant(f"{path}/router/softcap", softcap, np.float32)
+    logits = parts.in_float32(f"{path}/router/softcap/Cast", logits)
+    logits = parts.graph.node(f"{path}/router/softcap/Div", "Div", [logits, cap])
+    logits = parts.graph.node(f"{path}/router/softcap/Tanh", "Tanh", [logits])
+    return parts.graph.node(f"{path}/router/softcap/Mul", "Mul", [logits, cap])
+
+
 def _selection_bias(parts: Parts, path: str) -> Tensor:
     weight = parts.weight(f"{path}.router.selection_bias".replace("/", "."))
     return parts.in_float32(f"{path}/selection_bias/Cast", weight)
 
 
-MLP = LayerKind(weights=weights, add=add)
+MLP = LayerKind(weights=weights, add=add, joint={"mlp.shared.gate_up": ("mlp.shared.gate", "mlp.shared.up")})

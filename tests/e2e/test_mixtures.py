@@ -10,7 +10,17 @@ from tolerances import LOGITS_RELATIVE, SAME_LOGITS
 import ortolan
 from ortolan import Engine, SnapKv
 
-MIXTURES = ("gemma4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "mellum", "mixtral", "olmoe", "qwen3_moe")
+MIXTURES = (
+    "gemma4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "laguna",
+    "mellum",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+)
 LAYERS_OF_THEIR_OWN = ("cohere2", "granite_swa", "ministral3")
 MAX_CONTEXT, DECODED_TOKENS = 512, 20
 ROUTERS = {"granitemoe": "block_sparse_moe.router.layer.weight", "mixtral": "block_sparse_moe.gate.weight"}

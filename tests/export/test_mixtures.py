@@ -13,7 +13,7 @@ import ortolan
 from ortolan.errors import CheckpointError, UnsupportedModelError
 
 PROMPT = list(range(3, 40))
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "laguna", "mellum")
 EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
 
 
@@ -111,6 +111,20 @@ def test_tensors_of_experts_are_checked(checkpoint, tmp_path, edit, message):
         ("qwen3_moe", {"decoder_sparse_step": 0}, CheckpointError, "decoder_sparse_step"),
         ("qwen3_moe", {"hidden_act": "relu6"}, UnsupportedModelError, "hidden_act is 'relu6'"),
         ("olmoe", {"clip_qkv": 8.0}, UnsupportedModelError, "clip_qkv is 8.0; supported: null"),
+        (
+            "laguna",
+            {"moe_apply_router_weight_on_input": True},
+            UnsupportedModelError,
+            "moe_apply_router_weight_on_input",
+        ),
+        ("laguna", {"gating": "per-row"}, UnsupportedModelError, "gating is 'per-row'; supported: true, \"per-head\""),
+        ("laguna", {"gating": False}, UnsupportedModelError, "gating is False"),
+        ("laguna", {"num_attention_heads_per_layer": [4]}, CheckpointError, "num_attention_heads_per_layer lists 1 "),
+        ("laguna", {"mlp_layer_types": ["dense"] * 3}, CheckpointError, "mlp_layer_types lists 3 layers"),
+        ("mellum", {"mlp_layer_types": ["dense", "thin"] * 2}, UnsupportedModelError, "mlp_layer_types has thin"),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 1e4]}, CheckpointError, "layer_rope_theta lists 2 layers"),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 1, 0]}, CheckpointError, "layer_rope_theta has 1"),
+        ("gemma4_moe", {"top_k_experts": 7}, CheckpointError, "top_k_experts is 7; the model has 6 experts"),
         ("granitemoe", {"residual_multiplier": 0}, CheckpointError, "residual_multiplier"),
     ],
 )
@@ -120,3 +134,15 @@ def test_configs_are_refused_by_key(family, changes, error, message, tmp_path):
     with pytest.raises(error, match=message):
         ortolan.export(checkpoint, tmp_path / "model", max_context=64)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_gate_can_have_a_factor_for_each_feature(tmp_path):
+    checkpoint = tiny_checkpoint("laguna", tmp_path / "hf", seed=5, gating="per-element")
+    expected = oracle_logits(checkpoint, PROMPT)[-1]
+    assert relative_difference(logits(ortolan.export(checkpoint, tmp_path / "model")), expected) <= LOGITS_RELATIVE
+
+
+def test_a_mixture_may_have_no_shared_expert(tmp_path):
+    checkpoint = tiny_checkpoint("granitemoe_swa", tmp_path / "hf", seed=5, shared_intermediate_size=0)
+    expected = oracle_logits(checkpoint, PROMPT)[-1]
+    assert relative_difference(logits(ortolan.export(checkpoint, tmp_path / "model")), expected) <= LOGITS_RELATIVE

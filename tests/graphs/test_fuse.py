@@ -28,9 +28,13 @@ SCALED = ("gemma4", "gemma4_unified", "gemma4_moe")
 MIXTURES = dict.fromkeys(("mixtral", "olmoe", "granitemoe", "granitemoe_swa", "gpt_oss"), range(4)) | {
     "qwen3_moe": (0, 2, 3),
     "mellum": (1, 2, 3),
+    "laguna": (1, 2, 3),
 }
 BESIDE = ("gemma4_moe",)  # mixtures that have a gated MLP beside them
 SCALED_RESIDUALS = ("granite", "granite_swa", "granitemoe", "granitemoe_swa")
+SHARED_EXPERT = ("granitemoe_swa", "laguna")  # beside the mixture in each of their layers that has one
+GATED_HEADS = ("laguna",)
+CAPPED_ROUTERS = ("laguna",)
 SCALED_QUERIES = ("ministral3",)
 
 
@@ -80,9 +84,11 @@ def test_patterns_fuse_wherever_they_hold(exported):
     sharing = sum(layer.cache_of is not None for layer in manifest.layers)
     mixtures = len(MIXTURES.get(family, ()))  # a router has the place of a gate and its down
     beside = layers if family in BESIDE else 0
+    shared = 2 * mixtures if family in SHARED_EXPERT else 0
+    gates = layers if family in GATED_HEADS else 0
     norms = 2 * beside + (0 if family in SCALED_RESIDUALS else mixtures)
     assert counts == {
-        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside - mixtures,
+        "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside + shared + gates - mixtures,
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
@@ -118,10 +124,13 @@ def expected_layer(family, index, layer):
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
     query = [f"{whole}{before}{qkv_bias}", append] if layer.cache_of is None else ["query norm"]
+    query[1:1] = ["gate norm"] * (family in GATED_HEADS)
     attention = [*query, "SwaAttention", f"output{output_bias}{residual}", *after]
     embedded = ["gate", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
     if index in MIXTURES.get(family, ()):
-        return [*attention, f"router{bias}", "MoeGate", "MoeExperts"]
+        shared = [f"gate_up {activation}"] if family in SHARED_EXPERT else []
+        down = [f"down{residual}"] if family in SHARED_EXPERT else []
+        return [*attention, *shared, f"router{bias}", *down, "MoeGate", "MoeExperts"]
     gate_up, down = f"gate_up{before}{bias} {activation}", f"down{bias}{residual}"
     if family in BESIDE:
         return [*attention, gate_up, "router norm", down, "MoeGate", "MoeExperts", *after, *after]
@@ -138,8 +147,10 @@ def expected_plain(family, index, layer):
     norms = ["RMSNormalization"] * ((is_mixture and family not in SCALED_RESIDUALS) + 2 * (family in BESIDE))
     norms += ["LayerNormalization"] * (family in PARALLEL)
     sums = ["Mul", "Add", "Mul", *["Add"] * (not is_mixture)] if family in SCALED_RESIDUALS else []
+    gates = ["Softplus", "Mul", "Reshape"] if family in GATED_HEADS else []
+    caps = ["Div", "Tanh", "Mul"] if is_mixture and family in CAPPED_ROUTERS else []
     factors = ["Mul"] * ((family in SCALED) + (family in BESIDE) + (family in SCALED_QUERIES))
-    return [*query, "Reshape", *embedded, *norms, *sums, *factors]
+    return [*query, "Reshape", *embedded, *norms, *sums, *gates, *caps, *factors]
 
 
 def test_layers_are_these_operators(exported):
@@ -181,7 +192,9 @@ def test_sums_can_be_formed_in_the_buffers_of_their_residuals(exported):
         for i, n in enumerate(fused.graph.node)
         if len(n.input) > ports.get(n.op_type, 99)
     ]
-    assert len(sums) == (0 if family in (*SANDWICH_OR_POST_NORM, *SCALED_RESIDUALS) else 2 * LAYERS)
+    hidden = 0 if family in (*SANDWICH_OR_POST_NORM, *SCALED_RESIDUALS) else 2 * LAYERS
+    shared = len(MIXTURES[family]) if family in SHARED_EXPERT else 0
+    assert len(sums) == hidden + shared
     tokens = next(v for v in fused.graph.input if v.name == "token_ids").type.tensor_type.shape.dim[0].dim_param
     for index, residual, total in sums:
         assert shapes[total] == shapes[residual]
