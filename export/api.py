@@ -45,7 +45,7 @@ from ortolan.graphs import (
     verify_model,
 )
 from ortolan.graphs.cached_attention import is_evictable
-from ortolan.graphs.config import ModelConfig, Rope
+from ortolan.graphs.config import GatedDeltaConfig, ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.weights import joint_weights
@@ -61,6 +61,7 @@ from ortolan.version import __version__
 DENSE = "dense"
 WEIGHT_KINDS = ("checkpoint", "random")
 MAX_HEAD_SIZE = 256
+MAX_CONV_TAPS = 8
 LARGE_HEAD_SIZE = 512
 
 
@@ -199,12 +200,32 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
 
 def _check_shapes(config: ModelConfig) -> None:
     for mixer in dict.fromkeys(layer.mixer for layer in config.layers):
-        _check_heads(mixer.num_heads, mixer.num_kv_heads, mixer.head_size)
+        if isinstance(mixer, GatedDeltaConfig):
+            _check_delta(mixer)
+        else:
+            _check_heads(mixer.num_heads, mixer.num_kv_heads, mixer.head_size)
     for rope in config.ropes:
         if rope.rotary_size < 2 or rope.rotary_size % 2:
             raise UnsupportedModelError(
                 f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even"
             )
+
+
+def _check_delta(mixer: GatedDeltaConfig) -> None:
+    if mixer.num_value_heads % mixer.num_key_heads:
+        raise UnsupportedModelError(
+            f"{mixer.num_value_heads} value heads of a gated delta network over {mixer.num_key_heads} key heads are "
+            "not supported; the key heads must divide them"
+        )
+    if mixer.key_size > MAX_HEAD_SIZE or mixer.value_size > MAX_HEAD_SIZE:
+        raise UnsupportedModelError(
+            f"heads of {mixer.key_size} and {mixer.value_size} elements in a gated delta network are not supported; "
+            f"supported: up to {MAX_HEAD_SIZE}"
+        )
+    if not 2 <= mixer.conv_taps <= MAX_CONV_TAPS:
+        raise UnsupportedModelError(
+            f"a convolution of {mixer.conv_taps} tokens is not supported; supported: 2 to {MAX_CONV_TAPS}"
+        )
 
 
 def _check_heads(heads: int, kv_heads: int, size: int) -> None:

@@ -16,7 +16,7 @@ from ortolan.errors import MAX_LENGTH, ConfigError, StorageError, truth, whole_n
 from ortolan.export.reading import is_file, reading
 from ortolan.export.tokenizer_files import SIDE_FILES
 from ortolan.graphs import build_evict_model
-from ortolan.graphs.config import AttentionConfig
+from ortolan.graphs.config import GatedDeltaConfig, MixerConfig
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, LayerInfo, Manifest
 
 IDLE_SINK = "sink {} has no effect: no layer of the model has a window; evictions have a sink of their own"
@@ -162,8 +162,19 @@ def _real(target: Path) -> Path:
     return Path(os.path.realpath(target))
 
 
-def describe_layer(mixer: AttentionConfig, *, evictable: bool) -> LayerInfo:
+def describe_layer(mixer: MixerConfig, *, evictable: bool) -> LayerInfo:
     """Say what the manifest does of a layer."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return LayerInfo(
+            window=mixer.window,
+            num_heads=mixer.num_value_heads,
+            num_kv_heads=mixer.num_key_heads,
+            head_size=mixer.key_size,
+            evictable=False,
+            state=mixer.kind,
+            value_size=mixer.value_size,
+            conv_taps=mixer.conv_taps,
+        )
     return LayerInfo(
         window=mixer.window,
         num_heads=mixer.num_heads,

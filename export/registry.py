@@ -29,7 +29,9 @@ from ortolan.export.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from ortolan.export.families.base import Family
@@ -54,9 +56,9 @@ FAMILIES: dict[str, Family] = {
             phi3,
             qwen2,
         ),
-        *(qwen3, qwen3_moe, smollm3),
+        *(qwen3, qwen3_moe, qwen3_next, smollm3),
     )
-} | {family.architecture: family for family in gemma4.FAMILIES}
+} | {family.architecture: family for family in (*gemma4.FAMILIES, *qwen3_5.FAMILIES)}
 
 # What onnxruntime-genai's model builder writes in a form that is converted, as far as it was tried.
 CONVERTIBLE = frozenset(

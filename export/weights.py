@@ -49,6 +49,9 @@ class CheckpointWeights:
         """Yield consecutive rows of one weight, mapped from its file."""
         for source in self._tensors(name):
             tensor = self._checkpoint.read(source.name, source.rows)
+            if source.strides:
+                yield from _strided(tensor, source)
+                continue
             step = max(1, source.interleaved)  # heads stay whole
             rows = step * max(1, _SLAB_BYTES // (step * max(1, tensor.nbytes // max(1, len(tensor)))))
             for begin in range(0, len(tensor), rows):
@@ -86,8 +89,11 @@ class CheckpointWeights:
             raise CheckpointError(
                 f"{source.name} in {entry.file} is {entry.element_type}; supported: {', '.join(_READ_TYPES)}"
             )
-        if source.rows is None:
-            fits = entry.shape == shape
+        if source.strides:
+            taken = sum(end - begin for begin, end in source.strides)
+            fits = entry.shape == (shape[0] // taken * source.period, *shape[1:]) and shape[0] % taken == 0
+        elif source.rows is None:
+            fits = entry.shape == ((shape[0], 1, *shape[1:]) if source.squeezed else shape)
         else:
             fits = len(entry.shape) == len(shape) and entry.shape[1:] == shape[1:] and entry.shape[0] >= source.rows[1]
         if not fits:
@@ -97,8 +103,18 @@ class CheckpointWeights:
             )
 
 
+def _strided(tensor: Array, source: Source) -> Iterator[Array]:
+    """Yield the rows of each stride, one period after another."""
+    periods = tensor.reshape(-1, source.period, *tensor.shape[1:])
+    for begin, end in source.strides:
+        for period in periods:
+            yield period[begin:end]
+
+
 def _arranged(slab: Array, source: Source) -> Array:
     """Turn leading rows of a tensor into those of the weight."""
+    if source.squeezed:
+        slab = slab.reshape(len(slab), *slab.shape[2:])
     if source.plus_one:
         return slab.astype(np.float32) + 1
     if source.transposed:

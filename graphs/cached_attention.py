@@ -9,7 +9,7 @@ import numpy as np
 
 from ortolan import contract
 from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
-from ortolan.graphs.config import AttentionConfig
+from ortolan.graphs.config import AttentionConfig, MixerConfig
 from ortolan.graphs.options import GraphOptions
 
 
@@ -21,10 +21,13 @@ class Step:
     past_len: Tensor  # [B] int32
     logit_rows: Tensor  # [R] int64
     block_tables: Mapping[int, Tensor]  # by window, [B, M] int32; empty where caches are contiguous
+    state_slots: Mapping[str, Tensor]  # by kind of state, [B] int32; empty where caches are contiguous
 
 
-def declare_step(graph: GraphBuilder, options: GraphOptions, windows: Iterable[int]) -> Step:
-    """Declare the inputs of a step; a paged graph has a block table for each kind of caches."""
+def declare_step(
+    graph: GraphBuilder, options: GraphOptions, windows: Iterable[int], states: Iterable[str] = ()
+) -> Step:
+    """Declare the inputs of a step; a paged graph has a block table for each kind of caches, and of other states."""
     query_start = graph.input(contract.QUERY_START, INT32, ["B + 1"])
     past_len = graph.input(contract.PAST_LEN, INT32, ["B"])
     logit_rows = graph.input(contract.LOGIT_ROWS, INT64, ["R"])
@@ -32,7 +35,13 @@ def declare_step(graph: GraphBuilder, options: GraphOptions, windows: Iterable[i
     for window in dict.fromkeys(windows) if options.page_size else ():
         kind = contract.cache_kind(window)
         tables[window] = graph.input(contract.block_table(kind), INT32, ["B", f"pages_per_sequence.{kind}"])
-    return Step(query_start=query_start, past_len=past_len, logit_rows=logit_rows, block_tables=tables)
+    slots = {}
+    for kind in dict.fromkeys(states) if options.page_size else ():
+        table = graph.input(contract.block_table(kind), INT32, ["B", 1])
+        slots[kind] = graph.reshape(f"{contract.block_table(kind)}/Reshape", table, (-1,))
+    return Step(
+        query_start=query_start, past_len=past_len, logit_rows=logit_rows, block_tables=tables, state_slots=slots
+    )
 
 
 class CachedAttention:
@@ -147,8 +156,10 @@ class CachedAttention:
             self.graph.output(self._captured, name, self.options.onnx_type, self._capture_shape)
 
 
-def is_evictable(config: AttentionConfig, options: GraphOptions) -> bool:
+def is_evictable(config: MixerConfig, options: GraphOptions) -> bool:
     """Tell whether a layer captures queries and takes a physical length."""
+    if not isinstance(config, AttentionConfig):
+        return False
     return config.window < 0 and options.snapkv_window > 0 and config.shares_cache_with is None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from ortolan.errors import ConfigError
 
@@ -118,6 +118,40 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaConfig:
+    """A gated delta network in the place of attention: a recurrent state for each value head (arXiv 2412.06464).
+
+    Attributes:
+        num_key_heads: Hk.
+        key_size: Dk.
+        num_value_heads: Hv, a multiple of Hk.
+        value_size: Dv.
+        conv_taps: K, tokens that the causal convolution before it sees, itself included.
+        kind: of mixer, a key of `ortolan.graphs.mixers.MIXERS`.
+    """
+
+    num_key_heads: int
+    key_size: int
+    num_value_heads: int
+    value_size: int
+    conv_taps: int
+    kind: str = "gated_delta"
+
+    window: ClassVar[int] = -1
+    rope: ClassVar[str | None] = None
+    query_scale: ClassVar[QueryScale | None] = None
+    shares_cache_with: ClassVar[int | None] = None
+
+    @property
+    def features(self) -> int:
+        """F: features of the convolution, those of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+
+MixerConfig: TypeAlias = AttentionConfig | GatedDeltaConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlpConfig:
     """The MLP of one layer; a kind with other options takes a class of its own with a `kind`.
 
@@ -146,6 +180,7 @@ class ExpertsConfig:
         alpha: of "clamped_silu", the factor in its sigmoid.
         bias: whether the experts' products have one.
         shared_size: of a gated MLP that every token takes beside its experts; 0 where there is none.
+        shared_gate: whether what that returns is multiplied by the sigmoid of a linear layer of one output.
         kind: a key of `ortolan.graphs.mlps.MLPS`.
     """
 
@@ -163,6 +198,7 @@ class ExpertsConfig:
     bias: bool = False
     router_bias: bool = False
     shared_size: int = 0
+    shared_gate: bool = False
     kind: str = "experts"
 
 
@@ -190,7 +226,7 @@ class LayerConfig:
         scaled: whether a learned scalar multiplies what the layer returns.
     """
 
-    mixer: AttentionConfig
+    mixer: MixerConfig
     mlp: Any  # a MlpConfig, or the options of another kind, which names itself by `kind`
     scaled: bool = False
 
@@ -258,6 +294,8 @@ def _check_sharing(layers: tuple[LayerConfig, ...], index: int, owner: int) -> N
     if not 0 <= owner < index:
         raise ConfigError(f"layer {index} shares the cache of layer {owner}; it must be a layer before it")
     theirs, ours = layers[owner].mixer, layers[index].mixer
+    if not isinstance(theirs, AttentionConfig) or not isinstance(ours, AttentionConfig):
+        raise ConfigError(f"layer {index} shares the cache of layer {owner}; both must be attention layers")
     if ours.query_scale is not None:
         raise ConfigError(f"layer {index} shares the cache of layer {owner}; its queries cannot have a query_scale")
     if theirs.shares_cache_with is not None:

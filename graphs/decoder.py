@@ -12,7 +12,7 @@ from ortolan import contract
 from ortolan.custom_ops.schema import OPERATORS
 from ortolan.graphs.builder import FLOAT, INT64, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import declare_step
-from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.config import AttentionConfig, ModelConfig
 from ortolan.graphs.formats import FORMATS
 from ortolan.graphs.fused_parts import FusedParts
 from ortolan.graphs.kinds import LayerKind
@@ -52,7 +52,9 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     formats = formats or Formats(default=FORMATS[options.weight_format])
     shapes = weight_shapes(config) | joint_shapes(config)
     parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
-    parts.step = declare_step(graph, options, [layer.mixer.window for layer in config.layers])
+    attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    states = [layer.mixer.kind for layer in config.layers if not isinstance(layer.mixer, AttentionConfig)]
+    parts.step = declare_step(graph, options, [mixer.window for mixer in attentions], states)
     token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
     hidden = _embed(parts, token_ids)
     add_rotations(parts)
@@ -65,7 +67,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         hidden = hidden if shares is None else add_layer_input(parts, index, hidden, shares)
         hidden = _scale(parts, index, hidden)
     graph.output(_logits(parts, hidden), contract.LOGITS, FLOAT, ["R", config.vocab_size])
-    for cache in parts.attentions.values():
+    for cache in (*parts.attentions.values(), *parts.states.values()):
         cache.declare_outputs()
     model = graph.finish()
     if options.fused:

@@ -73,6 +73,13 @@ class WeightFormat(Protocol):
         """Add a linear layer for CUDA."""
 
 
+class KeptState(Protocol):
+    """What a layer keeps between steps besides keys and values."""
+
+    def declare_outputs(self) -> None:
+        """Declare what the step updated as outputs of the graph."""
+
+
 class Parts:
     """A decoder under construction.
 
@@ -80,6 +87,7 @@ class Parts:
         rotations: cosine and sine of the step's positions, by rope.
         query_scales: factors of queries of the step's positions, [T, 1, 1].
         attentions: of the layers so far that have caches of their own, by layer.
+        states: of the layers so far that keep something else, by layer.
         row_axis: name of the axis of rows that layers compute: "T", or "R" where those of `logit_rows` are left.
     """
 
@@ -92,6 +100,7 @@ class Parts:
         self.rotations: dict[str, Rotation] = {}
         self.query_scales: dict[QueryScale, Tensor] = {}
         self.attentions: dict[int, CachedAttention] = {}
+        self.states: dict[int, KeptState] = {}
         self.row_axis = "T"
         self._normed: dict[str, Tensor] = {}
         self._ones: dict[int, Tensor] = {}

@@ -15,6 +15,8 @@ EVICT_SINK = "sink"
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # slots per page of a paged export
 
+RECENT_TOKENS = 16  # of a recurrent state, which can be taken back
+
 OUTPUT_SUFFIX = "_out"
 OPERATOR_DOMAIN = "ortolan"
 OPERATOR_VERSION = 1
@@ -33,6 +35,11 @@ def key_cache(layer: int) -> str:
 def value_cache(layer: int) -> str:
     """Name the value cache input of one layer, [N, Hkv, P, D]."""
     return f"layer.{layer}.value_cache"
+
+
+def layer_state(layer: int, role: str) -> str:
+    """Name the input of one tensor of what a layer keeps besides keys and values, [N, ...]."""
+    return f"layer.{layer}.{role}"
 
 
 def cache_kind(window: int) -> str:

@@ -41,6 +41,8 @@ class LayerInfo:
         softcap: of attention's logits; 0 means none.
         state: what the layer keeps between steps; "attention": keys and values.
         cache_of: the layer whose keys and values it reads; None where it has caches of its own.
+        value_size: of a recurrent state, Dv; its Hk, Hv and Dk are num_kv_heads, num_heads and head_size.
+        conv_taps: of the convolution before a recurrent state, K.
     """
 
     window: int
@@ -53,6 +55,8 @@ class LayerInfo:
     softcap: float = 0.0
     state: str = "attention"
     cache_of: int | None = None
+    value_size: int = 0
+    conv_taps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

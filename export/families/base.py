@@ -25,6 +25,10 @@ class Source:
             ones.
         interleaved: size of heads whose pairs of rotated rows follow each other; in the weight, the first rows of all
             pairs of a head come before the second ones. 0 where they do in the tensor, too.
+        strides: half-open ranges of rows within every `period` rows of the tensor; those of the first range, in all
+            periods, come first in the weight, and so on. Empty: all rows, as they are.
+        period: of `strides`.
+        squeezed: whether the tensor has a second axis of one element that the weight does not have.
         parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
             from checkpoints without the tensor `name`.
     """
@@ -35,6 +39,9 @@ class Source:
     transposed: bool = False
     alternating: bool = False
     interleaved: int = 0
+    strides: tuple[tuple[int, int], ...] = ()
+    period: int = 0
+    squeezed: bool = False
     parts: tuple[str, ...] = ()
 
 

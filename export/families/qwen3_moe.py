@@ -26,7 +26,7 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     mixer = read_attention(config, qk_norm="head", window=window, **attention_biases(config))
     layers = tuple(
         LayerConfig(mixer=mixer, mlp=_experts(config) if is_mixture else read_mlp(config))
-        for is_mixture in _mixtures(config)
+        for is_mixture in list_mixtures(config)
     )
     return read_common(config, ARCHITECTURE, layers, one_rope(config, max_context))
 
@@ -41,7 +41,7 @@ def _experts(config: HfConfig) -> ExpertsConfig:
     )
 
 
-def _mixtures(config: HfConfig) -> list[bool]:
+def list_mixtures(config: HfConfig) -> list[bool]:
     """Say of each layer whether its MLP is a mixture: every decoder_sparse_step-th, unless it is listed."""
     count, step = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
     dense = config.sequence("mlp_only_layers", int, [])

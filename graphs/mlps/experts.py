@@ -27,6 +27,8 @@ def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
     if config.shared_size:
         into, out = (config.shared_size, hidden_size, False), (hidden_size, config.shared_size, False)
         shapes |= linear_shapes({"mlp.shared.gate": into, "mlp.shared.up": into, "mlp.shared.down": out})
+    if config.shared_gate:
+        shapes |= linear_shapes({"mlp.shared_gate": (1, hidden_size, False)})
     if config.bias:
         shapes["mlp.experts.gate_up_bias"] = (count, 2 * inner)
         shapes["mlp.experts.down_bias"] = (count, hidden_size)
@@ -39,10 +41,22 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
     rows = parts.value(x)
     if config.shared_size:
         inner = parts.gated(f"{path}/shared", rows, config.activation)
-        residual = parts.linear(f"{path}/shared/down", inner, residual)
+        residual = _gated(parts, path, config, rows, inner, residual)
         parts.graph.describe(residual, parts.options.onnx_type, (parts.row_axis, parts.config.hidden_size))
     logits = parts.linear(f"{path}/router", rows)
     return mix(parts, index, config, {"rows": rows, "logits": logits, "residual": residual})
+
+
+def _gated(
+    parts: Parts, path: str, config: ExpertsConfig, rows: Tensor, inner: Tensor, residual: Tensor | None
+) -> Tensor:
+    """Add the second product of the shared expert, behind its gate where it has one, and the residual."""
+    if not config.shared_gate:
+        return parts.linear(f"{path}/shared/down", inner, residual)
+    shared = parts.linear(f"{path}/shared/down", inner)
+    share = parts.graph.node(f"{path}/shared_gate/Sigmoid", "Sigmoid", [parts.linear(f"{path}/shared_gate", rows)])
+    gated = parts.graph.node(f"{path}/shared_gate/Mul", "Mul", [shared, share])
+    return parts.add_residual(f"{path}/shared", gated, residual)
 
 
 def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Tensor | None]) -> Tensor:

@@ -237,13 +237,14 @@ class StoredLayer:
 
     Attributes:
         index, layer: which.
+        manifest: of the model.
         lengths: of the sequence.
         capacity: slots.
     """
 
     def __init__(self, caches: SequenceCaches, index: int, lengths: Lengths) -> None:
         self.index, self.lengths = index, lengths
-        manifest = caches.store.manifest
+        self.manifest = manifest = caches.store.manifest
         self.layer: LayerInfo = manifest.layers[index]
         self.sink = manifest.sink
         self.cache_dtype = manifest.cache_dtype

@@ -150,7 +150,7 @@ class SavedSequence:
         """Fill a state but for the contents of caches."""
         lengths, saved = state.lengths, self._description["lengths"]
         lengths.clear()
-        lengths.logical = lengths.highest = self.logical_length
+        lengths.logical = lengths.highest = lengths.states_from = self.logical_length
         lengths.evicted_at, lengths.captured_from = int(saved["evicted_at"]), int(saved["captured_from"])
         lengths.counts = {int(i): np.array(held, np.int32) for i, held in saved["counts"].items()}
         for index, layer in enumerate(plan.layers):

@@ -2,7 +2,8 @@
 
 Logical length: tokens read. Physical length: tokens that a full-attention cache holds, per kv head; equal to
 the logical length until an eviction. `highest`: the largest length the rings were ever written to. `rings_from`: the
-shortest length that rings can go back to, where a saved session left older slots out.
+shortest length that rings can go back to, where a saved session left older slots out. `states_from`: the shortest
+length that recurrent states can go back to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ortolan.contract import RECENT_TOKENS
 
 Positions: TypeAlias = npt.NDArray[np.int32]
 Counts: TypeAlias = npt.NDArray[np.int32]
@@ -23,6 +26,7 @@ class Lengths:
         logical: tokens read.
         highest: the largest length that was ever written.
         rings_from: the shortest length that rings can go back to.
+        states_from: the shortest length that recurrent states can go back to.
         evicted_at: logical length at the last eviction; nothing before it can be rewound to.
         captured_from: queries from here to the logical length, at most a window's, are captured.
         kept: positions that each evictable layer kept at the last eviction, [Hkv, K], -1 behind a shorter list.
@@ -37,6 +41,7 @@ class Lengths:
         self.logical = 0
         self.highest = 0
         self.rings_from = 0
+        self.states_from = 0
         self.evicted_at = 0
         self.captured_from = 0
         self.kept: dict[int, Positions] = {}
@@ -86,6 +91,7 @@ class Lengths:
     def discard(self, count: int, capture_rows: int) -> None:
         """Record that `count` tokens were written past the logical length, and do not count."""
         written = self.logical + count
+        self.states_from = written if count > RECENT_TOKENS else max(self.states_from, written - RECENT_TOKENS)
         self.highest = max(self.highest, written)
         # They took the rows of the queries `capture_rows` before them.
         self.captured_from = max(self.captured_from, min(self.logical, written - capture_rows))

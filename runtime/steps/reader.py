@@ -41,9 +41,13 @@ class Reader:
             )
         lengths = self._state.lengths
         # Rings have room for a chunk behind a window, so that as many tokens may have been written and not read.
-        was_spoiled = max(lengths.highest - self._plan.chunk_size, lengths.rings_from) > lengths.logical
-        if was_spoiled and self._feeder.rewind_problem(lengths.logical):
-            raise CapacityError("a failed step overwrote ring history; call rewind(0) and read the sequence again")
+        reached = lengths.highest - self._plan.chunk_size
+        if max(reached, lengths.rings_from, lengths.states_from) > lengths.logical and self._feeder.rewind_problem(
+            lengths.logical
+        ):
+            raise CapacityError(
+                "a failed step overwrote what the next one needs; call rewind(0) and read the sequence again"
+            )
         return tokens
 
     def read_prompt(
