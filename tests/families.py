@@ -159,6 +159,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe": {
         "model_type": "qwen3_5_moe_text",
+        "initializer_range": 0.1,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,

@@ -36,6 +36,7 @@ SHARED_EXPERT = ("granitemoe_swa", "laguna")  # beside the mixture in each of th
 GATED_HEADS = ("laguna",)
 CAPPED_ROUTERS = ("laguna",)
 SCALED_QUERIES = ("ministral3",)
+HYBRIDS = {"qwen3_next": (0, 2, 3), "qwen3_5": (), "qwen3_5_moe": range(4)}  # and their mixtures
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -76,6 +77,8 @@ def test_an_eviction_reads_the_same_captures(exported, tmp_path):
 
 def test_patterns_fuse_wherever_they_hold(exported):
     family, folder = exported
+    if family in HYBRIDS:
+        pytest.skip("hybrids have a test of their own")
     plain, fused = load_graphs(folder)
     counts = count_fusions(fused)
     projection = family in PROJECTION_NORM
@@ -155,6 +158,8 @@ def expected_plain(family, index, layer):
 
 def test_layers_are_these_operators(exported):
     family, folder = exported
+    if family in HYBRIDS:
+        pytest.skip("hybrids have a test of their own")
     fused = load_graphs(folder)[1]
     ours = [node for node in fused.graph.node if node.domain == "ortolan" and node.op_type != "SnapKvCapture"]
     for index, layer in enumerate(read_manifest(folder).layers):
@@ -167,6 +172,20 @@ def test_layers_are_these_operators(exported):
     assert describe(ours[-1]) == ("head" if family in PARALLEL else "head norm")
     captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
     assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_hybrids_are_these_operators(family):
+    folder = shared_model(shared_checkpoint(family, seed=5), max_context=512, chunk_size=16)
+    fused = load_graphs(folder)[1]
+    delta = ["qkv", "gate", "beta", "decay", "CausalConv", "GatedDeltaRule", "output residual"]
+    attention = ["gate norm", "qkv norm", "QkvRopeAppend", "SwaAttention", "output residual"]
+    mixture = ["shared_gate", "gate_up silu_mul", "down", "router", "MoeGate", "MoeExperts"]
+    for index, layer in enumerate(read_manifest(folder).layers):
+        ours = [n for n in fused.graph.node if n.domain == "ortolan" and n.name.startswith(f"layers.{index}/")]
+        mlp = mixture if index in HYBRIDS[family] else ["gate_up norm silu_mul", "down residual"]
+        mixer = attention if layer.state == "attention" else delta
+        assert sorted(map(describe, ours)) == sorted([*mixer, *mlp]), f"layer {index}"
 
 
 def test_the_whole_graph_is_these_operators_in_this_order(exported):
