@@ -72,6 +72,10 @@ struct GatedDeltaRuleParams {
     const int64_t missing = past == 0 ? 0 : past - state_len[row];
     return missing < 0 ? 0 : missing > recent_tokens ? recent_tokens : missing;
   }
+  // Whether a step's updates go to other rows than those of the updates that it applies.
+  ORTOLAN_HOST_DEVICE bool keeps_apart(int64_t pending, int64_t tokens) const {
+    return pending + tokens <= recent_tokens;
+  }
   ORTOLAN_HOST_DEVICE int64_t state_row(int64_t row, int64_t value_head) const {
     return (row * num_value_heads + value_head) * key_size * value_size;
   }

@@ -76,17 +76,29 @@ class DeltaSteps {
     columns_ = left < 0 ? 0 : left > 4 ? 4 : static_cast<int>(left);
   }
 
-  // `reads_long`: also the tokens of sequences that keep no updates.
-  __device__ __forceinline__ void run(bool reads_long) {
-    if (sequence_.count == 0) return;
-    const bool keeps = p_.keeps_updates(sequence_.count);
-    const int64_t pending = p_.pending(sequence_.row, sequence_.past);
+  // `reads_long`: also the tokens of sequences that keep no updates. Calls arrive(), once, when the block has
+  // read all that other blocks of its sequence may write.
+  template <typename Arrive>
+  __device__ __forceinline__ void run(bool reads_long, Arrive arrive) {
+    if (sequence_.count == 0) return arrive();
+    const bool keeps = p_.keeps_updates(sequence_.count), reads = keeps || reads_long;
     load_state();
+    if (reads) load_tile(0, tile_count(0));
+    const int64_t pending = p_.pending(sequence_.row, sequence_.past);
     for (int64_t position = sequence_.past - pending; position < sequence_.past; ++position)
       apply_kept(position);
+    arrive();
     if (pending > 0 || sequence_.past == 0) store_state();
-    if (!keeps && !reads_long) return;
-    for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) read_tile(first, keeps);
+    if (!reads) return;
+    if (keeps && p_.keeps_apart(pending, sequence_.count)) keep_shared();
+    for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) {
+      if (first > 0) {
+        __syncthreads();
+        load_tile(first, tile_count(first));
+        __syncthreads();
+      }
+      read_tile(first, keeps);
+    }
     if (!keeps) store_state();
   }
 
@@ -127,33 +139,73 @@ class DeltaSteps {
     apply(key, update, expf(p_.recent_decays[kept * p_.num_value_heads + head_]));
   }
 
-  // A warp normalises the keys and queries of every fourth token.
+  __device__ __forceinline__ int tile_count(int64_t first) const {
+    const int64_t left = sequence_.count - first;
+    return static_cast<int>(left < tile_tokens_ ? left : tile_tokens_);
+  }
+
+  // A warp normalises the keys and queries of every fourth token. All its loads start before their first use.
   __device__ __forceinline__ void load_tile(int64_t first, int count) {
+    constexpr int kLaneKeys = kRows * kDeltaGroups / 32;
     const int lane = threadIdx.x % 32;
     for (int t = threadIdx.x / 32; t < count; t += kDeltaThreads / 32) {
       const int64_t token = sequence_.first + first + t;
-      const Element* key = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
-      const Element* query = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
-      const float key_factor = unit_factor(p_, key, lane), query_factor = unit_factor(p_, query, lane);
-      float dot = 0;
-      for (int i = lane; i < p_.key_size; i += 32) {
-        const float k = to_float(key[i]) * key_factor, q = to_float(query[i]) * query_factor;
-        keys_[t * p_.key_size + i] = k;
-        queries_[t * p_.key_size + i] = q;
-        dot = fmaf(q, k, dot);
-      }
-      dot = warp_sum(dot);
       const int64_t row = token * p_.num_value_heads + head_;
       const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + lane;
+      const Element* keys = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
+      const Element* queries = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
+      float key[kLaneKeys], query[kLaneKeys];
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        const bool exists = i * 32 + lane < p_.key_size;
+        key[i] = exists ? to_float(keys[i * 32 + lane]) : 0.0f;
+        query[i] = exists ? to_float(queries[i * 32 + lane]) : 0.0f;
+      }
+      const float decay = p_.decay[row], beta = p_.beta[row];
+      float value = 0;
+      if (column < p_.value_size)
+        value = to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column]);
+      float squares[2] = {0, 0}, dot = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        squares[0] = fmaf(key[i], key[i], squares[0]);
+        squares[1] = fmaf(query[i], query[i], squares[1]);
+      }
+      fold_lanes<16, 1>(squares, Add());
+      const float key_factor = length_factor(p_, squares[0]), query_factor = length_factor(p_, squares[1]);
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        key[i] *= key_factor;
+        query[i] *= query_factor;
+        dot = fmaf(query[i], key[i], dot);
+        if (i * 32 + lane >= p_.key_size) continue;
+        keys_[t * p_.key_size + i * 32 + lane] = key[i];
+        queries_[t * p_.key_size + i * 32 + lane] = query[i];
+      }
+      dot = warp_sum(dot);
       if (lane == 0) {
         tile_.dots[t] = dot;
-        tile_.factors[t] = expf(p_.decay[row]);
-        tile_.betas[t] = p_.beta[row];
+        tile_.factors[t] = expf(decay);
+        tile_.betas[t] = beta;
       }
-      tile_.values[t][lane] =
-          column < p_.value_size
-              ? to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column])
-              : 0.0f;
+      tile_.values[t][lane] = value;
+    }
+  }
+
+  // What one block writes for all: in rows that no block of the sequence reads in this step.
+  __device__ __forceinline__ void keep_shared() {
+    if (blockIdx.x != 0) return;
+    const int64_t group = p_.num_value_heads / p_.num_key_heads;
+    const int count = static_cast<int>(sequence_.count);
+    if (head_ % group == 0)
+      for (int i = threadIdx.x; i < count * p_.key_size; i += kDeltaThreads) {
+        const int64_t kept = p_.kept_row(sequence_.row, sequence_.past + i / p_.key_size);
+        p_.recent_keys[(kept * p_.num_key_heads + head_ / group) * p_.key_size + i % p_.key_size] = keys_[i];
+      }
+    if (threadIdx.x < count) {
+      const int64_t kept = p_.kept_row(sequence_.row, sequence_.past + threadIdx.x);
+      p_.recent_decays[kept * p_.num_value_heads + head_] =
+          p_.decay[(sequence_.first + threadIdx.x) * p_.num_value_heads + head_];
     }
   }
 
@@ -185,11 +237,7 @@ class DeltaSteps {
   }
 
   __device__ __forceinline__ void read_tile(int64_t first, bool keeps) {
-    const int64_t left = sequence_.count - first;
-    const int count = static_cast<int>(left < tile_tokens_ ? left : tile_tokens_);
-    __syncthreads();
-    load_tile(first, count);
-    __syncthreads();
+    const int count = tile_count(first);
     for (int t = 0; t < count; ++t) {
       float key[kRows], query[kRows], sums[8], update[4];
       load_key(keys_ + t * p_.key_size, key);
@@ -230,15 +278,17 @@ class DeltaSteps {
   float state_[kRows][4];
 };
 
-// Writes what the blocks of a sequence have all read. For a whole block.
+// Writes what the blocks of a sequence have all read, and none could write. For a whole block.
 template <typename Element>
 __device__ __forceinline__ void finish_sequence(const GatedDeltaRuleParams& p, int64_t index) {
   const DeltaSequence sequence(p, index);
   if (sequence.count == 0) return;
   const bool keeps = p.keeps_updates(sequence.count);
+  const bool is_kept = p.keeps_apart(p.pending(sequence.row, sequence.past), sequence.count);
+  __syncthreads();
   if (threadIdx.x == 0)
     p.state_len[sequence.row] = static_cast<int32_t>(sequence.past + (keeps ? 0 : sequence.count));
-  if (!keeps) return;
+  if (!keeps || is_kept) return;
   const int lane = threadIdx.x % 32;
   for (int64_t i = threadIdx.x / 32; i < sequence.count * p.num_key_heads; i += kDeltaThreads / 32) {
     const int64_t token = i / p.num_key_heads, head = i % p.num_key_heads;
@@ -256,22 +306,22 @@ __device__ __forceinline__ void finish_sequence(const GatedDeltaRuleParams& p, i
 }
 
 template <typename Element, int kRows, bool kWhole>
-__global__ void __launch_bounds__(kDeltaThreads)
+__global__ void __launch_bounds__(kDeltaThreads, kRows <= 8 ? 5 : 3)
     delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long, unsigned* counters) {
   extern __shared__ float keys[];
   __shared__ DeltaTile tile;
   __shared__ bool is_last;
   launch_dependents();
   wait_for_previous_kernel();
-  DeltaSteps<Element, kRows, kWhole>(p, tile, keys, tile_tokens).run(reads_long);
   const unsigned own = blockIdx.z % kCounters;
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  DeltaSteps<Element, kRows, kWhole>(p, tile, keys, tile_tokens).run(reads_long, [&] {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
     const unsigned sequences = (gridDim.z - own + kCounters - 1) / kCounters;
     __threadfence();
     is_last = atomicAdd(counters + own, 1) + 1 == sequences * gridDim.x * gridDim.y;
     if (is_last) counters[own] = 0;
-  }
+  });
   __syncthreads();
   if (!is_last) return;
   __threadfence();
