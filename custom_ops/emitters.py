@@ -363,15 +363,16 @@ def gated_delta_rule(
 
     The gated delta rule (arXiv 2412.06464) over a float32 state: S_t = exp(decay_t) S_(t-1); u_t = beta_t
     (v_t - k_t S_t); S_t += the outer product of k_t and u_t; output_t = scale * q_t S_t. Value head h reads
-    key head h / (Hv / Hk). Before the first token S is 0, whatever the buffers hold. Before a step's
-    tokens, the recent updates of positions state_len .. past_len - 1 are applied to `state`. A sequence
-    with R tokens or fewer then leaves it so, with state_len = past_len, and keeps its tokens' updates: the
-    next step may have any past_len from this one's to the sequence's new length, and the bits are those of
-    a run that read only the accepted tokens; the step may be repeated, too. Steps of R tokens or fewer give
-    a token the same bits, whatever their number of tokens. A sequence with more tokens leaves S behind all
-    of them, and nothing of them can be taken back; on CUDA its float16 and bfloat16 products are those of
-    chunks of 64 tokens, which round otherwise. A sequence without tokens stays as it is. Needs state_len <=
-    past_len <= state_len + R, but for past_len = 0; the CPU refuses others.
+    key head h / (Hv / Hk). Before the first token S is 0, whatever the buffers hold. S before a step is
+    `state` and the kept updates of positions state_len .. past_len - 1 behind it. A sequence with R tokens
+    or fewer keeps their updates; to make room, `state` then reads those before position c = max(state_len,
+    past_len + tokens - R), and state_len becomes c (0 where past_len is 0). So the next step may have any
+    past_len from c to the sequence's new length, and its bits are those of a run that read only the
+    accepted tokens; the step may be repeated, too. Steps of R tokens or fewer give a token the same bits,
+    whatever their number of tokens. A sequence with more tokens leaves S behind all of them in `state`, and
+    none of them can be taken back; on CUDA its float16 and bfloat16 products are those of chunks of 64
+    tokens, which round otherwise. A sequence without tokens stays as it is. Needs state_len <= past_len <=
+    state_len + R, but for past_len = 0; the CPU refuses others.
 
     Args:
         query: [T, Hk, Dk] T1. Queries of this step.

@@ -92,9 +92,12 @@ def gated_delta_rule(
         if first == end:
             continue
         row = sequence if state_slot is None else int(state_slot[sequence])
-        state = _state_before(states, row, past, group)
-        if end - first <= recent:
-            states.state[row], states.state_len[row] = state, past
+        known = int(states.state_len[row]) if past else 0
+        committed = max(known, past + end - first - recent) if end - first <= recent else past
+        committed = committed if past else 0
+        states.state[row] = _apply_kept(states, row, known, committed) if past else 0
+        states.state_len[row] = committed
+        state = _apply_kept(states, row, committed, past)
         for token in range(first, end):
             state = state * np.exp(decay[token].astype(np.float64))[:, None, None]
             token_key, token_query = (np.repeat(rows[token], group, axis=0) for rows in (keys, queries))
@@ -112,12 +115,11 @@ def gated_delta_rule(
     return output
 
 
-def _state_before(states: DeltaStates, row: int, past: int, group: int) -> Floats:
-    """Return S [Hv, Dk, Dv] after `past` tokens: what is stored, and the kept updates that it lacks."""
-    if past == 0:
-        return np.zeros(states.state.shape[1:])
+def _apply_kept(states: DeltaStates, row: int, first: int, end: int) -> Floats:
+    """Return S [Hv, Dk, Dv] after the kept updates of positions first .. end."""
     state: Floats = states.state[row]
-    for position in range(int(states.state_len[row]), past):
+    group = state.shape[0] // states.recent_keys.shape[2]
+    for position in range(first, end):
         slot = position % states.recent_decays.shape[1]
         kept_key = np.repeat(states.recent_keys[row, slot], group, axis=0)
         state = state * np.exp(states.recent_decays[row, slot])[:, None, None]

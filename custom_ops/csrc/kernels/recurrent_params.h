@@ -63,7 +63,8 @@ struct GatedDeltaRuleParams {
   void* output = nullptr;           // [T, Hv, Dv]
 
   ORTOLAN_HOST_DEVICE int64_t key_head(int64_t value_head) const {
-    return value_head / (num_value_heads / num_key_heads);
+    const auto group = static_cast<uint32_t>(num_value_heads) / static_cast<uint32_t>(num_key_heads);
+    return static_cast<uint32_t>(value_head) / group;
   }
   // Whether a sequence's updates are kept, so that they can be taken back.
   ORTOLAN_HOST_DEVICE bool keeps_updates(int64_t tokens) const { return tokens <= recent_tokens; }
@@ -72,11 +73,17 @@ struct GatedDeltaRuleParams {
     const int64_t missing = past == 0 ? 0 : past - state_len[row];
     return missing < 0 ? 0 : missing > recent_tokens ? recent_tokens : missing;
   }
+  // Tokens that the state of a row has read once kept updates have made room for a step's: at most `past`.
+  ORTOLAN_HOST_DEVICE int64_t committed(int64_t row, int64_t past, int64_t tokens) const {
+    const int64_t known = past - pending(row, past), least = past + tokens - recent_tokens;
+    if (past == 0) return 0;
+    return !keeps_updates(tokens) ? past : known < least ? least : known;
+  }
   ORTOLAN_HOST_DEVICE int64_t state_row(int64_t row, int64_t value_head) const {
     return (row * num_value_heads + value_head) * key_size * value_size;
   }
   ORTOLAN_HOST_DEVICE int64_t kept_row(int64_t row, int64_t position) const {
-    return row * recent_tokens + position % recent_tokens;
+    return row * recent_tokens + static_cast<uint32_t>(position) % static_cast<uint32_t>(recent_tokens);
   }
 };
 

@@ -172,10 +172,11 @@ class DeltaHead {
         queries_(keys_.get() + kTokenBlock * p.key_size) {}
 
   void run() {
-    const int64_t pending = p_.pending(row_, past_);
+    const int64_t known = past_ - p_.pending(row_, past_), committed = p_.committed(row_, past_, tokens_);
     if (past_ > 0) load_state();
-    apply_kept(pending);
-    if (p_.keeps_updates(tokens_) && (pending > 0 || past_ == 0)) store_state();
+    apply_kept(known, committed);
+    if (committed > known || past_ == 0) store_state();
+    apply_kept(committed, past_);
     for (int64_t first = 0; first < tokens_; first += kTokenBlock)
       read_tokens(first, std::min(kTokenBlock, tokens_ - first));
     if (!p_.keeps_updates(tokens_)) store_state();
@@ -201,9 +202,9 @@ class DeltaHead {
     each_row([](const float* row, float* stored, int64_t count) { std::copy_n(row, count, stored); });
   }
 
-  void apply_kept(int64_t pending) {
+  void apply_kept(int64_t first, int64_t end) {
     SliceReads unused;
-    for (int64_t position = past_ - pending; position < past_; ++position) {
+    for (int64_t position = first; position < end; ++position) {
       const int64_t kept = p_.kept_row(row_, position);
       const float* key = p_.recent_keys + (kept * p_.num_key_heads + p_.key_head(head_)) * p_.key_size;
       const float* update = p_.recent_updates + (kept * p_.num_value_heads + head_) * p_.value_size;
@@ -271,7 +272,8 @@ template <typename Element>
 void finish_sequence(const GatedDeltaRuleParams& p, int64_t sequence) {
   const int64_t tokens = p.packing.count(sequence), past = p.past_len[sequence];
   const int64_t row = p.slots.at(sequence);
-  p.state_len[row] = static_cast<int32_t>(p.keeps_updates(tokens) ? past : past + tokens);
+  p.state_len[row] =
+      static_cast<int32_t>(p.keeps_updates(tokens) ? p.committed(row, past, tokens) : past + tokens);
   for (int64_t t = 0; p.keeps_updates(tokens) && t < tokens; ++t)
     for (int64_t head = 0; head < p.num_key_heads; ++head)
       load_unit_row<Element>(

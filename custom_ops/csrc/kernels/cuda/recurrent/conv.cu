@@ -16,7 +16,7 @@ namespace ortolan::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kGroupRows = 8;
+constexpr int kGroupRows = 16;
 
 __device__ __forceinline__ void from_float(float x, float& y) { y = x; }
 __device__ __forceinline__ void from_float(float x, __half& y) { y = __float2half_rn(x); }
@@ -69,20 +69,32 @@ class ConvColumn {
 
   __device__ __forceinline__ void run(int64_t first_row, int64_t end_row) {
     RowPlace place;
-    for (int64_t row = first_row; row < end_row; ++row) {
-      const bool continues = place.token >= 0 && place.token + 1 < place.count;
-      if (continues) {
-        ++place.token;
-        ++place.position;
-      } else {
-        place = place_of(p_, row);
-        if (place.token >= 0) load_history(place, row);
-      }
-      if (place.token >= 0) convolve(place, row);
+    for (int64_t first = first_row; first < end_row; first += kBatch) {
+      Vector loaded[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i < end_row) loaded[i] = input_row(first + i);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (first + i < end_row) read_row(place, first + i, loaded[i]);
     }
   }
 
  private:
+  static constexpr int kBatch = 4;  // rows whose loads are under way together
+
+  __device__ __forceinline__ void read_row(RowPlace& place, int64_t row, const Vector& loaded) {
+    const bool continues = place.token >= 0 && place.token + 1 < place.count;
+    if (continues) {
+      ++place.token;
+      ++place.position;
+    } else {
+      place = place_of(p_, row);
+      if (place.token >= 0) load_history(place, row);
+    }
+    if (place.token >= 0) convolve(place, row, loaded);
+  }
+
   __device__ __forceinline__ const Vector& input_row(int64_t row) const {
     return *reinterpret_cast<const Vector*>(static_cast<const Element*>(p_.x) + row * p_.num_features +
                                             first_);
@@ -105,8 +117,7 @@ class ConvColumn {
     }
   }
 
-  __device__ __forceinline__ void convolve(const RowPlace& place, int64_t row) {
-    const Vector loaded = input_row(row);
+  __device__ __forceinline__ void convolve(const RowPlace& place, int64_t row, const Vector& loaded) {
     Vector result;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -10,7 +10,6 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr size_t kCountersOnly = 1;
 constexpr int64_t kRoundBytes = 40 << 20;  // of scratch: less than L2 holds
 
 template <typename Element, int kRows>
@@ -20,8 +19,12 @@ cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, cons
   const dim3 grid(static_cast<unsigned>(divide_up(p.value_size, kDeltaColumns)),
                   static_cast<unsigned>(p.num_value_heads), static_cast<unsigned>(p.packing.num_sequences));
   const auto kernel = whole ? delta_steps<Element, kRows, true> : delta_steps<Element, kRows, false>;
-  return launch_overlapped(kernel, grid, dim3(kDeltaThreads), 2 * most * p.key_size * sizeof(float), launch,
-                           p, static_cast<int>(most), reads_long, launch.counters);
+  const size_t shared_bytes = (2 * most + p.recent_tokens) * p.key_size * sizeof(float);
+  const cudaError_t error = launch_overlapped(kernel, grid, dim3(kDeltaThreads), shared_bytes, launch, p,
+                                              static_cast<int>(most), reads_long);
+  if (error != cudaSuccess) return error;
+  const dim3 heads(static_cast<unsigned>(p.num_key_heads), static_cast<unsigned>(p.packing.num_sequences));
+  return launch_overlapped(finish_steps<Element>, heads, dim3(kDeltaThreads), 0, launch, p);
 }
 
 }  // namespace
@@ -48,7 +51,7 @@ size_t delta_chunks_workspace(const GatedDeltaRuleParams& p) {
 }
 
 size_t gated_delta_rule_workspace(const GatedDeltaRuleParams& p, const Device& device) {
-  return delta_chunks_take(p, device) ? delta_chunks_workspace(p) : kCountersOnly;
+  return delta_chunks_take(p, device) ? delta_chunks_workspace(p) : 0;
 }
 
 cudaError_t gated_delta_rule(const GatedDeltaRuleParams& p, const Launch& launch) {

@@ -1,8 +1,8 @@
 // The first kernel of the gated delta rule by chunks: what does not depend on the state.
 //
 // Grid: one block per (value head, chunk number of the round). Four warps multiply keys by keys and four
-// queries by keys. Then each thread solves the triangular system for one column of W or U by forward
-// substitution in float32, its column in registers and the matrix in shared memory.
+// queries by keys. The triangular matrix is inverted in float32, in blocks of 16, and then multiplies keys
+// and values.
 #pragma once
 
 #include "delta_chunks.cuh"
@@ -10,12 +10,16 @@
 namespace ortolan::cuda {
 
 constexpr int kPrepareThreads = 256;
+constexpr int kBlock = 16;                 // of the matrix's blocks; its square is the threads
 constexpr int kMatrixStride = kChunk + 4;  // floats; 16 bytes divide a row
 
 template <typename Element, int kKeySize>
 struct PrepareShared {
   Element keys[kChunk][kKeySize + kSharedPad];
   Element queries[kChunk][kKeySize + kSharedPad];
+  Element values[kChunk][kKeySize + kSharedPad];       // as many columns at a time
+  Element inverse[kChunk][kChunk + kSharedPad];        // T, its columns as the keys' rows need
+  Element value_factors[kChunk][kChunk + kSharedPad];  // T, its columns as the values' rows need
   float matrix[kChunk][kMatrixStride];
   float sums[kChunk];  // G
   float betas[kChunk];
@@ -48,16 +52,30 @@ class ChunkPreparation {
     copy_rows_async(shared_.queries[0], kKeySize + kSharedPad, key_row<Element>(p_, p_.query, first_, head),
                     stride, kKeySize, rows_, kPrepareThreads);
     copy_async_commit();
+    copy_values(0);
     if (warp_ == 0) sum_decays();
-    copy_async_wait<0>();
+    copy_async_wait<1>();
     __syncthreads();
     measure_rows();
     __syncthreads();
     write_scalars();
     warp_ < 4 ? multiply<false>(shared_.keys, warp_) : multiply<true>(shared_.queries, warp_ - 4);
     __syncthreads();
-    for (int64_t column = threadIdx.x; column < kKeySize + p_.value_size; column += kPrepareThreads)
-      column < kKeySize ? solve_key(static_cast<int>(column)) : solve_value(column - kKeySize);
+    invert();
+    scale_inverse();
+    copy_async_wait<0>();
+    __syncthreads();
+    solve(shared_.inverse, shared_.keys, kKeySize, scratch_.keys, kKeySize);
+    for (int64_t first = 0; first < p_.value_size; first += kKeySize) {
+      if (first > 0) {
+        __syncthreads();
+        copy_values(first);
+        copy_async_wait<0>();
+        __syncthreads();
+      }
+      solve(shared_.value_factors, shared_.values, panel_columns(first), scratch_.updates + first,
+            p_.value_size);
+    }
   }
 
  private:
@@ -133,51 +151,130 @@ class ChunkPreparation {
            (kQueries ? shared_.key_factors[column] : 1.0f);
   }
 
-  __device__ __forceinline__ void solve_key(int column) {
-    float x[kChunk];
+  // A block on the diagonal becomes the inverse of 1 + block: each of 64 threads finds a column of one.
+  __device__ __forceinline__ void invert_diagonal() {
+    const int block = threadIdx.x / kBlock * kBlock, column = threadIdx.x % kBlock;
+    float x[kBlock];
+    if (threadIdx.x < kChunk) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      x[i] = shared_.betas[i] * shared_.key_factors[i] * expf(shared_.sums[i]) *
-             to_float(shared_.keys[i][column]);
-    solve(x);
+      for (int i = 0; i < kBlock; ++i) {
+        x[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) write(x[i], scratch_.keys + i * kKeySize + column);
-  }
-
-  __device__ __forceinline__ void solve_value(int64_t column) {
-    float x[kChunk];
-    const Element* values = static_cast<const Element*>(p_.value) +
-                            (first_ * p_.num_value_heads + head_) * p_.value_size + column;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i)
-      x[i] = i < rows_ ? to_float(values[i * p_.num_value_heads * p_.value_size]) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) x[i] *= shared_.betas[i];
-    solve(x);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) write(x[i], scratch_.updates + i * p_.value_size + column);
-  }
-
-  static __device__ __forceinline__ void write(float x, Element* target) {
-    const uint32_t pair = Half<Element>::pack(x, 0.0f);
-    *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(pair);
-  }
-
-  // x := (1 + matrix)^-1 x.
-  __device__ __forceinline__ void solve(float (&x)[kChunk]) const {
-#pragma unroll
-    for (int i = 1; i < kChunk; ++i) {
-      float sums[4] = {x[i], 0, 0, 0};
-#pragma unroll
-      for (int j = 0; j < i; j += 4) {
-        const float4 row = *reinterpret_cast<const float4*>(&shared_.matrix[i][j]);
-        sums[0] = fmaf(-row.x, x[j], sums[0]);
-        if (j + 1 < i) sums[1] = fmaf(-row.y, x[j + 1], sums[1]);
-        if (j + 2 < i) sums[2] = fmaf(-row.z, x[j + 2], sums[2]);
-        if (j + 3 < i) sums[3] = fmaf(-row.w, x[j + 3], sums[3]);
+        for (int j = 0; j < i; ++j) x[i] = fmaf(-shared_.matrix[block + i][block + j], x[j], x[i]);
       }
-      x[i] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
+    __syncthreads();
+    if (threadIdx.x < kChunk) {
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) shared_.matrix[block + i][block + column] = x[i];
+    }
+    __syncthreads();
+  }
+
+  // This thread's element of left[16, 16] times right[16, 16], blocks of the matrix, added to a sum.
+  __device__ __forceinline__ float add_block(int left_row, int left_column, int right_row, int right_column,
+                                             float sum) const {
+    const float* left = &shared_.matrix[left_row + threadIdx.x / kBlock][left_column];
+    const float* right = &shared_.matrix[right_row][right_column + threadIdx.x % kBlock];
+#pragma unroll
+    for (int k = 0; k < kBlock; k += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(left + k);
+      sum = fmaf(four.x, right[k * kMatrixStride], sum);
+      sum = fmaf(four.y, right[(k + 1) * kMatrixStride], sum);
+      sum = fmaf(four.z, right[(k + 2) * kMatrixStride], sum);
+      sum = fmaf(four.w, right[(k + 3) * kMatrixStride], sum);
+    }
+    return sum;
+  }
+
+  // The matrix A becomes the inverse T of 1 + A, a row of blocks after the other:
+  // T_IJ = -T_II times the sum over J <= K < I of A_IK T_KJ.
+  __device__ __forceinline__ void invert() {
+    invert_diagonal();
+    const int own_row = threadIdx.x / kBlock, own_column = threadIdx.x % kBlock;
+#pragma unroll
+    for (int row = 1; row < kChunk / kBlock; ++row) {
+      float sums[kChunk / kBlock - 1];
+      const auto write = [&] {
+        __syncthreads();
+        for (int column = 0; column < row; ++column)
+          shared_.matrix[row * kBlock + own_row][column * kBlock + own_column] = sums[column];
+        __syncthreads();
+      };
+#pragma unroll
+      for (int column = 0; column < row; ++column) {
+        sums[column] = 0;
+#pragma unroll
+        for (int k = column; k < row; ++k)
+          sums[column] = add_block(row * kBlock, k * kBlock, k * kBlock, column * kBlock, sums[column]);
+      }
+      write();
+#pragma unroll
+      for (int column = 0; column < row; ++column)
+        sums[column] = -add_block(row * kBlock, row * kBlock, row * kBlock, column * kBlock, 0);
+      write();
+    }
+  }
+
+  // T with its columns scaled, once for the keys and once for the values.
+  __device__ __forceinline__ void scale_inverse() {
+    for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += kPrepareThreads) {
+      const int row = i / (kChunk / 2), column = i % (kChunk / 2) * 2;
+      const float first = shared_.matrix[row][column] * shared_.betas[column];
+      const float second = shared_.matrix[row][column + 1] * shared_.betas[column + 1];
+      *reinterpret_cast<uint32_t*>(&shared_.value_factors[row][column]) = Half<Element>::pack(first, second);
+      *reinterpret_cast<uint32_t*>(&shared_.inverse[row][column]) =
+          Half<Element>::pack(first * key_scale(column), second * key_scale(column + 1));
+    }
+  }
+  __device__ __forceinline__ float key_scale(int row) const {
+    return shared_.key_factors[row] * expf(shared_.sums[row]);
+  }
+
+  // A lower triangle [64, 64] times `columns` columns of rows in shared memory: four warps take half of them.
+  __device__ __forceinline__ void solve(const Element (&left)[kChunk][kChunk + kSharedPad],
+                                        const Element (&right)[kChunk][kKeySize + kSharedPad], int columns,
+                                        Element* target, int64_t target_stride) {
+    constexpr int kPairs = kKeySize / 32;
+    const TileLane at;
+    const int tile = warp_ % 4, first = warp_ / 4 * columns / 2;
+    float sums[kPairs][8] = {};
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 16) {
+      if (k > 16 * tile) break;
+      uint32_t a[4];
+      load_matrix_x4(a, shared_address(&left[16 * tile + at.by_row][k + at.by_row_column]));
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        if (16 * n >= columns / 2) continue;
+        uint32_t b[4];
+        load_matrix_x4_transposed(b,
+                                  shared_address(&right[k + at.by_row][first + 16 * n + at.by_row_column]));
+        Half<Element>::multiply_add(reinterpret_cast<float (&)[4]>(sums[n][0]), a, b[0], b[1]);
+        Half<Element>::multiply_add(reinterpret_cast<float (&)[4]>(sums[n][4]), a, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n)
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        if (16 * n >= columns / 2) continue;
+        const int row = 16 * tile + pair % 2 * 8 + lane_ / 4;
+        const int column = first + 16 * n + pair / 2 * 8 + lane_ % 4 * 2;
+        *reinterpret_cast<uint32_t*>(target + row * target_stride + column) =
+            Half<Element>::pack(sums[n][2 * pair], sums[n][2 * pair + 1]);
+      }
+  }
+
+  __device__ __forceinline__ int panel_columns(int64_t first) const {
+    return static_cast<int>(p_.value_size - first < kKeySize ? p_.value_size - first : kKeySize);
+  }
+  __device__ __forceinline__ void copy_values(int64_t first) {
+    const Element* values =
+        static_cast<const Element*>(p_.value) + (first_ * p_.num_value_heads + head_) * p_.value_size + first;
+    copy_rows_async(shared_.values[0], kKeySize + kSharedPad, values, p_.num_value_heads * p_.value_size,
+                    panel_columns(first), rows_, kPrepareThreads);
+    copy_async_commit();
   }
 
   const GatedDeltaRuleParams& p_;

@@ -23,13 +23,17 @@ struct DeltaSequence {
   }
 };
 
-// The factor that gives a row its length 1; for a whole warp.
+// The factor that gives a row of this sum of squares the length 1, if asked for.
+__device__ __forceinline__ float length_factor(const GatedDeltaRuleParams& p, float squares) {
+  return p.l2_norm ? 1.0f / sqrtf(squares + kKeyNormEpsilon) : 1.0f;
+}
+
+// The same of a row; for a whole warp.
 template <typename Element>
 __device__ __forceinline__ float unit_factor(const GatedDeltaRuleParams& p, const Element* row, int lane) {
   float sum = 0;
   for (int i = lane; i < p.key_size; i += 32) sum = fmaf(to_float(row[i]), to_float(row[i]), sum);
-  sum = warp_sum(sum);
-  return p.l2_norm ? 1.0f / sqrtf(sum + kKeyNormEpsilon) : 1.0f;
+  return length_factor(p, warp_sum(sum));
 }
 
 template <typename Element>

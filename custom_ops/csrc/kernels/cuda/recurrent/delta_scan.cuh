@@ -127,14 +127,29 @@ class ChunkScan {
   }
 
   // sums += a tile of 16 rows [16] times rows k .. k + 16 of a matrix with kScanColumns columns.
-  __device__ __forceinline__ void multiply(float (&sums)[4][4], const uint32_t (&a)[4],
-                                           const Element (*right)[kScanStride], int k) {
+  __device__ __forceinline__ void multiply(const Element (*right)[kScanStride], int k, const uint32_t (&a)[4],
+                                           float (&sums)[4][4]) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       uint32_t b[4];
       load_matrix_x4_transposed(b, shared_address(&right[k + at_.by_row][16 * n + at_.by_row_column]));
       Half<Element>::multiply_add(sums[2 * n], a, b[0], b[1]);
       Half<Element>::multiply_add(sums[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+
+  // The same for two tiles and their sums.
+  __device__ __forceinline__ void multiply_both(const Element (*right)[kScanStride], int k,
+                                                const uint32_t (&a)[4], float (&a_sums)[4][4],
+                                                const uint32_t (&b)[4], float (&b_sums)[4][4]) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t c[4];
+      load_matrix_x4_transposed(c, shared_address(&right[k + at_.by_row][16 * n + at_.by_row_column]));
+      Half<Element>::multiply_add(a_sums[2 * n], a, c[0], c[1]);
+      Half<Element>::multiply_add(b_sums[2 * n], b, c[0], c[1]);
+      Half<Element>::multiply_add(a_sums[2 * n + 1], a, c[2], c[3]);
+      Half<Element>::multiply_add(b_sums[2 * n + 1], b, c[2], c[3]);
     }
   }
 
@@ -147,15 +162,14 @@ class ChunkScan {
       uint32_t a[4], q[4];
       load_matrix_x4(a, shared_address(&from.solved[row][k + at_.by_row_column]));
       load_matrix_x4(q, shared_address(&from.queries[row][k + at_.by_row_column]));
-      multiply(found, a, shared_.state, k);
-      multiply(output, q, shared_.state, k);
+      multiply_both(shared_.state, k, a, found, q, output);
     }
     share_updates(from, found, output);
     __syncthreads();
     for (int k = 0; k <= 16 * warp_; k += 16) {
       uint32_t a[4];
       load_matrix_x4(a, shared_address(&from.products[row][k + at_.by_row_column]));
-      multiply(output, a, shared_.updates, k);
+      multiply(shared_.updates, k, a, output);
     }
     write_output(chunk, output);
     advance_state(from);
@@ -210,7 +224,7 @@ class ChunkScan {
         uint32_t a[4];
         load_matrix_x4_transposed(
             a, shared_address(&from.keys[k + at_.by_column][16 * tile + at_.by_column_column]));
-        multiply(state_[i], a, shared_.decayed, k);
+        multiply(shared_.decayed, k, a, state_[i]);
       }
     }
   }

@@ -6,8 +6,7 @@
 // over the state before the token: in the thread, over the lanes, then over the warps, in a fixed order. Kept
 // updates are applied by the very function that applies a token's own: the bits do not tell them apart.
 //
-// What all blocks of a sequence read (kept keys, decays, the state's length) is written by the last of them
-// to finish; a counter of the launch tells. Sequences share counters where there are more than counters.
+// What all blocks of a sequence read (kept keys, decays, the state's length) is written by a second kernel.
 #pragma once
 
 #include "delta_rows.cuh"
@@ -55,6 +54,8 @@ struct DeltaTile {
   float factors[kDeltaTile];  // exp(decay)
   float betas[kDeltaTile];
   float values[kDeltaTile][kDeltaColumns];
+  float kept_factors[kMaxRecentTokens];
+  float kept_updates[kMaxRecentTokens][kDeltaColumns];
   float sums[2][kDeltaThreads / 32][2][kDeltaColumns];  // of k S and q S, by warp
 };
 
@@ -67,6 +68,7 @@ class DeltaSteps {
         sequence_(p, blockIdx.z),
         keys_(keys),
         queries_(keys + tile_tokens * p.key_size),
+        kept_keys_(queries_ + tile_tokens * p.key_size),
         tile_tokens_(tile_tokens),
         head_(blockIdx.y),
         group_(threadIdx.x / 8),
@@ -79,14 +81,25 @@ class DeltaSteps {
   // `reads_long`: also the tokens of sequences that keep no updates.
   __device__ __forceinline__ void run(bool reads_long) {
     if (sequence_.count == 0) return;
-    const bool keeps = p_.keeps_updates(sequence_.count);
-    const int64_t pending = p_.pending(sequence_.row, sequence_.past);
+    const bool keeps = p_.keeps_updates(sequence_.count), reads = keeps || reads_long;
     load_state();
-    for (int64_t position = sequence_.past - pending; position < sequence_.past; ++position)
-      apply_kept(position);
-    if (pending > 0 || sequence_.past == 0) store_state();
-    if (!keeps && !reads_long) return;
-    for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) read_tile(first, keeps);
+    if (reads) load_tile(0, tile_count(0));
+    const int64_t past = sequence_.past, known = past - p_.pending(sequence_.row, past);
+    const int64_t committed = p_.committed(sequence_.row, past, sequence_.count);
+    load_kept(known);
+    __syncthreads();
+    apply_kept(known, known, committed);
+    if (committed > known || past == 0) store_state();
+    apply_kept(known, committed, past);
+    if (!reads) return;
+    for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) {
+      if (first > 0) {
+        __syncthreads();
+        load_tile(first, tile_count(first));
+        __syncthreads();
+      }
+      read_tile(first, keeps);
+    }
     if (!keeps) store_state();
   }
 
@@ -118,42 +131,89 @@ class DeltaSteps {
       for (int c = 0; c < 4; ++c) state_[i][c] = fmaf(key[i], update[c], __fmul_rn(factor, state_[i][c]));
   }
 
-  __device__ __forceinline__ void apply_kept(int64_t position) {
-    const int64_t kept = p_.kept_row(sequence_.row, position);
-    float key[kRows], update[4];
-    load_key(p_.recent_keys + (kept * p_.num_key_heads + p_.key_head(head_)) * p_.key_size, key);
-    load_columns<kWhole>(p_.recent_updates + (kept * p_.num_value_heads + head_) * p_.value_size + column_,
-                         columns_, update);
-    apply(key, update, expf(p_.recent_decays[kept * p_.num_value_heads + head_]));
+  // Brings the kept updates of positions known .. past to shared memory.
+  __device__ __forceinline__ void load_kept(int64_t known) {
+    const int count = static_cast<int>(sequence_.past - known), size = static_cast<int>(p_.key_size);
+    const int64_t head = p_.key_head(head_);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count * size; i += kDeltaThreads) {
+      const int64_t kept = p_.kept_row(sequence_.row, known + i / size);
+      kept_keys_[i] = p_.recent_keys[(kept * p_.num_key_heads + head) * size + i % size];
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count * kDeltaColumns; i += kDeltaThreads) {
+      const int64_t kept = p_.kept_row(sequence_.row, known + i / kDeltaColumns) * p_.num_value_heads + head_;
+      const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + i % kDeltaColumns;
+      const bool exists = column < p_.value_size;
+      tile_.kept_updates[i / kDeltaColumns][i % kDeltaColumns] =
+          exists ? p_.recent_updates[kept * p_.value_size + column] : 0.0f;
+    }
+    if (threadIdx.x < count) {
+      const int64_t kept = p_.kept_row(sequence_.row, known + threadIdx.x);
+      tile_.kept_factors[threadIdx.x] = expf(p_.recent_decays[kept * p_.num_value_heads + head_]);
+    }
+  }
+  // Applies those of positions first .. end.
+  __device__ __forceinline__ void apply_kept(int64_t known, int64_t first, int64_t end) {
+    for (int t = static_cast<int>(first - known); t < static_cast<int>(end - known); ++t) {
+      float key[kRows], update[4];
+      load_key(kept_keys_ + t * p_.key_size, key);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) update[c] = tile_.kept_updates[t][lane_columns_ + c];
+      apply(key, update, tile_.kept_factors[t]);
+    }
   }
 
-  // A warp normalises the keys and queries of every fourth token.
+  __device__ __forceinline__ int tile_count(int64_t first) const {
+    const int64_t left = sequence_.count - first;
+    return static_cast<int>(left < tile_tokens_ ? left : tile_tokens_);
+  }
+
+  // A warp normalises the keys and queries of every fourth token. All its loads start before their first use.
   __device__ __forceinline__ void load_tile(int64_t first, int count) {
+    constexpr int kLaneKeys = kRows * kDeltaGroups / 32;
     const int lane = threadIdx.x % 32;
     for (int t = threadIdx.x / 32; t < count; t += kDeltaThreads / 32) {
       const int64_t token = sequence_.first + first + t;
-      const Element* key = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
-      const Element* query = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
-      const float key_factor = unit_factor(p_, key, lane), query_factor = unit_factor(p_, query, lane);
-      float dot = 0;
-      for (int i = lane; i < p_.key_size; i += 32) {
-        const float k = to_float(key[i]) * key_factor, q = to_float(query[i]) * query_factor;
-        keys_[t * p_.key_size + i] = k;
-        queries_[t * p_.key_size + i] = q;
-        dot = fmaf(q, k, dot);
-      }
-      dot = warp_sum(dot);
       const int64_t row = token * p_.num_value_heads + head_;
       const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + lane;
+      const Element* keys = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
+      const Element* queries = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
+      float key[kLaneKeys], query[kLaneKeys];
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        const bool exists = i * 32 + lane < p_.key_size;
+        key[i] = exists ? to_float(keys[i * 32 + lane]) : 0.0f;
+        query[i] = exists ? to_float(queries[i * 32 + lane]) : 0.0f;
+      }
+      const float decay = p_.decay[row], beta = p_.beta[row];
+      float value = 0;
+      if (column < p_.value_size)
+        value = to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column]);
+      float squares[2] = {0, 0}, dot = 0;
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        squares[0] = fmaf(key[i], key[i], squares[0]);
+        squares[1] = fmaf(query[i], query[i], squares[1]);
+      }
+      fold_lanes<16, 1>(squares, Add());
+      const float key_factor = length_factor(p_, squares[0]), query_factor = length_factor(p_, squares[1]);
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        key[i] *= key_factor;
+        query[i] *= query_factor;
+        dot = fmaf(query[i], key[i], dot);
+        if (i * 32 + lane >= p_.key_size) continue;
+        keys_[t * p_.key_size + i * 32 + lane] = key[i];
+        queries_[t * p_.key_size + i * 32 + lane] = query[i];
+      }
+      dot = warp_sum(dot);
       if (lane == 0) {
         tile_.dots[t] = dot;
-        tile_.factors[t] = expf(p_.decay[row]);
-        tile_.betas[t] = p_.beta[row];
+        tile_.factors[t] = expf(decay);
+        tile_.betas[t] = beta;
       }
-      tile_.values[t][lane] =
-          column < p_.value_size
-              ? to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column])
-              : 0.0f;
+      tile_.values[t][lane] = value;
     }
   }
 
@@ -185,11 +245,7 @@ class DeltaSteps {
   }
 
   __device__ __forceinline__ void read_tile(int64_t first, bool keeps) {
-    const int64_t left = sequence_.count - first;
-    const int count = static_cast<int>(left < tile_tokens_ ? left : tile_tokens_);
-    __syncthreads();
-    load_tile(first, count);
-    __syncthreads();
+    const int count = tile_count(first);
     for (int t = 0; t < count; ++t) {
       float key[kRows], query[kRows], sums[8], update[4];
       load_key(keys_ + t * p_.key_size, key);
@@ -219,8 +275,9 @@ class DeltaSteps {
   const GatedDeltaRuleParams& p_;
   DeltaTile& tile_;
   DeltaSequence sequence_;
-  float* keys_;     // [tile_tokens, Dk]
-  float* queries_;  // [tile_tokens, Dk]
+  float* keys_;       // [tile_tokens, Dk]
+  float* queries_;    // [tile_tokens, Dk]
+  float* kept_keys_;  // [R, Dk]
   int tile_tokens_;
   int64_t head_;
   int group_;
@@ -230,53 +287,40 @@ class DeltaSteps {
   float state_[kRows][4];
 };
 
-// Writes what the blocks of a sequence have all read. For a whole block.
-template <typename Element>
-__device__ __forceinline__ void finish_sequence(const GatedDeltaRuleParams& p, int64_t index) {
-  const DeltaSequence sequence(p, index);
-  if (sequence.count == 0) return;
-  const bool keeps = p.keeps_updates(sequence.count);
-  if (threadIdx.x == 0)
-    p.state_len[sequence.row] = static_cast<int32_t>(sequence.past + (keeps ? 0 : sequence.count));
-  if (!keeps) return;
-  const int lane = threadIdx.x % 32;
-  for (int64_t i = threadIdx.x / 32; i < sequence.count * p.num_key_heads; i += kDeltaThreads / 32) {
-    const int64_t token = i / p.num_key_heads, head = i % p.num_key_heads;
-    const Element* key = key_row<Element>(p, p.key, sequence.first + token, head);
-    const int64_t kept = p.kept_row(sequence.row, sequence.past + token);
-    float* target = p.recent_keys + (kept * p.num_key_heads + head) * p.key_size;
-    const float factor = unit_factor(p, key, lane);
-    for (int j = lane; j < p.key_size; j += 32) target[j] = to_float(key[j]) * factor;
-  }
-  for (int64_t i = threadIdx.x; i < sequence.count * p.num_value_heads; i += kDeltaThreads) {
-    const int64_t kept = p.kept_row(sequence.row, sequence.past + i / p.num_value_heads);
-    p.recent_decays[kept * p.num_value_heads + i % p.num_value_heads] =
-        p.decay[sequence.first * p.num_value_heads + i];
-  }
-}
-
 template <typename Element, int kRows, bool kWhole>
-__global__ void __launch_bounds__(kDeltaThreads)
-    delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long, unsigned* counters) {
+__global__ void __launch_bounds__(kDeltaThreads, kRows <= 8 ? 5 : 3)
+    delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long) {
   extern __shared__ float keys[];
   __shared__ DeltaTile tile;
-  __shared__ bool is_last;
   launch_dependents();
   wait_for_previous_kernel();
   DeltaSteps<Element, kRows, kWhole>(p, tile, keys, tile_tokens).run(reads_long);
-  const unsigned own = blockIdx.z % kCounters;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const unsigned sequences = (gridDim.z - own + kCounters - 1) / kCounters;
-    __threadfence();
-    is_last = atomicAdd(counters + own, 1) + 1 == sequences * gridDim.x * gridDim.y;
-    if (is_last) counters[own] = 0;
+}
+
+// Writes what blocks of delta_steps read. Grid: (key head, sequence); a warp takes every fourth token.
+template <typename Element>
+__global__ void __launch_bounds__(kDeltaThreads) finish_steps(const GatedDeltaRuleParams p) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const DeltaSequence sequence(p, blockIdx.y);
+  if (sequence.count == 0) return;
+  const bool keeps = p.keeps_updates(sequence.count);
+  if (blockIdx.x == 0 && threadIdx.x == 0)
+    p.state_len[sequence.row] = static_cast<int32_t>(
+        keeps ? p.committed(sequence.row, sequence.past, sequence.count) : sequence.past + sequence.count);
+  if (!keeps) return;
+  const int lane = threadIdx.x % 32, head = blockIdx.x;
+  const int group = static_cast<int>(p.num_value_heads / p.num_key_heads);
+  for (int64_t token = threadIdx.x / 32; token < sequence.count; token += kDeltaThreads / 32) {
+    const Element* key = key_row<Element>(p, p.key, sequence.first + token, head);
+    const int64_t kept = p.kept_row(sequence.row, sequence.past + token);
+    const float factor = unit_factor(p, key, lane);
+    float* target = p.recent_keys + (kept * p.num_key_heads + head) * p.key_size;
+    for (int i = lane; i < p.key_size; i += 32) target[i] = to_float(key[i]) * factor;
+    for (int i = head * group + lane; i < (head + 1) * group; i += 32)
+      p.recent_decays[kept * p.num_value_heads + i] =
+          p.decay[(sequence.first + token) * p.num_value_heads + i];
   }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  for (unsigned sequence = own; sequence < gridDim.z; sequence += kCounters)
-    finish_sequence<Element>(p, sequence);
 }
 
 }  // namespace ortolan::cuda
