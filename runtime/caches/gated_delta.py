@@ -29,7 +29,7 @@ class GatedDeltaState:
     name = "gated_delta"
     grows = False
     is_shareable = False
-    needs_clear = False  # before the first token the operators take the state for zeros
+    needs_clear = True  # files hold all of it, and what no step has written yet may be anything
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:
         """Describe the tensors of the operators GatedDeltaRule and CausalConv."""
@@ -53,7 +53,11 @@ class GatedDeltaState:
         return 1
 
     def clear(self, view: StoredLayer) -> None:
-        """Do nothing."""
+        """Write zeros."""
+        for spec in self.tensors(view.index, view.layer, view.manifest):
+            block = view.block(spec.role)
+            with view.buffers.scope():
+                block[...] = 0
 
     def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that the state has read more tokens than that."""
@@ -86,4 +90,6 @@ class GatedDeltaState:
         """Write all tensors."""
         for spec in self.tensors(view.index, view.layer, view.manifest):
             block = view.block(spec.role)
-            view.buffers.write(block, saved.read(spec.name, np.dtype(block.dtype)).reshape(block.shape))
+            with view.buffers.scope():
+                flat = block.reshape(-1)
+            view.buffers.write(flat, saved.read(spec.name, np.dtype(block.dtype)).reshape(-1))

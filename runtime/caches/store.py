@@ -268,7 +268,7 @@ class StoredLayer:
     def block(self, role: str) -> Array:
         """Return the sequence's page of a tensor that has no slots."""
         with self.buffers.scope():
-            return self._caches.store.tensors[self.index][role][self._caches.page_numbers(self.index)[0]]
+            return self._caches.store.tensors[self.index][role][self._caches.page_numbers(self.index)[0], ...]
 
 
 def _copy_front(target: Array, source: Array, axis: int, rows: int) -> None:
