@@ -27,7 +27,7 @@ from ortolan.runtime.ownership import exclusive
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
 from ortolan.runtime.session_parts import SessionParts
-from ortolan.runtime.speculation.drafter import Speculator
+from ortolan.runtime.speculation.drafter import Speculator, token_cost
 from ortolan.runtime.speculation.drafters import Drafters
 from ortolan.runtime.speculation.options import Speculation
 from ortolan.runtime.state.sequence import SequenceState
@@ -67,7 +67,9 @@ class Session:
         self.finish_reason: str | None = None
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
-        self._drafters = Drafters(parts.open_drafter, parts.feeder.manifest.vocab_size)
+        self._drafters = Drafters(
+            parts.open_drafter, parts.feeder.manifest.vocab_size, token_cost(parts.feeder.stepper)
+        )
         self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
         settle = weakref.WeakMethod(self._settle)  # a cycle would keep the caches until they are collected
         self._evicting.on_lost = lambda: (call := settle()) and call()

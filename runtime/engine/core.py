@@ -138,7 +138,7 @@ class EngineCore:
         """Draft for sequences that decode, in a step of `chunk_size` tokens; what comes before a draft is known."""
         for each in self.scheduler.admitted:
             each.draft = ()
-        drafting = [each for each in self.scheduler.admitted if self._requests[each].wants_to_draft]
+        drafting = [each for each in self.scheduler.admitted if self._requests[each].wants_to_draft(_count_known(each))]
         if self._ahead and any(each.tokens[-1] == PENDING for each in drafting):
             self._take_ahead()
             drafting = [each for each in drafting if each in self._requests]
@@ -349,6 +349,11 @@ class EngineCore:
         request.sequence.captures = Captures()
         request.close()
         self.scheduler.remove(request.sequence)
+
+
+def _count_known(sequence: TokenSequence) -> int:
+    """Count the tokens of a sequence that the host knows."""
+    return len(sequence.tokens) - (sequence.tokens[-1] == PENDING)
 
 
 def _is_one_run(ran: Sequence[Ran]) -> bool:

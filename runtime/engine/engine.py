@@ -29,7 +29,7 @@ from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
-from ortolan.runtime.speculation.drafter import Drafter, Speculator
+from ortolan.runtime.speculation.drafter import Drafter, Speculator, token_cost
 from ortolan.runtime.speculation.options import Speculation, check_speculation
 from ortolan.runtime.steps.layout import check_token_ids
 from ortolan.runtime.steps.stepper import Stepper
@@ -285,7 +285,12 @@ class Engine:
         options = check_speculation(speculation)
         if options is None:
             return None
-        return Speculator(self._parts.prepare_drafter(options), options.tokens, self._parts.manifest.vocab_size)
+        return Speculator(
+            self._parts.prepare_drafter(options),
+            options.tokens,
+            self._parts.manifest.vocab_size,
+            token_cost(self._parts.stepper),
+        )
 
     def _turn(self, options: TurnOptions) -> Turn:
         return Turn(options, self._parts.manifest.vocab_size, self._parts.detokenize)

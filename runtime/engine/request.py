@@ -45,10 +45,9 @@ class Request:
         known = len(seen) - len(draft)
         return [self.turn.draw(position + i, seen[: known + i]) for i in range(1 + len(draft))]
 
-    @property
-    def wants_to_draft(self) -> bool:
-        """Whether the next step should check a draft, so that all tokens before it must be known."""
-        return self.speculator is not None and self.speculator.wants_to_draft
+    def wants_to_draft(self, known: int) -> bool:
+        """Say whether the next step may check a draft, so that what follows `known` tokens is to be waited for."""
+        return self.speculator is not None and self.speculator.wants_to_draft(self.sequence.tokens, known)
 
     def draft(self, most: int) -> tuple[int, ...]:
         """Return a draft of at most `most` tokens behind those of the sequence."""

@@ -78,7 +78,7 @@ class Chain:
         feeder, stepper, pending = self._feeder, self._feeder.stepper, self.state.pending
         if len(pending) != 1:
             return  # more are left of a prompt that was saved while it was read
-        if self._checked or (self.speculator is not None and self.speculator.wants_to_draft):
+        if self._checked or self._may_draft():
             return
         while stepper.depth and len(self._waiting) <= stepper.depth:
             ahead = len(self._waiting)
@@ -94,6 +94,10 @@ class Chain:
                 feeder.discard(1 + ahead)
                 self._waiting.clear()
                 raise
+
+    def _may_draft(self) -> bool:
+        tokens = self.state.tokens
+        return self.speculator is not None and self.speculator.wants_to_draft(tokens, len(tokens))
 
     def _draft(self, turn: Turn) -> list[int]:
         """Return a draft that a step may read behind the token that waits; empty: none."""

@@ -37,6 +37,10 @@ class ModelDrafter:
                 common = 0
         return list(session.generate(tokens[common:], count, sampling))
 
+    def is_likely(self, tokens: Sequence[int], known: int) -> bool:
+        """Say whether the smaller model's context is long enough."""
+        return known < self._session.plan.max_context
+
 
 def _count_common(history: Sequence[int], tokens: Sequence[int]) -> int:
     """Return how many first tokens are the same, all but the last at most: one is always read for its logits."""

@@ -11,8 +11,8 @@ from ortolan.runtime.speculation.options import Speculation, check_speculation
 class Drafters:
     """Makes drafters of one sequence; the last one knows what the sequence held before."""
 
-    def __init__(self, open_drafter: Callable[[Speculation], Drafter], vocab_size: int) -> None:
-        self._open, self._vocab_size = open_drafter, vocab_size
+    def __init__(self, open_drafter: Callable[[Speculation], Drafter], vocab_size: int, token_cost: float) -> None:
+        self._open, self._vocab_size, self._token_cost = open_drafter, vocab_size, token_cost
         self._last: tuple[Speculation, Drafter] | None = None
 
     def start(self, speculation: Speculation | None) -> Speculator | None:
@@ -23,4 +23,4 @@ class Drafters:
         if self._last is None or self._last[0] != options:
             self._last = (options, self._open(options))
         drafter = self._last[1]
-        return Speculator(lambda: drafter, options.tokens, self._vocab_size)
+        return Speculator(lambda: drafter, options.tokens, self._vocab_size, self._token_cost)
