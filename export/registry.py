@@ -21,6 +21,7 @@ from ortolan.export.families import (
     ministral,
     ministral3,
     mistral,
+    mistral3_vision,
     mixtral,
     muse_glimmer,
     olmo2,
@@ -41,22 +42,8 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
     for module in (
         *(cohere2, exaone4, gemma2, gemma3, gemma3_vision, gpt_oss, granite, granite_swa, granitemoe, granitemoe_swa),
-        *(
-            laguna,
-            llama,
-            mellum,
-            ministral,
-            ministral3,
-            mistral,
-            mixtral,
-            muse_glimmer,
-            olmo2,
-            olmo3,
-            olmoe,
-            phi3,
-            qwen2,
-        ),
-        *(qwen3, qwen3_moe, qwen3_next, smollm3),
+        *(laguna, llama, mellum, ministral, ministral3, mistral, mistral3_vision, mixtral, muse_glimmer, olmo2, olmo3),
+        *(olmoe, phi3, qwen2, qwen3, qwen3_moe, qwen3_next, smollm3),
     )
 } | {family.architecture: family for family in (*gemma4.FAMILIES, *qwen3_5.FAMILIES)}
 

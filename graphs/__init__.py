@@ -10,7 +10,7 @@ from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.summary import ModelSummary, summarize_model
 from ortolan.graphs.verify import verify_model
 from ortolan.graphs.verify_fused import verify_fused_pair
-from ortolan.graphs.weight_summary import StoredWeights, summarize_weights
+from ortolan.graphs.weight_summary import StoredWeights, summarize_layer_weights, summarize_weights
 
 __all__ = [
     "Conversion",
@@ -28,6 +28,7 @@ __all__ = [
     "count_fusions",
     "foreign_bytes",
     "is_small",
+    "summarize_layer_weights",
     "summarize_model",
     "summarize_weights",
     "verify_fused_pair",

@@ -16,6 +16,24 @@ from ortolan.errors import ContractMismatchError
 _LAYER = re.compile(r"^layers\.(\d+)/")
 
 
+SHARED_EXPERT = "/mlp/shared/"  # in the names of its nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The mixture of experts of a layer.
+
+    Attributes:
+        count: how many experts there are.
+        per_token: how many of them a token takes.
+        shared: whether every token takes one more.
+    """
+
+    count: int
+    per_token: int
+    shared: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
     """What a graph is made of.
@@ -23,14 +41,14 @@ class ModelSummary:
     Attributes:
         operators: count of each operator type, most frequent first.
         layers: for each layer, the operators of Ortolan's domain in graph order.
-        experts: for each layer, how many experts its mixture has and how many a token takes; None where it has none.
+        experts: for each layer, its mixture of experts; None where it has none.
     """
 
     num_nodes: int
     num_weights: int
     operators: tuple[tuple[str, int], ...]
     layers: tuple[tuple[str, ...], ...]
-    experts: tuple[tuple[int, int] | None, ...]
+    experts: tuple[Mixture | None, ...]
 
 
 def load_structure(path: Path) -> onnx.ModelProto:
@@ -85,13 +103,18 @@ def summarize_model(path: Path) -> ModelSummary:
     )
 
 
-def _experts(graph: onnx.GraphProto) -> dict[int, tuple[int, int]]:
-    """List the mixtures by layer: their experts, and how many of them a token takes."""
+def _experts(graph: onnx.GraphProto) -> dict[int, Mixture]:
+    """List the mixtures by layer."""
     dims = {tensor.name: tensor.dims for tensor in graph.initializer}
     taken = {node.output[0]: a.i for node in graph.node for a in node.attribute if a.name == "top_k"}
+    shared = {node.name.split("/")[0] for node in graph.node if SHARED_EXPERT in node.name}
     found = {}
     for node in graph.node:
         match = _LAYER.match(node.name)
         if match and node.op_type == "MoeExperts":
-            found[int(match[1])] = (dims[node.input[3]][0], taken[node.input[1]])
+            found[int(match[1])] = Mixture(
+                count=dims[node.input[3]][0],
+                per_token=taken[node.input[1]],
+                shared=node.name.split("/")[0] in shared,
+            )
     return found

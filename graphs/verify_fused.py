@@ -52,6 +52,8 @@ class _Checker:
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._dims = {t.name: list(t.dims) for t in graph.initializer}
+        casts = [n for n in graph.node if n.op_type == "Cast" and n.input[0] in self._dims]
+        self._dims |= {n.output[0]: self._dims[n.input[0]] for n in casts}  # ONNX Runtime folds them
         self._caches = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
         self._features: dict[str, int] = {}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx
@@ -13,6 +14,7 @@ from ortolan.element_types import from_onnx
 # Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
 _LOW_BIT = {"MatMulNBits": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
 DEFAULT_BITS = 4  # of those that pack weights into bytes
+_LAYER = re.compile(r"(?:^|/)layers\.(\d+)/")  # also in the names that other exporters give
 _ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
 
 
@@ -45,8 +47,21 @@ class _Use:
 
 def summarize_weights(model: onnx.ModelProto) -> tuple[StoredWeights, ...]:
     """Count the weights of a graph by their format, those with most bytes first; RoPE tables are not weights."""
-    counts: dict[str, list[int]] = {}
+    return _by_format(_uses(model))
+
+
+def summarize_layer_weights(model: onnx.ModelProto, count: int) -> tuple[tuple[StoredWeights, ...], ...]:
+    """Count the weights of each of `count` layers of a graph, as `summarize_weights` does those of all of it."""
+    uses: dict[int, list[_Use]] = {}
     for use in _uses(model):
+        if match := _LAYER.search(use.node.name):
+            uses.setdefault(int(match[1]), []).append(use)
+    return tuple(_by_format(uses.get(index, [])) for index in range(count))
+
+
+def _by_format(uses: Iterable[_Use]) -> tuple[StoredWeights, ...]:
+    counts: dict[str, list[int]] = {}
+    for use in uses:
         if _is_weight(use):
             count = counts.setdefault(_format(use), [0, 0, 0])
             is_side = use.weight is not None and use.weight is not use.tensor

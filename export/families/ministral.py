@@ -1,18 +1,11 @@
-"""Ministral (8B): Mistral whose layers have a sliding window one by one."""
+"""Ministral: Mistral by another name, which its config has where layers differ in their windows."""
 
 from __future__ import annotations
 
-from ortolan.export.families.base import (
-    Family,
-    layers_of,
-    llama_sources,
-    one_rope,
-    read_attention,
-    read_common,
-    read_mlp,
-    with_windows,
-)
-from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
+from dataclasses import replace
+
+from ortolan.export.families import mistral
+from ortolan.export.families.base import Family, llama_sources
 from ortolan.export.hf_config import HfConfig
 from ortolan.graphs.config import ModelConfig
 
@@ -20,12 +13,8 @@ ARCHITECTURE = "MinistralForCausalLM"
 
 
 def read(config: HfConfig, max_context: int) -> ModelConfig:
-    """Read config.json; an absent `sliding_window` means 4096, null means none."""
-    window = config.integer("sliding_window", 4096) if config.keys.get("sliding_window", 4096) is not None else None
-    default = [FULL if window is None else SLIDING] * config.integer("num_hidden_layers")
-    windows = read_layer_types(config, default, window)
-    layers = layers_of(with_windows(read_attention(config), windows), read_mlp(config))
-    return read_common(config, ARCHITECTURE, layers, one_rope(config, max_context))
+    """Read config.json, as Mistral's is read."""
+    return replace(mistral.read(config, max_context), architecture=ARCHITECTURE)
 
 
 FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=llama_sources)

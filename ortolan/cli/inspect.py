@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ortolan.graphs import StoredWeights
     from ortolan.manifest import Manifest
 
 EPILOG = """examples:
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
         print(facts_table(facts))
-        _print(summary, fused)
+        _print(summary, facts.layer_weights, fused)
         _print_kinds(manifest)
         _print_plans(plans)
     if shown is not None:
@@ -121,7 +123,7 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
         "nodes": summary.num_nodes,
         "operators": dict(summary.operators),
         "layers": [list(layer) for layer in summary.layers],
-        "experts": [pair and {"count": pair[0], "per_token": pair[1]} for pair in summary.experts],
+        "experts": [mixture and dataclasses.asdict(mixture) for mixture in summary.experts],
         "paged": manifest.paged,
         "page_size": manifest.page_size,
         "cache_kinds": [dataclasses.asdict(kind) for kind in manifest.cache_kinds],
@@ -141,13 +143,13 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
     }
 
 
-def _print(summary: Any, fused: dict[str, Any] | None) -> None:
+def _print(summary: Any, weights: Sequence[Sequence[StoredWeights]], fused: dict[str, Any] | None) -> None:
     from ortolan.manifest import MODEL_FILE
 
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
-    print(_layer_table(summary))
+    print(_layer_table(summary, weights))
     _print_fused(fused)
 
 
@@ -157,13 +159,21 @@ def _print_plans(plans: list[Any]) -> None:
         print(plan_table(plan))
 
 
-def _layer_table(summary: Any) -> str:
-    """Format the operators of each layer, and its experts where the model has any."""
-    columns = {"layer": [str(i) for i in range(len(summary.layers))]}
+def _layer_table(summary: Any, weights: Sequence[Sequence[StoredWeights]]) -> str:
+    """Format the operators of each layer, how its weights are stored, and its experts where the model has any."""
+    count = len(summary.layers)
+    columns = {"layer": [str(i) for i in range(count)]}
+    columns["weights"] = [", ".join(f"{row.format}: {format_bytes(row.bytes)}" for row in rows) for rows in weights]
     if any(summary.experts):
-        columns["experts"] = [f"{pair[1]} of {pair[0]}" if pair else "-" for pair in summary.experts]
+        columns["experts"] = [_experts(mixture) for mixture in summary.experts]
     columns["operators"] = [", ".join(operators) for operators in summary.layers]
     return format_table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+
+
+def _experts(mixture: Any) -> str:
+    if mixture is None:
+        return "-"
+    return f"{mixture.per_token} of {mixture.count}{' and a shared one' if mixture.shared else ''}"
 
 
 def _print_fused(fused: dict[str, Any] | None) -> None:

@@ -40,6 +40,7 @@ class ModelFacts:
 
     Attributes:
         weights: by format.
+        layer_weights: of each layer, by format.
         folder_bytes: of all files that the manifest names.
         cpu_bytes: what the weights take in memory on the CPU; None where it is what the file takes.
         vocab_size: of the graph.
@@ -47,6 +48,7 @@ class ModelFacts:
     """
 
     weights: tuple[StoredWeights, ...]
+    layer_weights: tuple[tuple[StoredWeights, ...], ...]
     folder_bytes: int
     cpu_bytes: int | None
     vocab_size: int
@@ -59,12 +61,13 @@ def read_facts(folder: Path, manifest: Manifest, graph: Any) -> ModelFacts:
     Raises:
         ContractMismatchError: the tokenizer's files are damaged.
     """
-    from ortolan.graphs import summarize_weights
+    from ortolan.graphs import summarize_layer_weights, summarize_weights
     from ortolan.runtime.device.memory import held_weight_bytes, weight_file_bytes
 
     held = held_weight_bytes(manifest, is_cuda=False)
     return ModelFacts(
         weights=summarize_weights(graph),
+        layer_weights=summarize_layer_weights(graph, len(manifest.layers)),
         folder_bytes=sum(manifest.files.values()),
         cpu_bytes=held if held != weight_file_bytes(manifest) else None,
         vocab_size=manifest.vocab_size,

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import math
 import shutil
 import sys
 
@@ -51,16 +52,36 @@ def test_table_has_a_row_for_each_layer(model_dir, capsys):
     }
 
 
-def test_experts_are_shown_by_layer(capsys):
-    folder = shared_model(shared_checkpoint("qwen3_moe", seed=5), max_context=512, chunk_size=16)
+def layer_rows(capsys, folder) -> list[str]:
+    """Print the table of layers, and return its rows."""
     assert main(["inspect", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["layer", "experts"])
-    cells = [" ".join(line.split()[1:4]) for line in lines[start + 2 : start + 6]]
-    assert [cell.split(" RingKv")[0] for cell in cells] == ["2 of 6", "-", "2 of 6", "2 of 6"]
+    start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["layer", "weights"])
+    return [" ".join(line.split()) for line in lines[start + 2 : lines.index("", start)]]
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("qwen3_moe", ["2 of 6", "-", "2 of 6", "2 of 6"]),
+        ("laguna", ["-", *["2 of 6 and a shared one"] * 3]),
+    ],
+)
+def test_experts_and_weights_are_shown_by_layer(capsys, family, experts):
+    folder = shared_model(shared_checkpoint(family, seed=5), max_context=512, chunk_size=16, dtype="float16")
+    rows = layer_rows(capsys, folder)
     assert main(["inspect", str(folder), "--json"]) == 0
-    mixture = {"count": 6, "per_token": 2}
-    assert json.loads(capsys.readouterr().out)["experts"] == [mixture, None, mixture, mixture]
+    report = json.loads(capsys.readouterr().out)
+    for index, row in enumerate(rows):
+        (stored,) = report["layer_weights"][index]
+        assert stored["format"] == "float16"
+        assert row.startswith(f"{index} float16: {stored['bytes'] / 1024:.1f} KiB {experts[index]} RingKvAppend")
+    weights = onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer
+    for index in range(4):
+        elements = [math.prod(t.dims) for t in weights if t.name.startswith(f"layers.{index}.")]
+        assert report["layer_weights"][index][0]["bytes"] == 2 * sum(elements)
+    shared = [mixture and mixture["shared"] for mixture in report["experts"]]
+    assert shared == [None if text == "-" else "shared" in text for text in experts]
 
 
 def test_graph_that_reads_a_cache_before_the_append_is_refused(bare_dir, capsys):
@@ -223,7 +244,7 @@ def test_layers_that_share_a_cache_name_its_owner(tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "model")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["4", "SwaAttention"] in rows
+    assert any(row[:2] == ["4", "float32:"] and row[4:] == ["SwaAttention"] for row in rows)
     for layer, owner, window in ((4, 2, "12"), (5, 2, "12"), (6, 3, "-")):
         assert [str(layer), "layer", f"{owner}'s", window, "-", "0", "B", "0", "B"] in rows
     assert main(["inspect", str(tmp_path / "model"), "--json"]) == 0

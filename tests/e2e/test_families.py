@@ -86,6 +86,19 @@ def test_gemma3_caps_no_attention_logits(tmp_path):
     assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
 
 
+def test_mistral_with_types_of_layers_is_ministral(tmp_path):
+    """transformers takes it for one, too."""
+    checkpoint = tiny_checkpoint("ministral", tmp_path / "hf")
+    config = json.loads((checkpoint / "config.json").read_text())
+    renamed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (checkpoint / "config.json").write_text(json.dumps(config | renamed))
+    folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert [layer.window for layer in read_manifest(folder).layers] == [-1, 12, 12, 12]
+    prompt = prompt_of(40, checkpoint)
+    logits = ortolan.load(folder, device="cpu").session().prefill(prompt)
+    assert relative_difference(logits, oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
+
+
 @pytest.mark.parametrize("family", ["llama_biased", "qwen2", "gemma2", "olmo2"])
 def test_whole_heads_are_rotated_where_transformers_reads_no_share(family, tmp_path):
     checkpoint = tiny_checkpoint(family, tmp_path / "hf")

@@ -97,6 +97,7 @@ def test_the_text_part_of_a_whole_checkpoint_agrees_and_the_rest_is_left_out(tmp
     [
         ("gemma4", {"global_head_dim": 32}),
         ("gemma4_unified", {"global_head_dim": 32, "num_global_key_value_heads": 1}),
+        ("gemma4_moe", {"global_head_dim": 32, "num_global_key_value_heads": 1}),
     ],
 )
 def test_published_configs_and_those_of_transformers_5_say_the_same(tmp_path, family, published):

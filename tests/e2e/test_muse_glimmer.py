@@ -107,6 +107,13 @@ def test_pages_an_eviction_and_a_saved_session_agree(checkpoint, tmp_path):
     np.testing.assert_array_equal(rows[2], rows[0])
 
 
+def test_half_precision_agrees_as_far_as_it_can(checkpoint, tmp_path):
+    wide = np.load(checkpoint / "logits.npy")[69]
+    half = ortolan.load(export(checkpoint, tmp_path / "half", dtype="float16"), device="cpu").session()
+    assert relative_difference(half.prefill(TOKENS[:70]), wide) < 100 * np.finfo(np.float16).eps
+    export(checkpoint, tmp_path / "bfloat16", dtype="bfloat16")  # whose graphs are checked; no CPU kernel runs them
+
+
 def test_layers_without_rope_are_those_whose_base_is_0(checkpoint, tmp_path):
     assert [layer.rope for layer in read_manifest(export(checkpoint, tmp_path / "a")).layers] == [
         None,

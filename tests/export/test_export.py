@@ -92,7 +92,9 @@ def test_other_dtypes_are_written(checkpoint, tmp_path, dtype):
     assert read_manifest(folder).dtype == dtype
 
 
-def test_float16_runs_on_the_cpu(checkpoint, tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "cohere2", "gemma4_moe", "laguna", "ministral3"])
+def test_float16_runs_on_the_cpu(family, tmp_path):
+    checkpoint = tiny_checkpoint(family, tmp_path / "hf")
     wide = logits(ortolan.export(checkpoint, tmp_path / "wide", max_context=64))
     half = logits(ortolan.export(checkpoint, tmp_path / "half", dtype="float16", max_context=64))
     assert relative_difference(half, wide) < 100 * np.finfo(np.float16).eps
