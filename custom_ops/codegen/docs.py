@@ -14,6 +14,8 @@ def render_docs(operators: tuple[Operator, ...]) -> str:
         "tokens, Hq query heads, Hkv key/value heads, D head size, N cache pages of P slots, M pages per sequence,",
         "C slots per sequence, S sinks, W window, I input and O output features, H features of a row, R rotated pairs",
         "or wanted rows. Of mixtures: E experts, K that a token takes, I features inside an expert.",
+        "Of recurrent layers: Hk key heads of size Dk, Hv value heads of size Dv, N rows of states, R tokens whose",
+        "updates are kept, F features of a convolution, K taps, Rc rows of its ring.",
         'Only `model.fused.onnx` uses the operators that are marked "CUDA only".',
         "",
         "An output that continues an input is written in place in two cases: it is an output of the graph and bound to",

@@ -10,7 +10,7 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int64_t kRoundBytes = 40 << 20;  // of scratch: less than L2 holds
+constexpr int64_t kRoundBytes = 64 << 20;  // of scratch: more rounds cost more, and fewer more memory
 
 template <typename Element, int kRows>
 cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, const Launch& launch) {
@@ -18,10 +18,16 @@ cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, cons
   const int64_t most = p.packing.num_tokens < kDeltaTile ? p.packing.num_tokens : kDeltaTile;
   const dim3 grid(static_cast<unsigned>(divide_up(p.value_size, kDeltaColumns)),
                   static_cast<unsigned>(p.num_value_heads), static_cast<unsigned>(p.packing.num_sequences));
-  const auto kernel = whole ? delta_steps<Element, kRows, true> : delta_steps<Element, kRows, false>;
   const size_t shared_bytes = (2 * most + p.recent_tokens) * p.key_size * sizeof(float);
-  const cudaError_t error = launch_overlapped(kernel, grid, dim3(kDeltaThreads), shared_bytes, launch, p,
-                                              static_cast<int>(most), reads_long);
+  const auto launch_steps = [&]<bool kWhole>() {
+    constexpr auto kKernel = delta_steps<Element, kRows, kWhole>;
+    const cudaError_t error = allow_shared_memory<kKernel>(launch.device);
+    if (error != cudaSuccess) return error;
+    return launch_overlapped(kKernel, grid, dim3(kDeltaThreads), shared_bytes, launch, p,
+                             static_cast<int>(most), reads_long);
+  };
+  const cudaError_t error =
+      whole ? launch_steps.template operator()<true>() : launch_steps.template operator()<false>();
   if (error != cudaSuccess) return error;
   const dim3 heads(static_cast<unsigned>(p.num_key_heads), static_cast<unsigned>(p.packing.num_sequences));
   return launch_overlapped(finish_steps<Element>, heads, dim3(kDeltaThreads), 0, launch, p);

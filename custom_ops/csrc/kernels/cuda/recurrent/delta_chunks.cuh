@@ -11,7 +11,7 @@
 // as they are given; their lengths are divided out in float32.
 //
 // Chunks are numbered so that no two sequences share a number, whatever their lengths: chunk j of sequence b
-// is query_start[b] / 64 + b + j. A round takes as many numbers as its scratch memory holds, which L2 keeps.
+// is query_start[b] / 64 + b + j. A round takes as many numbers as its scratch memory holds.
 #pragma once
 
 #include "delta_rows.cuh"

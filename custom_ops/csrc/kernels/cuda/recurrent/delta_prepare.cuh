@@ -17,7 +17,6 @@ template <typename Element, int kKeySize>
 struct PrepareShared {
   Element keys[kChunk][kKeySize + kSharedPad];
   Element queries[kChunk][kKeySize + kSharedPad];
-  Element values[kChunk][kKeySize + kSharedPad];       // as many columns at a time
   Element inverse[kChunk][kChunk + kSharedPad];        // T, its columns as the keys' rows need
   Element value_factors[kChunk][kChunk + kSharedPad];  // T, its columns as the values' rows need
   float matrix[kChunk][kMatrixStride];
@@ -52,15 +51,15 @@ class ChunkPreparation {
     copy_rows_async(shared_.queries[0], kKeySize + kSharedPad, key_row<Element>(p_, p_.query, first_, head),
                     stride, kKeySize, rows_, kPrepareThreads);
     copy_async_commit();
-    copy_values(0);
     if (warp_ == 0) sum_decays();
-    copy_async_wait<1>();
+    copy_async_wait<0>();
     __syncthreads();
     measure_rows();
     __syncthreads();
     write_scalars();
     warp_ < 4 ? multiply<false>(shared_.keys, warp_) : multiply<true>(shared_.queries, warp_ - 4);
     __syncthreads();
+    copy_values(0);
     invert();
     scale_inverse();
     copy_async_wait<0>();
@@ -73,7 +72,7 @@ class ChunkPreparation {
         copy_async_wait<0>();
         __syncthreads();
       }
-      solve(shared_.value_factors, shared_.values, panel_columns(first), scratch_.updates + first,
+      solve(shared_.value_factors, shared_.queries, panel_columns(first), scratch_.updates + first,
             p_.value_size);
     }
   }
@@ -272,7 +271,7 @@ class ChunkPreparation {
   __device__ __forceinline__ void copy_values(int64_t first) {
     const Element* values =
         static_cast<const Element*>(p_.value) + (first_ * p_.num_value_heads + head_) * p_.value_size + first;
-    copy_rows_async(shared_.values[0], kKeySize + kSharedPad, values, p_.num_value_heads * p_.value_size,
+    copy_rows_async(shared_.queries[0], kKeySize + kSharedPad, values, p_.num_value_heads * p_.value_size,
                     panel_columns(first), rows_, kPrepareThreads);
     copy_async_commit();
   }
@@ -288,7 +287,7 @@ class ChunkPreparation {
 };
 
 template <typename Element, int kKeySize>
-__global__ void __launch_bounds__(kPrepareThreads, 2)
+__global__ void __launch_bounds__(kPrepareThreads, 3)
     prepare_chunks(const GatedDeltaRuleParams p, ChunkRound round, void* workspace) {
   extern __shared__ __align__(16) unsigned char memory[];
   launch_dependents();

@@ -1,15 +1,16 @@
 // The second kernel of the gated delta rule by chunks: walks each sequence's chunks with its state.
 //
 // Grid: one block per (32 columns of Dv, value head, sequence). The state's columns lie in the accumulators
-// of four warps, 16 rows of Dk after 16, and as elements in shared memory for the products that read it.
-// Copies of the next chunk run while one is computed, where shared memory holds two.
+// of eight warps, 16 rows of Dk each, and as elements in shared memory for the products that read it. Of
+// products with a chunk's 64 rows a warp takes 16 rows and half of the columns. Copies of the next chunk run
+// while one is computed, where shared memory holds two.
 #pragma once
 
 #include "delta_chunks.cuh"
 
 namespace ortolan::cuda {
 
-constexpr int kScanThreads = 128;
+constexpr int kScanThreads = 256;
 constexpr int kScanStride = kScanColumns + kSharedPad;
 
 template <typename Element, int kKeySize>
@@ -35,7 +36,7 @@ class ChunkScan {
   using Stage = ScanStage<Element, kKeySize>;
   using Shared = ScanShared<Element, kKeySize>;
   static constexpr int kTiles = kKeySize / 16;
-  static constexpr int kWarpTiles = (kTiles + 3) / 4;  // of this warp: number w, w + 4, ...
+  static_assert(kTiles <= kScanThreads / 32);
 
   __device__ ChunkScan(const GatedDeltaRuleParams& p, const DeltaSequence& sequence, Shared& shared,
                        Stage* stages, int num_stages)
@@ -47,7 +48,9 @@ class ChunkScan {
         head_(blockIdx.y),
         column_(blockIdx.x * int64_t{kScanColumns}),
         warp_(threadIdx.x / 32),
-        lane_(threadIdx.x % 32) {}
+        lane_(threadIdx.x % 32),
+        tile_row_(warp_ % 4 * 16),
+        half_(warp_ / 4 * 16) {}
 
   // Chunks first .. end of the sequence; number `first` is the round's `offset`th.
   __device__ __forceinline__ void run(int64_t first, int64_t end, int64_t offset, void* workspace) {
@@ -93,19 +96,16 @@ class ChunkScan {
                     reinterpret_cast<const char*>(scratch.rows) + threadIdx.x * 16, true);
   }
 
-  // Calls visit(tile, n, half, state row, state column) for the pairs of columns that this thread holds.
+  // Calls visit(value, next value, state row, state column) for the pairs of columns that this thread holds.
   template <typename Visit>
   __device__ __forceinline__ void each_pair(Visit visit) {
+    if (warp_ >= kTiles) return;
 #pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i)
+    for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = 16 * (warp_ + 4 * i) + 8 * half + lane_ / 4;
-          if (row < kKeySize)
-            visit(state_[i][n][2 * half], state_[i][n][2 * half + 1], row, 8 * n + lane_ % 4 * 2);
-        }
+      for (int half = 0; half < 2; ++half)
+        visit(state_[n][2 * half], state_[n][2 * half + 1], 16 * warp_ + 8 * half + lane_ / 4,
+              8 * n + lane_ % 4 * 2);
   }
   __device__ __forceinline__ float2* state_pair(int row, int column) const {
     return reinterpret_cast<float2*>(p_.state + p_.state_row(sequence_.row, head_) + row * p_.value_size +
@@ -126,65 +126,53 @@ class ChunkScan {
     });
   }
 
-  // sums += a tile of 16 rows [16] times rows k .. k + 16 of a matrix with kScanColumns columns.
-  __device__ __forceinline__ void multiply(const Element (*right)[kScanStride], int k, const uint32_t (&a)[4],
-                                           float (&sums)[4][4]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t b[4];
-      load_matrix_x4_transposed(b, shared_address(&right[k + at_.by_row][16 * n + at_.by_row_column]));
-      Half<Element>::multiply_add(sums[2 * n], a, b[0], b[1]);
-      Half<Element>::multiply_add(sums[2 * n + 1], a, b[2], b[3]);
-    }
-  }
-
-  // The same for two tiles and their sums.
-  __device__ __forceinline__ void multiply_both(const Element (*right)[kScanStride], int k,
-                                                const uint32_t (&a)[4], float (&a_sums)[4][4],
-                                                const uint32_t (&b)[4], float (&b_sums)[4][4]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      uint32_t c[4];
-      load_matrix_x4_transposed(c, shared_address(&right[k + at_.by_row][16 * n + at_.by_row_column]));
-      Half<Element>::multiply_add(a_sums[2 * n], a, c[0], c[1]);
-      Half<Element>::multiply_add(b_sums[2 * n], b, c[0], c[1]);
-      Half<Element>::multiply_add(a_sums[2 * n + 1], a, c[2], c[3]);
-      Half<Element>::multiply_add(b_sums[2 * n + 1], b, c[2], c[3]);
-    }
+  // sums += a tile of 16 rows [16] times rows k .. k + 16 of a matrix, 16 columns from `column` on.
+  __device__ __forceinline__ void multiply(const Element (*right)[kScanStride], int k, int column,
+                                           const uint32_t (&a)[4], float (*sums)[4]) {
+    uint32_t b[4];
+    load_matrix_x4_transposed(b, shared_address(&right[k + at_.by_row][column + at_.by_row_column]));
+    Half<Element>::multiply_add(sums[0], a, b[0], b[1]);
+    Half<Element>::multiply_add(sums[1], a, b[2], b[3]);
   }
 
   __device__ __forceinline__ void advance(int64_t chunk) {
     const Stage& from = stage(chunk);
-    float found[4][4] = {}, output[4][4] = {};
-    const int row = 16 * warp_ + at_.by_row;
+    float found[2][4] = {}, output[2][4] = {};
+    const int row = tile_row_ + at_.by_row;
 #pragma unroll
     for (int k = 0; k < kKeySize; k += 16) {
-      uint32_t a[4], q[4];
+      uint32_t a[4], q[4], b[4];
       load_matrix_x4(a, shared_address(&from.solved[row][k + at_.by_row_column]));
       load_matrix_x4(q, shared_address(&from.queries[row][k + at_.by_row_column]));
-      multiply_both(shared_.state, k, a, found, q, output);
+      load_matrix_x4_transposed(b, shared_address(&shared_.state[k + at_.by_row][half_ + at_.by_row_column]));
+      Half<Element>::multiply_add(found[0], a, b[0], b[1]);
+      Half<Element>::multiply_add(output[0], q, b[0], b[1]);
+      Half<Element>::multiply_add(found[1], a, b[2], b[3]);
+      Half<Element>::multiply_add(output[1], q, b[2], b[3]);
     }
     share_updates(from, found, output);
     __syncthreads();
-    for (int k = 0; k <= 16 * warp_; k += 16) {
-      uint32_t a[4];
-      load_matrix_x4(a, shared_address(&from.products[row][k + at_.by_row_column]));
-      multiply(shared_.updates, k, a, output);
-    }
-    write_output(chunk, output);
     advance_state(from);
     share_state();
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 16) {
+      if (k > tile_row_) break;
+      uint32_t a[4];
+      load_matrix_x4(a, shared_address(&from.products[row][k + at_.by_row_column]));
+      multiply(shared_.updates, k, half_, a, output);
+    }
+    write_output(chunk, output);
   }
 
-  __device__ __forceinline__ void share_updates(const Stage& from, const float (&found)[4][4],
-                                                float (&output)[4][4]) {
+  __device__ __forceinline__ void share_updates(const Stage& from, const float (&found)[2][4],
+                                                float (&output)[2][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 16 * warp_ + 8 * half + lane_ / 4;
+      const int row = tile_row_ + 8 * half + lane_ / 4;
       const float query = from.rows.query[row], key = from.rows.key[row];
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int column = 8 * n + lane_ % 4 * 2;
+      for (int n = 0; n < 2; ++n) {
+        const int column = half_ + 8 * n + lane_ % 4 * 2;
         const float2 solved =
             Half<Element>::unpack(*reinterpret_cast<const uint32_t*>(&from.updates[row][column]));
         const float x = solved.x - found[n][2 * half], y = solved.y - found[n][2 * half + 1];
@@ -196,36 +184,33 @@ class ChunkScan {
     }
   }
 
-  __device__ __forceinline__ void write_output(int64_t chunk, const float (&output)[4][4]) {
+  __device__ __forceinline__ void write_output(int64_t chunk, const float (&output)[2][4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t token = chunk * kChunk + 16 * warp_ + 8 * half + lane_ / 4;
+      const int64_t token = chunk * kChunk + tile_row_ + 8 * half + lane_ / 4;
       if (token >= sequence_.count) continue;
       Element* target = static_cast<Element*>(p_.output) +
                         ((sequence_.first + token) * p_.num_value_heads + head_) * p_.value_size + column_;
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
-        *reinterpret_cast<uint32_t*>(target + 8 * n + lane_ % 4 * 2) =
+      for (int n = 0; n < 2; ++n)
+        *reinterpret_cast<uint32_t*>(target + half_ + 8 * n + lane_ % 4 * 2) =
             Half<Element>::pack(output[n][2 * half], output[n][2 * half + 1]);
     }
   }
 
   __device__ __forceinline__ void advance_state(const Stage& from) {
+    if (warp_ >= kTiles) return;
 #pragma unroll
-    for (int i = 0; i < kWarpTiles; ++i) {
-      const int tile = warp_ + 4 * i;
-      if (tile >= kTiles) continue;
+    for (int n = 0; n < 4; ++n)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int c = 0; c < 4; ++c) state_[n][c] *= from.rows.last;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) state_[i][n][c] *= from.rows.last;
-#pragma unroll
-      for (int k = 0; k < kChunk; k += 16) {
-        uint32_t a[4];
-        load_matrix_x4_transposed(
-            a, shared_address(&from.keys[k + at_.by_column][16 * tile + at_.by_column_column]));
-        multiply(shared_.decayed, k, a, state_[i]);
-      }
+    for (int k = 0; k < kChunk; k += 16) {
+      uint32_t a[4];
+      load_matrix_x4_transposed(
+          a, shared_address(&from.keys[k + at_.by_column][16 * warp_ + at_.by_column_column]));
+      multiply(shared_.decayed, k, 0, a, &state_[0]);
+      multiply(shared_.decayed, k, 16, a, &state_[2]);
     }
   }
 
@@ -238,8 +223,10 @@ class ChunkScan {
   int64_t column_;
   int warp_;
   int lane_;
+  int tile_row_;  // first row of the chunk that this warp multiplies
+  int half_;      // first column of its half
   TileLane at_;
-  float state_[kWarpTiles][4][4];
+  float state_[4][4];
 };
 
 template <typename Element, int kKeySize>
