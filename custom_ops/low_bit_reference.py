@@ -1,16 +1,19 @@
 """LowBitLinear in NumPy and float64, the oracle of its kernels' tests."""
 
+# ruff: noqa: A002, arguments are named after the attributes of the operator
+
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from ortolan.custom_ops.reference import Array, Floats, fused_linear
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def unpack_nibbles(packed: Array) -> Array:
+def unpack_nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Return codes of 4 bits, [..., 2 * n] of [..., n] bytes; the low half of a byte comes first."""
     pairs = np.stack([packed & 15, packed >> 4], axis=-1)
     return np.asarray(pairs.reshape(*packed.shape[:-1], -1))
@@ -39,7 +42,7 @@ def dequantize(
     grouped = wide.reshape(rows, columns // size, size)
     if format in ("int4", "int8"):
         assert scales is not None
-        values = grouped - _zero_points(zero_points, format, columns // size)
+        values = grouped.astype(np.float64) - _zero_points(zero_points, format, columns // size)
         factors = scales.astype(np.float64)
     elif format == "fp8":
         assert float_scales is not None
