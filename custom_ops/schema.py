@@ -6,6 +6,7 @@ import dataclasses
 
 from ortolan.custom_ops.expert_schema import EXPERT_OPERATORS
 from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
+from ortolan.custom_ops.low_bit_schema import LOW_BIT_OPERATORS
 from ortolan.custom_ops.recurrent_schema import RECURRENT_OPERATORS
 from ortolan.custom_ops.schema_parts import (
     BLOCK_TABLE,
@@ -199,4 +200,6 @@ _CONTRACT: tuple[Operator, ...] = (
     ),
 )
 
-OPERATORS: tuple[Operator, ...] = _CONTRACT + EXPERT_OPERATORS + RECURRENT_OPERATORS + FUSED_OPERATORS
+OPERATORS: tuple[Operator, ...] = (
+    _CONTRACT + EXPERT_OPERATORS + RECURRENT_OPERATORS + LOW_BIT_OPERATORS + FUSED_OPERATORS
+)

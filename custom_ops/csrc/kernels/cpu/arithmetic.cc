@@ -68,4 +68,8 @@ void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel)
   arithmetic().gated_delta_rule(params, parallel);
 }
 
+void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
+  arithmetic().low_bit_linear(params, parallel);
+}
+
 }  // namespace ortolan::cpu

@@ -12,6 +12,7 @@ struct Arithmetic {
   void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
   void (*causal_conv)(const CausalConvParams&, ParallelFor&);
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
+  void (*low_bit_linear)(const LowBitLinearParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;
