@@ -6,6 +6,7 @@ import dataclasses
 
 from ortolan.custom_ops.expert_schema import EXPERT_OPERATORS
 from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
+from ortolan.custom_ops.low_bit_schema import LOW_BIT_OPERATORS
 from ortolan.custom_ops.schema_parts import (
     BLOCK_TABLE,
     CAPACITY,
@@ -198,4 +199,4 @@ _CONTRACT: tuple[Operator, ...] = (
     ),
 )
 
-OPERATORS: tuple[Operator, ...] = _CONTRACT + EXPERT_OPERATORS + FUSED_OPERATORS
+OPERATORS: tuple[Operator, ...] = _CONTRACT + EXPERT_OPERATORS + LOW_BIT_OPERATORS + FUSED_OPERATORS

@@ -9,6 +9,7 @@ from ortolan.element_types import COMPUTE_TYPES, element_type
 ELEMENT = "T1"
 INT32 = "tensor(int32)"
 INT64 = "tensor(int64)"
+UINT8 = "tensor(uint8)"
 FLOAT = "tensor(float)"
 ELEMENT_TYPES = tuple(element_type(name).tensor for name in COMPUTE_TYPES)
 

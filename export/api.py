@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import onnx
 
@@ -25,6 +26,8 @@ from ortolan.export.folder import (
     temporary_sibling,
 )
 from ortolan.export.hf_config import HfConfig, read_hf_config
+from ortolan.export.packed import Published, read_quantization
+from ortolan.export.quantize import METHODS
 from ortolan.export.registry import find_family
 from ortolan.export.tokenizer_files import check_tokenizer
 from ortolan.export.weights import (
@@ -32,9 +35,9 @@ from ortolan.export.weights import (
     CheckpointWeights,
     RandomWeights,
     WeightProvider,
+    WeightsFile,
     place_weights,
     placed_bytes,
-    write_weights,
 )
 from ortolan.graphs import (
     ExternalTensor,
@@ -47,8 +50,10 @@ from ortolan.graphs import (
 from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.config import ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
-from ortolan.graphs.formats import FORMATS
-from ortolan.graphs.weights import joint_weights
+from ortolan.graphs.formats.dense import Dense
+from ortolan.graphs.formats.low_bit import Kind
+from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, Wish, joint_tensors, wished_formats
+from ortolan.graphs.parts import Formats
 from ortolan.manifest import (
     FUSED_FILE,
     MANIFEST_METADATA,
@@ -59,6 +64,10 @@ from ortolan.manifest import (
 from ortolan.version import __version__
 
 DENSE = "dense"
+QUANTIZED = ("int4", "int8", "fp8")
+WEIGHT_FORMATS = (DENSE, *QUANTIZED)
+HEADS = ("int8", DENSE)
+FP8_GROUP_SIZES = (128,)
 WEIGHT_KINDS = ("checkpoint", "random")
 MAX_HEAD_SIZE = 256
 LARGE_HEAD_SIZE = 512
@@ -72,13 +81,17 @@ class ExportOptions(CacheOptions):
     max_context: int | None
     weights: str
     fuse: bool
-    weight_format: str
+    weight_format: str | None
     cache_dtype: str
+    group_size: int | str | None = None
+    asymmetric: bool = False
+    quantizer: str = METHODS[0]
+    head_format: str = HEADS[0]
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
         one_of("dtype", self.dtype, COMPUTE_TYPES)
-        one_of("weight_format", self.weight_format, tuple(FORMATS))
+        self._check_weights()
         one_of("cache_dtype", self.cache_dtype, (self.dtype,))
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
@@ -87,11 +100,41 @@ class ExportOptions(CacheOptions):
             if self.sink >= self.max_context:
                 raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
 
+    def _check_weights(self) -> None:
+        truth("asymmetric", self.asymmetric)
+        one_of("quantizer", self.quantizer, METHODS)
+        one_of("head_format", self.head_format, HEADS)
+        if self.weight_format is not None:
+            one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+        if self.weight_format not in QUANTIZED:
+            idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric}
+            given = [name for name, is_given in idle.items() if is_given]
+            if given:
+                raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")
+            return
+        sizes = FP8_GROUP_SIZES if self.weight_format == "fp8" else GROUP_SIZES
+        if self.group_size is not None and self.group_size not in (*sizes, CHANNEL):
+            allowed = ", ".join(map(str, sizes))
+            raise ConfigError(f'group_size is {self.group_size!r}; allowed: {allowed}, or "{CHANNEL}"')
+        if self.asymmetric and self.weight_format == "fp8":
+            raise ConfigError("asymmetric is for int4 and int8; fp8 has no zero points")
+
+    @property
+    def wish(self) -> Wish | None:
+        """What is asked of weights that are quantized; None where none are."""
+        if self.weight_format not in QUANTIZED:
+            return None
+        return Wish(
+            kind=cast("Kind", self.weight_format),
+            group_size=self.group_size,
+            zero_points=self.asymmetric,
+            head=self.head_format,
+        )
+
     def graph(self, *, fused: bool) -> GraphOptions:
         """Return what the graph builder is asked for."""
         return GraphOptions(
             dtype=self.dtype,
-            weight_format=self.weight_format,
             cache_dtype=self.cache_dtype,
             sink=self.sink,
             snapkv_window=self.snapkv_window,
@@ -116,6 +159,10 @@ def export(
     page_size: int = 64,
     weight_format: str | None = None,
     cache_dtype: str | None = None,
+    group_size: int | str | None = None,
+    asymmetric: bool = False,
+    quantizer: str = METHODS[0],
+    head_format: str = HEADS[0],
 ) -> Path:
     """Export a Hugging Face checkpoint folder to a model folder.
 
@@ -135,8 +182,15 @@ def export(
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
-        weight_format: how linear weights are stored; None or "dense": one element of `dtype` each.
+        weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8" or "fp8";
+            None: as the checkpoint publishes them.
         cache_dtype: element type of caches; None or the `dtype`.
+        group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128), or "channel".
+            None takes "channel" for fp8, else the largest that divides all layers.
+        asymmetric: give each group of int4 or int8 a zero point.
+        quantizer: "search" for the scale of least squared error, or "nearest" for that of the largest magnitude.
+        head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
+            that of both.
 
     Returns:
         The model folder.
@@ -158,8 +212,12 @@ def export(
         page_size=page_size,
         weights=weights,
         fuse=fuse,
-        weight_format=DENSE if weight_format is None else weight_format,
+        weight_format=weight_format,
         cache_dtype=dtype if cache_dtype is None else cache_dtype,
+        group_size=group_size,
+        asymmetric=asymmetric,
+        quantizer=quantizer,
+        head_format=head_format,
     )
     target = file_path("out_dir", out_dir)
     check_progress(progress)
@@ -174,14 +232,15 @@ def export(
 def _read(source: Path, options: ExportOptions) -> _Parts:
     """Read and check a checkpoint folder, and warn of what its user may not expect."""
     hf_config = read_hf_config(source)
-    family = find_family(hf_config)
+    top_config, family = hf_config, find_family(hf_config)
     hf_config = family.text_config(hf_config)
     own = hf_config.integer("max_position_embeddings", DEFAULT_CONTEXT)
     context = min(own, DEFAULT_CONTEXT) if options.max_context is None else options.max_context
     options = replace(options, max_context=context)
     config = family.read(hf_config, context)
     _check_shapes(config)
-    provider = _provider(source, family, hf_config, config, options)
+    published = read_quantization(top_config)
+    provider, formats = _provider(source, family, hf_config, config, options, published)
     check_tokenizer(source, is_wanted=options.weights != "random")
     if context > own:
         warn_caller(f"max_context {context} is beyond the model's max_position_embeddings {own}")
@@ -192,9 +251,9 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
             f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "
             "text alone"
         )
-    return _Parts(
-        source, config, context, provider, options, place_weights(config, options.dtype, options.weight_format)
-    )
+    placed = place_weights(config, options.dtype, formats)
+    name = (options.weight_format or DENSE) if published is None else published.method
+    return _Parts(source, config, context, provider, options, placed, formats, name)
 
 
 def _check_shapes(config: ModelConfig) -> None:
@@ -217,12 +276,37 @@ def _check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 
 def _provider(
-    source: Path, family: Family, hf_config: HfConfig, config: ModelConfig, options: ExportOptions
-) -> WeightProvider:
+    source: Path,
+    family: Family,
+    hf_config: HfConfig,
+    config: ModelConfig,
+    options: ExportOptions,
+    published: Published | None,
+) -> tuple[WeightProvider, Formats]:
+    """Return what gives the weights, and their formats."""
+    if published is not None:
+        _check_published(published, options)
+    formats = Formats(default=Dense()) if options.wish is None else wished_formats(config, options.wish)
     if options.weights == "random":
-        return RandomWeights(config, hf_config.number("initializer_range", 0.02))
+        return RandomWeights(config, hf_config.number("initializer_range", 0.02)), formats
     checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out).part({}, family.unread(config))
-    return CheckpointWeights(checkpoint, family.sources(config), config)
+    sources = family.sources(config)
+    if published is not None:
+        formats = published.formats(checkpoint, sources, config)
+    return CheckpointWeights(checkpoint, sources, config, published), formats
+
+
+def _check_published(published: Published, options: ExportOptions) -> None:
+    """Refuse to quantize what is quantized. Raises ConfigError."""
+    if options.weight_format is not None:
+        raise ConfigError(
+            f"weight_format is {options.weight_format!r}, but the checkpoint is quantized already "
+            f"({published.method}); leave weight_format out to keep its bits, or give the checkpoint that is not quantized"
+        )
+    if options.weights == "random":
+        raise ConfigError(
+            f"weights='random' needs a config.json without quantization_config; this one names {published.method}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +319,12 @@ class _Parts:
     provider: WeightProvider
     options: ExportOptions
     placed: dict[str, ExternalTensor]
+    formats: Formats
+    weight_format: str
 
 
 def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
-    manifest = _manifest(parts.config, parts.max_context, parts.options)
+    manifest = _manifest(parts)
     for name, model in _graphs(parts, manifest).items():
         (folder / name).write_bytes(model.SerializeToString(deterministic=True))
     total, written = sum(where.length for where in parts.placed.values()), 0
@@ -248,17 +334,25 @@ def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], ob
         written += count
         progress(written, total)
 
-    write_weights(parts.provider, parts.placed, parts.options.dtype, folder / WEIGHTS_FILE, advance)
+    file = WeightsFile(
+        config=parts.config,
+        formats=parts.formats,
+        placed=parts.placed,
+        dtype=parts.options.dtype,
+        method=parts.options.quantizer,
+    )
+    file.write(parts.provider, folder / WEIGHTS_FILE, advance)
     complete_folder(folder, manifest, parts.source)
 
 
 def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
     """Build and verify the decoder graphs by file name; all read the one weights file."""
     options, config = parts.options, parts.config
-    graphs = {MODEL_FILE: build_model(config, options.graph(fused=False))}
+    graphs = {MODEL_FILE: build_model(config, options.graph(fused=False), parts.formats)}
     if options.fuse:
-        graphs[FUSED_FILE] = build_model(config, options.graph(fused=True))
-    whole = {name: span_of(parts.placed, members) for name, members in joint_weights(config).items()}
+        graphs[FUSED_FILE] = build_model(config, options.graph(fused=True), parts.formats)
+    joints = joint_tensors(config, parts.formats, options.dtype)
+    whole = {name: span_of(parts.placed, members) for name, members in joints.items()}
     places = parts.placed | whole
     for graph in graphs.values():
         graph.metadata_props.add(key=MANIFEST_METADATA, value=manifest.to_json())
@@ -268,14 +362,15 @@ def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
     return graphs
 
 
-def _manifest(config: ModelConfig, max_context: int, options: ExportOptions) -> Manifest:
+def _manifest(parts: _Parts) -> Manifest:
+    config, max_context, options = parts.config, parts.max_context, parts.options
     graph = options.graph(fused=False)
     layers = tuple(describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers)
     ropes = [rope for rope in config.ropes if isinstance(rope, Rope)]  # checkpoints have frequencies, not tables
     return Manifest(
         architecture=config.architecture,
         dtype=options.dtype,
-        weight_format=graph.weight_format,
+        weight_format=parts.weight_format,
         cache_dtype=options.cache_dtype,
         vocab_size=config.vocab_size,
         max_context=max_context,

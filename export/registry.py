@@ -51,15 +51,11 @@ def find_family(config: HfConfig) -> Family:
     """Return the family of the first architecture that the config lists.
 
     Raises:
-        UnsupportedModelError: there is none, or the weights are quantized.
+        UnsupportedModelError: there is none.
     """
     names = config.sequence("architectures", str, [])
     for name in names:
         if name in FAMILIES:
-            if config.get("quantization_config"):
-                raise UnsupportedModelError(
-                    "the checkpoint is quantized (quantization_config); give the unquantized one"
-                )
             return FAMILIES[name]
     if any(name in CONVERTIBLE for name in names):
         advice = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,31 +16,46 @@ from ortolan.errors import CheckpointError
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import Array, Checkpoint
 from ortolan.export.families.base import Source
+from ortolan.export.packed import Published
+from ortolan.export.quantize import METHODS, quantize
 from ortolan.graphs import ExternalTensor
 from ortolan.graphs.config import ModelConfig
-from ortolan.graphs.formats import FORMATS
-from ortolan.graphs.weights import weight_groups, weight_shapes
+from ortolan.graphs.formats.low_bit import LowBit
+from ortolan.graphs.formats.plan import stored_groups
+from ortolan.graphs.parts import Formats
+from ortolan.graphs.weights import weight_shapes
 
 WEIGHTS_FILE = "model.onnx.data"
 _READ_TYPES = tuple(element_type(name).safetensors for name in COMPUTE_TYPES)
 ALIGNMENT_BYTES = 4096  # lets a loader map each tensor
 _SLAB_BYTES = 64 * 2**20
+_PIECE_WEIGHTS = 4 * 2**20  # that are quantized at a time
+_ROW_BLOCK = 128  # rows of such a piece are a multiple: no block of fp8 is parted
 # Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 class WeightProvider(Protocol):
-    """Gives a weight in slabs of rows, in any floating type."""
+    """Gives a weight in slabs of rows, in any floating type, or as codes and scales that the checkpoint holds."""
 
     def slabs(self, name: str) -> Iterator[Array]:
         """Yield consecutive rows of one weight."""
+
+    def packed(self, name: str) -> dict[str, Array] | None:
+        """Return codes and scales by port of LowBitLinear; None where the weight is to be quantized."""
 
 
 class CheckpointWeights:
     """Weights of a checkpoint, as a family's sources describe them."""
 
-    def __init__(self, checkpoint: Checkpoint, sources: Mapping[str, Source], config: ModelConfig) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sources: Mapping[str, Source],
+        config: ModelConfig,
+        published: Published | None = None,
+    ) -> None:
+        self._checkpoint, self._published = checkpoint, published
         self._shapes = weight_shapes(config)
         self._sources = {name: sources[name] for name in self._shapes}
         self._check(config)
@@ -54,6 +69,13 @@ class CheckpointWeights:
                 slab = tensor[begin : begin + rows]
                 yield _arranged(slab, source)
 
+    def packed(self, name: str) -> dict[str, Array] | None:
+        """Return what the checkpoint holds of a weight in low bits, laid out anew."""
+        source, published = self._sources[name], self._published
+        if published is None or not published.holds(self._checkpoint, source):
+            return None
+        return published.read(self._checkpoint, source, self._shapes[name])
+
     def _tensors(self, name: str) -> list[Source]:
         """List the tensors that hold a weight."""
         source = self._sources[name]
@@ -65,6 +87,9 @@ class CheckpointWeights:
         """Check presence, type and shape of every tensor, and that none is left over."""
         used = set()
         for name, shape in self._shapes.items():
+            if self._published is not None and self._published.holds(self._checkpoint, self._sources[name]):
+                used |= self._published.check(self._checkpoint, self._sources[name], shape)
+                continue
             tensors = self._tensors(name)
             each = shape if len(tensors) == 1 else (math.prod(shape[:-1]) // len(tensors), shape[-1])
             for source in tensors:
@@ -112,6 +137,10 @@ class RandomWeights:
         self._shapes = weight_shapes(config)
         self._deviation = np.float32(standard_deviation)
 
+    def packed(self, name: str) -> dict[str, Array] | None:
+        """Return nothing: random weights are quantized as others are."""
+        return None
+
     def slabs(self, name: str) -> Iterator[Array]:
         """Yield consecutive rows; equal names and shapes give equal values."""
         shape = self._shapes[name]
@@ -125,19 +154,18 @@ class RandomWeights:
             yield generator.standard_normal((count, *shape[1:]), dtype=np.float32) * self._deviation
 
 
-def place_weights(config: ModelConfig, dtype: str, weight_format: str = "dense") -> dict[str, ExternalTensor]:
-    """Decide where each weight lies in the weights file.
+def place_weights(config: ModelConfig, dtype: str, formats: Formats) -> dict[str, ExternalTensor]:
+    """Decide where each tensor lies in the weights file.
 
-    A group of `weight_groups` starts at a multiple of the alignment and has no padding inside, so that a fused graph
+    A group of `stored_groups` starts at a multiple of the alignment and has no padding inside, so that a fused graph
     can read its members as one tensor.
     """
-    shapes, stored = weight_shapes(config), FORMATS[weight_format]
     placed: dict[str, ExternalTensor] = {}
     end = 0
-    for group in weight_groups(config):
-        end += -end % ALIGNMENT_BYTES
-        for name in group:
-            for tensor, (element, shape) in stored.tensors(name, shapes[name], dtype).items():
+    for group in stored_groups(config, formats, dtype):
+        for tensors in group:
+            end += -end % ALIGNMENT_BYTES
+            for tensor, (element, shape) in tensors.items():
                 length = math.prod(shape) * element_type(element).bytes
                 placed[tensor] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)
                 end += length
@@ -149,35 +177,85 @@ def placed_bytes(placed: Mapping[str, ExternalTensor]) -> int:
     return max((where.end for where in placed.values()), default=0)
 
 
-def write_weights(
-    provider: WeightProvider,
-    placed: Mapping[str, ExternalTensor],
-    dtype: str,
-    path: Path,
-    advance: Callable[[int], object],
-) -> None:
-    """Write all weights to one file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFile:
+    """What the weights file is to hold.
 
-    Args:
-        provider: gives the values.
-        placed: where each weight goes, ascending.
-        dtype: element type of the file.
-        path: of the file, which is created.
-        advance: called with the number of bytes written.
-
-    Raises:
-        CheckpointError: a weight has another size than its place.
+    Attributes:
+        config: of the model.
+        formats: of linear weights.
+        placed: where each tensor goes.
+        dtype: element type of dense weights, and of int scales.
+        method: of quantization, see `ortolan.export.quantize`.
     """
-    element = element_type(dtype).numpy
-    with path.open("xb") as stream:
-        for name, where in placed.items():
-            stream.write(bytes(where.offset - stream.tell()))
-            for slab in provider.slabs(name):
-                data = _stored(name, slab, element)
-                stream.write(data.view(np.uint8).data)
-                advance(data.nbytes)
-            if stream.tell() != where.end:
-                raise CheckpointError(f"{name} has {stream.tell() - where.offset} bytes, expected {where.length}")
+
+    config: ModelConfig
+    formats: Formats
+    placed: Mapping[str, ExternalTensor]
+    dtype: str
+    method: str = METHODS[0]
+
+    def write(self, provider: WeightProvider, path: Path, advance: Callable[[int], object]) -> None:
+        """Write all weights, one at a time.
+
+        Args:
+            provider: gives the values.
+            path: of the file, which is created.
+            advance: called with the number of bytes written.
+
+        Raises:
+            CheckpointError: a weight has another size than its place, or values that its format does not hold.
+        """
+        with path.open("xb") as stream:
+            stream.truncate(placed_bytes(self.placed))
+            for name, shape in weight_shapes(self.config).items():
+                cursors: dict[str, int] = {}
+                for piece in self._pieces(provider, name, shape):
+                    for tensor, data in piece.items():
+                        stream.seek(cursors.get(tensor, self.placed[tensor].offset))
+                        stream.write(data.view(np.uint8).data)
+                        cursors[tensor] = stream.tell()
+                        advance(data.nbytes)
+                for tensor, end in cursors.items():
+                    where = self.placed[tensor]
+                    if end != where.end:
+                        raise CheckpointError(f"{tensor} has {end - where.offset} bytes, expected {where.length}")
+
+    def _pieces(self, provider: WeightProvider, name: str, shape: tuple[int, ...]) -> Iterator[dict[str, Array]]:
+        """Yield parts of one weight's tensors, each with the rows that follow those of the part before."""
+        stem = name.removesuffix(".weight")
+        stored = self.formats.of(stem) if stem != name else None
+        if not isinstance(stored, LowBit):
+            element = element_type(self.dtype).numpy
+            yield from ({name: _stored(name, slab, element)} for slab in provider.slabs(name))
+            return
+        packed = provider.packed(name)
+        if packed is not None:
+            yield {f"{stem}.{port}": self._typed(port, values) for port, values in packed.items()}
+            return
+        count = max(1, _PIECE_WEIGHTS // shape[1] // _ROW_BLOCK) * _ROW_BLOCK
+        for rows in _regrouped(provider.slabs(name), count):
+            arrays = quantize(name, rows, stored, self.dtype, self.method)
+            yield {f"{stem}.{port}": values for port, values in arrays.items()}
+
+    def _typed(self, port: str, values: Array) -> Array:
+        wanted = element_type(self.dtype).numpy if port == "scales" else values.dtype
+        return _stored(port, values, wanted)
+
+
+def _regrouped(slabs: Iterator[Array], count: int) -> Iterator[Array]:
+    """Yield the same rows, `count` at a time."""
+    kept: list[Array] = []
+    held = 0
+    for slab in slabs:
+        while held + len(slab) >= count:
+            yield np.concatenate([*kept, slab[: count - held]])
+            slab, kept, held = slab[count - held :], [], 0
+        if len(slab):
+            kept.append(slab)
+            held += len(slab)
+    if kept:
+        yield np.concatenate(kept)
 
 
 def _stored(name: str, slab: Array, element: np.dtype[Any]) -> Array:

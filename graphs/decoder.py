@@ -13,7 +13,7 @@ from ortolan.custom_ops.schema import OPERATORS
 from ortolan.graphs.builder import FLOAT, INT64, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import declare_step
 from ortolan.graphs.config import ModelConfig
-from ortolan.graphs.formats import FORMATS
+from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.fused_parts import FusedParts
 from ortolan.graphs.kinds import LayerKind
 from ortolan.graphs.layer_inputs import add_layer_input, prepare_layer_inputs
@@ -41,7 +41,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     Args:
         config: the decoder.
         options: element types, sinks, whether queries are captured, and whether operators are fused.
-        formats: of linear weights; None takes `options.weight_format` for all of them.
+        formats: of linear weights; None: all are dense.
 
     Returns:
         A model whose initializers are external tensors: those of `weight_shapes(config)`, and in a fused graph those of
@@ -49,7 +49,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         operators, and plain ones that are left.
     """
     graph = GraphBuilder(config.architecture, DOC_STRING + FUSED_DOC_STRING * options.fused)
-    formats = formats or Formats(default=FORMATS[options.weight_format])
+    formats = formats or Formats(default=Dense())
     shapes = weight_shapes(config) | joint_shapes(config)
     parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
     parts.step = declare_step(graph, options, [layer.mixer.window for layer in config.layers])
@@ -82,7 +82,10 @@ def count_fusions(model: onnx.ModelProto) -> dict[str, int]:
 
 
 def _embed(parts: Parts, token_ids: Tensor) -> Tensor:
-    hidden = parts.graph.node("embedding/Gather", "Gather", [parts.weight("embedding.weight"), token_ids])
+    if parts.formats.lookup is None:
+        hidden = parts.graph.node("embedding/Gather", "Gather", [parts.weight("embedding.weight"), token_ids])
+    else:
+        hidden = parts.formats.lookup.rows(parts, "embedding", token_ids)
     if parts.config.embedding_scale != 1.0:
         scale = parts.scalar("embedding/scale", parts.config.embedding_scale)
         hidden = parts.graph.node("embedding/Mul", "Mul", [hidden, scale])

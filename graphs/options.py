@@ -15,7 +15,6 @@ class GraphOptions:
 
     Attributes:
         dtype: element type of activations.
-        weight_format: how linear weights are stored, a key of `ortolan.graphs.formats.FORMATS`.
         cache_dtype: element type of caches; None takes that of activations.
         sink: first positions that every layer keeps and sees.
         snapkv_window: above 0, full-attention layers capture queries and take a physical length.
@@ -24,7 +23,6 @@ class GraphOptions:
     """
 
     dtype: str = "float32"
-    weight_format: str = "dense"
     cache_dtype: str | None = None
     sink: int = 0
     snapkv_window: int = 64

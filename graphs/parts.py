@@ -71,6 +71,13 @@ class WeightFormat(Protocol):
         """Add a linear layer for CUDA."""
 
 
+class RowFormat(Protocol):
+    """How an embedding is stored and looked up."""
+
+    def rows(self, parts: Parts, stem: str, indices: Tensor) -> Tensor:
+        """Look up rows, [T] -> [T, features]."""
+
+
 class Parts:
     """A decoder under construction.
 
@@ -244,11 +251,13 @@ class Formats:
         default: of those that are not listed.
         by_stem: others, e.g. by "layers.0.mlp.up".
         apart: linear layers of one input whose weights cannot be one, by the name of the whole.
+        lookup: format of the embedding; None where it is dense.
     """
 
     default: WeightFormat
     by_stem: Mapping[str, WeightFormat] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
+    lookup: RowFormat | None = None
 
     def of(self, stem: str) -> WeightFormat:
         """Return the format of one weight."""

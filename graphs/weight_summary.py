@@ -11,7 +11,7 @@ import onnx
 from ortolan.element_types import from_onnx
 
 # Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
-_LOW_BIT = {"MatMulNBits": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
+_LOW_BIT = {"MatMulNBits": 1, "LowBitLinear": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
 DEFAULT_BITS = 4  # of those that pack weights into bytes
 _ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
 

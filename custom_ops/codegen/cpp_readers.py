@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from ortolan.custom_ops.codegen.names import NOTICE, cpp_constant
-from ortolan.custom_ops.schema_parts import ELEMENT, FLOAT, INT32, INT64, Operator, Port
+from ortolan.custom_ops.schema_parts import ELEMENT, FLOAT, INT32, INT64, UINT8, Operator, Port
 
-_POINTERS = {ELEMENT: "data", FLOAT: "as<float>()", INT32: "as<int32_t>()", INT64: "as<int64_t>()"}
+_POINTERS = {
+    ELEMENT: "data",
+    FLOAT: "as<float>()",
+    INT32: "as<int32_t>()",
+    INT64: "as<int64_t>()",
+    UINT8: "as<uint8_t>()",
+}
 
 
 def render_readers(operators: tuple[Operator, ...]) -> str:

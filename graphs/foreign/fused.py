@@ -12,7 +12,7 @@ from ortolan.graphs.decoder import build_model
 from ortolan.graphs.foreign.describe import Description
 from ortolan.graphs.foreign.prepare import ForeignBytes
 from ortolan.graphs.foreign.reader import is_transpose
-from ortolan.graphs.formats import FORMATS
+from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats
 
@@ -47,7 +47,7 @@ def build_fused(
     Returns:
         The fused graph; None where two parts of it would read the same weight.
     """
-    formats = Formats(default=FORMATS["dense"], by_stem=description.blocks, apart=description.apart)
+    formats = Formats(default=Dense(), by_stem=description.blocks, apart=description.apart)
     model = build_model(description.config, replace(options, fused=True), formats)
     read = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     tensors = [member for name in read for member in description.sources[name]]

@@ -12,6 +12,7 @@ from ortolan.cli.making import DEFAULT_PAGE_SIZE, add_cache_options, shown_progr
 EPILOG = """examples:
   ortolan export ./Llama-3.2-1B ./llama --dtype float32 --max-context 32768
   ortolan export meta-llama/Llama-3.2-1B ./llama        # from the Hugging Face hub, or its cache
+  ortolan export ./Llama-3.2-1B ./llama-int4 --weight-format int4 --group-size 128
   ortolan export ./folder-with-config-json ./random --weights random
 """
 
@@ -33,9 +34,22 @@ def add_parser(commands: Any) -> None:
     )
     add_cache_options(parser)
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
+    parser.add_argument(
+        "--weight-format", help="store linear weights as int4, int8, fp8 or dense (default: as the checkpoint has them)"
+    )
+    parser.add_argument(
+        "--group-size", type=_group_size, help="input features that share a scale: 32, 64, 128 or channel"
+    )
+    parser.add_argument("--asymmetric", action="store_true", help="give groups of int4 or int8 zero points")
+    parser.add_argument("--quantizer", default="search", help="search (default, least squared error) or nearest")
+    parser.add_argument("--head-format", default="int8", help="of quantized models: int8 (default) or dense")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
     parser.set_defaults(run=run)
+
+
+def _group_size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,6 +70,11 @@ def run(options: argparse.Namespace) -> int:
             weights=options.weights,
             fuse=not options.no_fuse,
             overwrite=options.overwrite,
+            weight_format=options.weight_format,
+            group_size=options.group_size,
+            asymmetric=options.asymmetric,
+            quantizer=options.quantizer,
+            head_format=options.head_format,
             progress=progress,
         )
     warn_of_idle_making(options)

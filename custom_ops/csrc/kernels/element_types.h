@@ -5,7 +5,7 @@
 
 namespace ortolan {
 
-enum class ElementType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };
+enum class ElementType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUint8 };
 
 struct ElementFacts {
   int bytes;
@@ -26,6 +26,8 @@ constexpr ElementFacts facts_of(ElementType type) {
       return {.bytes = 4, .onnx = 6, .cuda_data = 10, .tensor_map = 4};
     case ElementType::kInt64:
       return {.bytes = 8, .onnx = 7, .cuda_data = 24, .tensor_map = 5};
+    case ElementType::kUint8:
+      return {.bytes = 1, .onnx = 2, .cuda_data = 8, .tensor_map = 0};
   }
   return {};
 }

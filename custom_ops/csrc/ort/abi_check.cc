@@ -45,6 +45,7 @@ static_assert(facts_of(ElementType::kFloat16).onnx == ONNX_TENSOR_ELEMENT_DATA_T
 static_assert(facts_of(ElementType::kBFloat16).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16);
 static_assert(facts_of(ElementType::kInt32).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32);
 static_assert(facts_of(ElementType::kInt64).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64);
+static_assert(facts_of(ElementType::kUint8).onnx == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8);
 
 static_assert(offsetof(OrtCustomOpOfficial, CreateKernelV2) == offsetof(abi::CustomOp, CreateKernelV2));
 static_assert(offsetof(OrtCustomOpOfficial, GetStartVersion) == offsetof(abi::CustomOp, GetStartVersion));

@@ -16,6 +16,7 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::KvCompact, cpu::kv_compact>(),
       cpu_operator<ops::MoeGate, cpu::moe_gate>(),
       cpu_operator<ops::MoeExperts, cpu::moe_experts>(),
+      cpu_operator<ops::LowBitLinear, cpu::low_bit_linear>(),
   };
 }
 

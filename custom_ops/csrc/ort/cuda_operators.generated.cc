@@ -16,6 +16,7 @@ std::vector<OperatorKernel> cuda_operators() {
       cuda_operator<ops::KvCompact, cuda::kv_compact>(),
       cuda_operator<ops::MoeGate, cuda::moe_gate>(),
       cuda_operator<ops::MoeExperts, cuda::moe_experts, cuda::moe_experts_workspace>(),
+      cuda_operator<ops::LowBitLinear, cuda::low_bit_linear, cuda::low_bit_linear_workspace>(),
       cuda_operator<ops::FusedLinear, cuda::fused_linear, cuda::fused_linear_workspace>(),
       cuda_operator<ops::QkvRopeAppend, cuda::qkv_rope_append>(),
       cuda_operator<ops::RopeAngles, cuda::rope_angles>(),

@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
 #include "attributes.h"
@@ -261,6 +262,48 @@ struct MoeExperts {
 };
 }  // namespace ops
 MoeExpertsParams read_params(const Call<ops::MoeExperts>& call);
+
+inline constexpr Port kLowBitLinearInputs[] = {
+    {.name = "x", .shape = "[T, I]", .type = PortType::kElement},
+    {.name = "codes", .shape = "[N, I / 2] or [N, I]", .type = PortType::kUint8},
+    {.name = "scales", .shape = "[N, G]", .type = PortType::kElement, .optional = true},
+    {.name = "zero_points", .shape = "[N, ceil(G / 2)] or [N, G]", .type = PortType::kUint8, .optional = true},
+    {.name = "scale_codes", .shape = "[N, G]", .type = PortType::kUint8, .optional = true},
+    {.name = "float_scales", .shape = "[ceil(N / scale_rows), G] or [N, 1]", .type = PortType::kFloat32, .optional = true},
+    {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement, .optional = true},
+    {.name = "bias", .shape = "[N]", .type = PortType::kElement, .optional = true},
+    {.name = "residual", .shape = "[T, O]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kLowBitLinearOutputs[] = {
+    {.name = "y", .shape = "[T, O]", .type = PortType::kElement, .optional = true, .spends = 8},
+    {.name = "y_float32", .shape = "[T, O]", .type = PortType::kFloat32, .optional = true},
+};
+namespace ops {
+struct LowBitLinear {
+  using Params = LowBitLinearParams;
+  struct In { enum : size_t { kX, kCodes, kScales, kZeroPoints, kScaleCodes, kFloatScales, kNormWeight, kBias, kResidual }; };
+  struct Out { enum : size_t { kY, kYFloat32 }; };
+  struct Attributes {
+    LowBitFormat format = LowBitFormat::kInt4;
+    int64_t group_size = 0;
+    int64_t scale_rows = 1;
+    float epsilon = 1e-06f;
+    GatedActivation activation = GatedActivation::kNone;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.format = reader.choice<LowBitFormat>({"format", "", "'int4', 'int8', 'fp8', 'mxfp4' or 'nvfp4'"}, LowBitFormat::kInt4, {{"int4", LowBitFormat::kInt4}, {"int8", LowBitFormat::kInt8}, {"fp8", LowBitFormat::kFp8}, {"mxfp4", LowBitFormat::kMxfp4}, {"nvfp4", LowBitFormat::kNvfp4}});
+      attributes.group_size = reader.integer({.name = "group_size", .symbol = "", .allowed = "0 (a whole row), or an even divisor of I", .least = 0}, 0);
+      attributes.scale_rows = reader.integer({.name = "scale_rows", .symbol = "", .allowed = "1 or more", .least = 1}, 1);
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      attributes.activation = reader.choice<GatedActivation>({"activation", "", "'none', 'silu_mul', 'gelu_mul' (erf) or 'gelu_tanh_mul'"}, GatedActivation::kNone, {{"none", GatedActivation::kNone}, {"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}});
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"LowBitLinear", kLowBitLinearInputs, kLowBitLinearOutputs, false};
+};
+}  // namespace ops
+LowBitLinearParams read_params(const Call<ops::LowBitLinear>& call);
 
 inline constexpr Port kFusedLinearInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},

@@ -7,7 +7,7 @@
 
 namespace ortolan {
 
-enum class PortType { kElement, kFloat32, kInt32, kInt64 };
+enum class PortType { kElement, kFloat32, kInt32, kInt64, kUint8 };
 
 struct Port {
   const char* name;
@@ -29,6 +29,8 @@ struct Port {
         return ElementType::kInt32;
       case PortType::kInt64:
         return ElementType::kInt64;
+      case PortType::kUint8:
+        return ElementType::kUint8;
     }
     return node;
   }

@@ -60,4 +60,8 @@ void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel) {
   arithmetic().moe_experts(params, parallel);
 }
 
+void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
+  arithmetic().low_bit_linear(params, parallel);
+}
+
 }  // namespace ortolan::cpu

@@ -10,6 +10,7 @@ struct Arithmetic {
   void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
   void (*snap_kv_score)(const SnapKvScoreParams&, ParallelFor&);
   void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
+  void (*low_bit_linear)(const LowBitLinearParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;

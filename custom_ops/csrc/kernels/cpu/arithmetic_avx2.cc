@@ -2,10 +2,12 @@
 #define ORTOLAN_ISA isa_avx2
 #include "arithmetic.h"
 #include "experts_impl.h"
+#include "low_bit_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snap_kv_score, isa_avx2::moe_experts};
+const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention, isa_avx2::snap_kv_score, isa_avx2::moe_experts,
+                                    isa_avx2::low_bit_linear};
 
 }  // namespace ortolan::cpu

@@ -2,11 +2,12 @@
 #define ORTOLAN_ISA isa_avx512
 #include "arithmetic.h"
 #include "experts_impl.h"
+#include "low_bit_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
 const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention, isa_avx512::snap_kv_score,
-                                      isa_avx512::moe_experts};
+                                      isa_avx512::moe_experts, isa_avx512::low_bit_linear};
 
 }  // namespace ortolan::cpu

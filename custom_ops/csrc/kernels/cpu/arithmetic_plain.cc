@@ -2,11 +2,12 @@
 #define ORTOLAN_ISA isa_plain
 #include "arithmetic.h"
 #include "experts_impl.h"
+#include "low_bit_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
 const Arithmetic kArithmeticPlain = {isa_plain::swa_attention, isa_plain::snap_kv_score,
-                                     isa_plain::moe_experts};
+                                     isa_plain::moe_experts, isa_plain::low_bit_linear};
 
 }  // namespace ortolan::cpu

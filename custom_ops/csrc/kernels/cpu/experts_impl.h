@@ -112,20 +112,23 @@ void multiply_rows(const Element* weights, int64_t count, int64_t size, const In
   }
 }
 
-inline float gated(const MoeExpertsParams& p, float gate, float factor) {
-  switch (p.activation) {
+inline float plain_gate(GatedActivation activation, float gate, float factor) {
+  switch (activation) {
     case GatedActivation::kGeluMul:
       return 0.5f * gate * (1.0f + std::erf(gate * 0.70710678118654752f)) * factor;
     case GatedActivation::kGeluTanhMul: {
       const float inner = 0.79788456080286536f * (gate + 0.044715f * gate * gate * gate);
       return 0.5f * gate * (1.0f + std::tanh(inner)) * factor;
     }
-    case GatedActivation::kClampedSiluMul:
-      gate = clamp_above(gate, p.limit);
-      return gate / (1.0f + std::exp(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
     default:
       return gate / (1.0f + std::exp(-gate)) * factor;
   }
+}
+
+inline float gated(const MoeExpertsParams& p, float gate, float factor) {
+  if (p.activation != GatedActivation::kClampedSiluMul) return plain_gate(p.activation, gate, factor);
+  gate = clamp_above(gate, p.limit);
+  return gate / (1.0f + std::exp(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
 }
 
 template <typename Element>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/expert_params.h"
+#include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "parallel.h"
 
@@ -16,5 +17,6 @@ void kv_select(const KvSelectParams& params, ParallelFor& parallel);
 void kv_compact(const KvCompactParams& params, ParallelFor& parallel);
 void moe_gate(const MoeGateParams& params, ParallelFor& parallel);
 void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel);
+void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu

@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
 #include "common/kernels.h"
@@ -21,6 +22,8 @@ cudaError_t kv_compact(const KvCompactParams& params, const Launch& launch);
 cudaError_t moe_gate(const MoeGateParams& params, const Launch& launch);
 cudaError_t moe_experts(const MoeExpertsParams& params, const Launch& launch);
 size_t moe_experts_workspace(const MoeExpertsParams& params, const Device& device);
+cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launch);
+size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& device);
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device);
 cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& launch);

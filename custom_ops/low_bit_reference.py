@@ -1,0 +1,95 @@
+"""LowBitLinear in NumPy and float64, the oracle of its kernels' tests."""
+
+# ruff: noqa: A002, arguments are named after the attributes of the operator
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from ortolan.custom_ops.reference import Array, Floats, fused_linear
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def unpack_nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return codes of 4 bits, [..., 2 * n] of [..., n] bytes; the low half of a byte comes first."""
+    pairs = np.stack([packed & 15, packed >> 4], axis=-1)
+    return np.asarray(pairs.reshape(*packed.shape[:-1], -1))
+
+
+def decode_e4m3(codes: Array) -> Floats:
+    """Return the values of e4m3 codes."""
+    return np.asarray(codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+
+
+def dequantize(
+    codes: Array,
+    scales: Array | None = None,
+    zero_points: Array | None = None,
+    scale_codes: Array | None = None,
+    float_scales: Array | None = None,
+    *,
+    format: str = "int4",
+    group_size: int = 0,
+    scale_rows: int = 1,
+) -> Floats:
+    """Return the weight [N, I] that codes stand for, as LowBitLinear's inputs of these names describe it."""
+    wide = codes if format in ("int8", "fp8") else unpack_nibbles(codes)
+    rows, columns = wide.shape
+    size = group_size or columns
+    grouped = wide.reshape(rows, columns // size, size)
+    if format in ("int4", "int8"):
+        assert scales is not None
+        values = grouped.astype(np.float64) - _zero_points(zero_points, format, columns // size)
+        factors = scales.astype(np.float64)
+    elif format == "fp8":
+        assert float_scales is not None
+        values = decode_e4m3(grouped)
+        factors = float_scales.astype(np.float64).repeat(scale_rows, axis=0)[:rows]
+    else:
+        assert scale_codes is not None
+        values = E2M1[grouped]
+        factors = 2.0 ** (scale_codes.astype(np.float64) - 127) if format == "mxfp4" else decode_e4m3(scale_codes)
+        if float_scales is not None:
+            factors = factors * float_scales.astype(np.float64)
+    return np.asarray((values * factors[:, :, None]).reshape(rows, columns))
+
+
+def _zero_points(packed: Array | None, format: str, groups: int) -> Floats:
+    if packed is None:
+        return np.full((1, 1, 1), 8.0 if format == "int4" else 128.0)
+    codes = unpack_nibbles(packed)[:, :groups] if format == "int4" else packed
+    return np.asarray(codes.astype(np.float64)[:, :, None])
+
+
+def low_bit_linear(
+    x: Array,
+    codes: Array,
+    scales: Array | None = None,
+    zero_points: Array | None = None,
+    scale_codes: Array | None = None,
+    float_scales: Array | None = None,
+    norm_weight: Array | None = None,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    format: str = "int4",
+    group_size: int = 0,
+    scale_rows: int = 1,
+    epsilon: float = 1e-6,
+    activation: str = "none",
+) -> Floats:
+    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]; nothing is rounded."""
+    weight = dequantize(
+        codes,
+        scales,
+        zero_points,
+        scale_codes,
+        float_scales,
+        format=format,
+        group_size=group_size,
+        scale_rows=scale_rows,
+    )
+    return fused_linear(x, weight, norm_weight, bias, residual, epsilon=epsilon, activation=activation)

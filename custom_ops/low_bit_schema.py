@@ -1,0 +1,87 @@
+"""The operator of low-bit weights, as `ortolan.custom_ops.schema` lists it."""
+
+from __future__ import annotations
+
+from ortolan.custom_ops.schema_parts import ELEMENT, EPSILON, FLOAT, UINT8, Attribute, Operator, Port
+
+LOW_BIT_OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        name="LowBitLinear",
+        doc="FusedLinear over a weight [N, I] of few bits, N = O or 2 * O: y = residual + act(RMSNorm(x) @ weight^T + "
+        "bias), in float32; the normalised rows and the result are rounded to T1. Groups are of group_size columns, "
+        "G = I / group_size of them, one if that is 0. int4, int8: weight = (code - zero point) * scales, and a zero "
+        "point is 8 or 128 where none are given. fp8: e4m3 code * float_scales, for scale_rows rows each. mxfp4: e2m1 "
+        "code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes * float_scales of the row, "
+        "groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One of the two outputs is asked "
+        "for. A row's result does not depend on the other rows of a step of up to 16.",
+        inputs=(
+            Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
+            Port(
+                name="codes",
+                shape="[N, I / 2] or [N, I]",
+                type=UINT8,
+                doc="Codes of 4 or 8 bits; MatMulNBits's, row by row.",
+            ),
+            Port(name="scales", shape="[N, G]", type=ELEMENT, doc="int4, int8: a scale per group.", optional=True),
+            Port(
+                name="zero_points",
+                shape="[N, ceil(G / 2)] or [N, G]",
+                type=UINT8,
+                doc="int4 (two in a byte), int8: a zero point per group.",
+                optional=True,
+            ),
+            Port(name="scale_codes", shape="[N, G]", type=UINT8, doc="mxfp4, nvfp4: a scale per group.", optional=True),
+            Port(
+                name="float_scales",
+                shape="[ceil(N / scale_rows), G] or [N, 1]",
+                type=FLOAT,
+                doc="fp8: a scale per block; nvfp4: one per row.",
+                optional=True,
+            ),
+            Port(
+                name="norm_weight",
+                shape="[I]",
+                type=ELEMENT,
+                doc="Weight of an RMSNorm of x; absent: x is used as it is.",
+                optional=True,
+            ),
+            Port(name="bias", shape="[N]", type=ELEMENT, doc="Added to the product.", optional=True),
+            Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
+        ),
+        outputs=(
+            Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True, spends=8),
+            Port(name="y_float32", shape="[T, O]", type=FLOAT, doc="The result, not rounded to T1.", optional=True),
+        ),
+        attributes=(
+            Attribute(
+                name="format",
+                default="int4",
+                choices=("int4", "int8", "fp8", "mxfp4", "nvfp4"),
+                enumeration="LowBitFormat",
+                allowed='"int4", "int8", "fp8", "mxfp4" or "nvfp4"',
+                doc="What codes and scales mean.",
+            ),
+            Attribute(
+                name="group_size",
+                default=0,
+                least=0,
+                allowed="0 (a whole row), or an even divisor of I",
+                doc="Columns that share a scale.",
+            ),
+            Attribute(
+                name="scale_rows", default=1, least=1, allowed="1 or more", doc="fp8: rows that share a float scale."
+            ),
+            EPSILON,
+            Attribute(
+                name="activation",
+                default="none",
+                choices=("none", "silu_mul", "gelu_mul", "gelu_tanh_mul"),
+                enumeration="GatedActivation",
+                allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
+                doc="Gated activation; the first O rows are the gate, the last O the factor.",
+            ),
+        ),
+        workspace=True,
+        params_header="low_bit_params.h",
+    ),
+)

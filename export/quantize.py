@@ -1,0 +1,121 @@
+"""Rounds float weights to codes of 4 or 8 bits, a few rows at a time.
+
+Round to nearest takes a scale by a group's largest magnitude. The search tries smaller ones, too, and keeps, for each
+group, the one whose squared error is least; it needs no data. Source: the clipping search of OmniQuant and AWQ
+(arXiv 2308.13137, 2306.00978), without activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ortolan.element_types import element_type
+from ortolan.errors import CheckpointError
+from ortolan.export.checkpoint import Array
+from ortolan.graphs.formats.low_bit import LowBit
+
+METHODS = ("search", "nearest")
+FP8_LARGEST = 448.0
+_RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
+
+
+def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) -> dict[str, Array]:
+    """Quantize rows of a weight.
+
+    Args:
+        name: of the weight, for messages.
+        rows: [n, K], any float type; of fp8 in blocks, all the rows of each block.
+        stored: int4, int8 or fp8.
+        dtype: element type of int scales.
+        method: "search" or "nearest".
+
+    Returns:
+        Arrays by port of LowBitLinear.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+    """
+    wide = np.asarray(rows, np.float32)
+    if not np.isfinite(wide).all():
+        raise CheckpointError(f"{name} has values that are not finite; low-bit formats do not hold them")
+    if stored.kind == "fp8":
+        return _fp8(wide, stored)
+    grouped = wide.reshape(len(wide), stored.groups(wide.shape[1]), -1)
+    return _Integers(stored, element_type(dtype).numpy).quantize(grouped, method)
+
+
+def _fp8(rows: Array, stored: LowBit) -> dict[str, Array]:
+    count, columns = rows.shape
+    groups, high = stored.groups(columns), stored.scale_rows
+    padded = np.zeros((-(-count // high) * high, columns), np.float32)
+    padded[:count] = rows
+    blocks = padded.reshape(-1, high, groups, columns // groups)
+    largest = np.abs(blocks).max(axis=(1, 3))
+    scales = np.where(largest > 0, largest / np.float32(FP8_LARGEST), 1).astype(np.float32)
+    scaled = np.clip(blocks / scales[:, None, :, None], -FP8_LARGEST, FP8_LARGEST)
+    codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(padded.shape)[:count]
+    return {"codes": np.ascontiguousarray(codes), "float_scales": scales}
+
+
+class _Integers:
+    """Quantizes groups [n, G, g] to int4 or int8, symmetric around a code in the middle or with zero points."""
+
+    def __init__(self, stored: LowBit, element: np.dtype[Any]) -> None:
+        self._stored, self._element = stored, element
+        self._middle, self._last = 1 << (stored.bits - 1), (1 << stored.bits) - 1
+
+    def quantize(self, groups: Array, method: str) -> dict[str, Array]:
+        low, high = self._range(groups)
+        best = self._at(groups, low, high)
+        for ratio in _RATIOS if method == "search" else ():
+            tried = self._at(groups, low * np.float32(ratio), high * np.float32(ratio))
+            better = tried[3] < best[3]
+            np.copyto(best[0], tried[0], where=better[..., None])
+            for old, new in zip(best[1:], tried[1:], strict=True):
+                np.copyto(old, new, where=better)
+        codes, scales, zeros, _ = best
+        count = len(codes)
+        found = {"codes": self._packed(codes.reshape(count, -1)), "scales": scales.astype(self._element)}
+        return found | ({"zero_points": self._packed(zeros)} if self._stored.zero_points else {})
+
+    def _range(self, groups: Array) -> tuple[Array, Array]:
+        """Return the values of the first code and of the last, [n, G] each."""
+        if self._stored.zero_points:
+            low = np.minimum(groups.min(axis=2), 0)
+            return low, np.maximum(groups.max(axis=2), 0)
+        # The first code lies furthest from the middle: it takes the largest magnitude, and its sign the scale's.
+        least, most = groups.min(axis=2), groups.max(axis=2)
+        low = np.where(-least >= most, least, most)
+        return low, -low * np.float32((self._middle - 1) / self._middle)
+
+    def _at(self, groups: Array, low: Array, high: Array) -> tuple[Array, Array, Array, Array]:
+        """Round to codes between two values; returns codes, scales, zero points, squared errors."""
+        scales = (high - low) / np.float32(self._last)
+        scales = scales.astype(self._element).astype(np.float32)
+        scales = np.where((scales != 0) & np.isfinite(scales), scales, np.float32(1))
+        if self._stored.zero_points:
+            zeros = np.clip(np.rint(-low / scales), 0, self._last)
+        else:
+            zeros = np.full(scales.shape, np.float32(self._middle))
+        codes = np.rint(groups / scales[..., None])
+        codes += zeros[..., None]
+        np.clip(codes, 0, self._last, out=codes)
+        errors = codes - zeros[..., None]
+        errors *= scales[..., None]
+        errors -= groups
+        return codes.astype(np.uint8), scales, zeros.astype(np.uint8), np.einsum("ngk,ngk->ng", errors, errors)
+
+    def _packed(self, codes: Array) -> Array:
+        if self._stored.bits == 8:
+            return np.ascontiguousarray(codes)
+        return pack_nibbles(codes)
+
+
+def pack_nibbles(codes: Array) -> Array:
+    """Pack codes of 4 bits, [n, K] uint8, two in a byte, the first in its low half; an odd last one has 0 above."""
+    if codes.shape[1] % 2:
+        codes = np.concatenate([codes, np.zeros((len(codes), 1), np.uint8)], axis=1)
+    return np.asarray(codes[:, ::2] | codes[:, 1::2] << 4, np.uint8)

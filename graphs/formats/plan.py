@@ -1,0 +1,174 @@
+"""Gives each linear weight its format, and says which tensors lie side by side in the weights file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ortolan.errors import ConfigError, UnsupportedModelError
+from ortolan.graphs.config import ModelConfig
+from ortolan.graphs.formats.dense import Dense
+from ortolan.graphs.formats.low_bit import BLOCK_SIZES, INTEGERS, Kind, LowBit, Stored
+from ortolan.graphs.kinds import Shapes
+from ortolan.graphs.parts import Formats, WeightFormat
+from ortolan.graphs.weights import joint_weights, weight_groups, weight_shapes
+
+CHANNEL = "channel"
+GROUP_SIZES = (32, 64, 128)
+EMBEDDING = "embedding"
+DENSE = Dense()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the caller asks of weights that are quantized.
+
+    Attributes:
+        kind: "int4", "int8" or "fp8".
+        group_size: columns that share a scale; "channel" for a row; None takes a row of fp8, and of int4 and int8 the
+            largest size, up to 128, that divides all weights.
+        zero_points: whether int4 and int8 have them.
+        head: format of the head: "int8" or "dense".
+    """
+
+    kind: Kind
+    group_size: int | str | None = None
+    zero_points: bool = False
+    head: str = "int8"
+
+
+def linear_stems(config: ModelConfig) -> list[str]:
+    """List the weights of linear layers that are quantized, without the head.
+
+    Raises:
+        UnsupportedModelError: the layers are of a kind whose weights have no low-bit kernels.
+    """
+    for layer in config.layers:
+        if layer.mlp.kind != "gated":
+            raise UnsupportedModelError(
+                "the experts of a mixture cannot be exported in low bits; export it without weight_format"
+            )
+    inside = (".attention.", ".mlp.")
+    names = [
+        name
+        for name, shape in weight_shapes(config).items()
+        if len(shape) == 2 and name.endswith(".weight") and any(part in name for part in inside)
+    ]
+    return [name.removesuffix(".weight") for name in names]
+
+
+def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
+    """Choose the formats of a model that is quantized.
+
+    The head is int8 in groups, which costs no accuracy that can be measured. Where it is the embedding, too, the lookup
+    reads the same codes: half the bytes of the largest weight, held once.
+
+    Raises:
+        ConfigError: the group size does not divide the columns of a weight.
+        UnsupportedModelError: see `linear_stems`.
+    """
+    shapes, stems = weight_shapes(config), linear_stems(config)
+    columns = {stem: shapes[f"{stem}.weight"][1] for stem in stems}
+    chosen = _chosen_format(wish, columns)
+    by_stem: dict[str, WeightFormat] = dict.fromkeys(stems, chosen)
+    head = EMBEDDING if config.tied_embeddings else "head"
+    size = _largest_divisor(config.hidden_size, (16, *GROUP_SIZES))
+    lookup = None
+    if wish.head != "dense" and size:
+        stored = LowBit(kind="int8", group_size=size)
+        by_stem[head] = stored
+        lookup = stored if config.tied_embeddings else None
+    return with_joints(config, Formats(default=DENSE, by_stem=by_stem, lookup=lookup))
+
+
+def _chosen_format(wish: Wish, columns: Mapping[str, int]) -> LowBit:
+    if wish.group_size == CHANNEL or (wish.group_size is None and wish.kind == "fp8"):
+        size = 0
+    elif wish.group_size is None:
+        size = next((s for s in reversed(GROUP_SIZES) if all(width % s == 0 for width in columns.values())), 0)
+    else:
+        size = int(wish.group_size)
+        wrong = [f"{width} of {stem}" for stem, width in columns.items() if width % size]
+        if wrong:
+            raise ConfigError(
+                f"group_size {size} does not divide the input features {wrong[0]}; give one that does, or "
+                f'"{CHANNEL}" for one scale per output feature'
+            )
+    odd = [f"{width} of {stem}" for stem, width in columns.items() if width % 2]
+    if odd and wish.kind == "int4":
+        raise ConfigError(f"int4 packs two weights in a byte; the input features {odd[0]} are an odd number")
+    rows = size if wish.kind == "fp8" and size else 1
+    return LowBit(kind=wish.kind, group_size=size, zero_points=wish.zero_points, scale_rows=rows)
+
+
+def _largest_divisor(number: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in reversed(sizes) if number % size == 0), 0)
+
+
+def with_joints(config: ModelConfig, formats: Formats) -> Formats:
+    """Give each joint weight the format of its members, or keep them apart where they cannot be one."""
+    by_stem, apart = dict(formats.by_stem), set(formats.apart)
+    shapes = weight_shapes(config)
+    for whole, members in joint_weights(config).items():
+        if not whole.endswith(".weight"):
+            continue
+        found = [formats.of(member.removesuffix(".weight")) for member in members]
+        stem = whole.removesuffix(".weight")
+        rows = getattr(found[0], "scale_rows", 1)
+        if any(each != found[0] for each in found) or any(shapes[member][0] % rows for member in members[:-1]):
+            apart.add(stem)
+        else:
+            by_stem[stem] = found[0]
+    return Formats(default=formats.default, by_stem=by_stem, apart=frozenset(apart), lookup=formats.lookup)
+
+
+def stored_groups(config: ModelConfig, formats: Formats, dtype: str) -> Iterator[list[Stored]]:
+    """List what the weights file holds: groups without padding inside, of tensors with their types and shapes.
+
+    Of weights that a fused graph reads as one, all codes follow each other, then all scales.
+    """
+    shapes: Shapes = weight_shapes(config)
+    for group in weight_groups(config):
+        each = [_tensors(formats, name, shapes[name], dtype) for name in group]
+        if len({len(tensors) for tensors in each}) > 1:
+            yield from ([tensors] for tensors in each)
+            continue
+        yield [dict(port) for port in zip(*(tensors.items() for tensors in each), strict=True)]
+
+
+def _tensors(formats: Formats, name: str, shape: tuple[int, ...], dtype: str) -> Stored:
+    stem = name.removesuffix(".weight")
+    if stem == name:
+        return {name: (dtype, shape)}
+    return formats.of(stem).tensors(name, shape, dtype)
+
+
+def joint_tensors(config: ModelConfig, formats: Formats, dtype: str) -> dict[str, tuple[str, ...]]:
+    """List the tensors that a fused graph reads as one, by the name of the whole."""
+    shapes = weight_shapes(config)
+    found: dict[str, tuple[str, ...]] = {}
+    for whole, members in joint_weights(config).items():
+        stem, kind = whole.rsplit(".", 1)
+        if stem in formats.apart:
+            continue
+        if kind != "weight":
+            found[whole] = members
+            continue
+        each = [list(_tensors(formats, member, shapes[member], dtype)) for member in members]
+        for tensors in zip(*each, strict=True):
+            found[f"{stem}.{tensors[0].rsplit('.', 1)[1]}"] = tensors
+    return found
+
+
+__all__ = [
+    "BLOCK_SIZES",
+    "CHANNEL",
+    "GROUP_SIZES",
+    "INTEGERS",
+    "Wish",
+    "joint_tensors",
+    "linear_stems",
+    "stored_groups",
+    "wished_formats",
+    "with_joints",
+]

@@ -1,0 +1,111 @@
+"""Draws inputs of LowBitLinear, runs it, and computes it in plain arithmetic of its precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import devices
+import numpy as np
+from expert_cases import run
+from fused_cases import Feeds
+
+from ortolan.custom_ops import low_bit_reference
+from ortolan.custom_ops.reference import fused_linear
+
+WEIGHT_PORTS = ("codes", "scales", "zero_points", "scale_codes", "float_scales")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowBitCase:
+    """Sizes and options of one LowBitLinear."""
+
+    format: str = "int4"
+    group_size: int = 32
+    scale_rows: int = 1
+    inputs: int = 128
+    outputs: int = 40
+    zero_points: bool = False
+    norm: bool = False
+    bias: bool = False
+    residual: bool = False
+    activation: str = "none"
+    output: str = "y"
+
+    @property
+    def weight_attributes(self) -> dict[str, object]:
+        """Attributes that say what codes mean."""
+        return {"format": self.format, "group_size": self.group_size, "scale_rows": self.scale_rows}
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """Attributes of the node."""
+        return {**self.weight_attributes, "activation": self.activation, "epsilon": 1e-5}
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return self.outputs * (1 if self.activation == "none" else 2)
+
+
+def weight_feeds(case: LowBitCase, rng: np.random.Generator) -> Feeds:
+    """Draw a weight whose values are about 1 / sqrt(inputs); every code occurs."""
+    bits = 8 if case.format in ("int8", "fp8") else 4
+    rows, groups = case.rows, case.inputs // (case.group_size or case.inputs)
+    codes = rng.integers(0, 256, (rows, case.inputs * bits // 8), np.uint8)
+    size = np.float32(case.inputs**-0.5)
+
+    def draw_scales(count: int, wide: int, largest: float) -> np.ndarray:
+        return (size / np.float32(largest) * (0.5 + rng.random((count, wide), np.float32))).astype(np.float32)
+
+    if case.format in ("int4", "int8"):
+        feeds = {"codes": codes, "scales": draw_scales(rows, groups, 2.0 ** (bits - 2)).astype(devices.element())}
+        if case.zero_points:
+            feeds["zero_points"] = rng.integers(0, 256, (rows, -(-groups * bits // 8)), np.uint8)
+        return feeds
+    if case.format == "fp8":
+        codes[(codes & 0x7F) == 0x7F] = 0x7E  # NaN
+        return {"codes": codes, "float_scales": draw_scales(-(-rows // case.scale_rows), groups, 64)}
+    if case.format == "mxfp4":
+        return {"codes": codes, "scale_codes": rng.integers(120, 126, (rows, groups), np.uint8)}
+    scale_codes = rng.integers(1, 0x78, (rows, groups), np.uint8)
+    return {"codes": codes, "scale_codes": scale_codes, "float_scales": draw_scales(rows, 1, 32)}
+
+
+def low_bit_feeds(case: LowBitCase, tokens: int, seed: int = 0) -> Feeds:
+    """Draw a step."""
+    rng, element = np.random.default_rng(seed), devices.element()
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32).astype(element)
+
+    feeds = {"x": draw(tokens, case.inputs), **weight_feeds(case, rng)}
+    if case.norm:
+        feeds["norm_weight"] = draw(case.inputs)
+    if case.bias:
+        feeds["bias"] = draw(case.rows)
+    if case.residual:
+        feeds["residual"] = draw(tokens, case.outputs)
+    return feeds
+
+
+def run_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
+    """Run LowBitLinear: its one output [T, O]."""
+    dtype = np.dtype(np.float32) if case.output == "y_float32" else feeds["x"].dtype
+    shape = (len(feeds["x"]), case.outputs)
+    return run("LowBitLinear", feeds, {case.output: (shape, dtype)}, **case.attributes)[case.output]
+
+
+def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
+    """Compute [T, O] in float32, with normalised rows, dequantised weights and sums of the element type's precision."""
+    element = feeds["x"].dtype
+    weight = low_bit_reference.dequantize(
+        **{name: feeds[name] for name in WEIGHT_PORTS if name in feeds}, **case.weight_attributes
+    )
+    x = feeds["x"].astype(np.float32)
+    if case.norm:
+        mean = np.mean(x * x, axis=1, keepdims=True, dtype=np.float32)
+        x = devices.rounded(x / np.sqrt(mean + np.float32(1e-5)) * feeds["norm_weight"].astype(np.float32), element)
+    others = {name: feeds[name].astype(np.float32) for name in ("bias", "residual") if name in feeds}
+    rounded = devices.rounded(weight.astype(np.float32), element)
+    product = fused_linear(x, rounded, **others, activation=case.activation)
+    return np.asarray(product, np.float32)

@@ -1,0 +1,88 @@
+"""LowBitLinear against the float64 reference, and what its results may depend on."""
+
+import dataclasses
+
+import devices
+import numpy as np
+import pytest
+from low_bit_cases import LowBitCase, low_bit_feeds, plain_low_bit, run_low_bit
+from tolerances import assert_as_good_as_plain
+
+from ortolan.custom_ops import low_bit_reference
+
+pytestmark = pytest.mark.usefixtures("target")
+
+TOKENS = (1, 3, 16, 17, 70)
+CASES = {
+    "int4": LowBitCase(),
+    "int4-zero-points": LowBitCase(zero_points=True, inputs=96, residual=True),
+    "int4-128": LowBitCase(group_size=128, inputs=384, outputs=24, norm=True),
+    "int4-channel": LowBitCase(group_size=0, inputs=100, outputs=33, bias=True),
+    "int8": LowBitCase(format="int8", group_size=64, bias=True, residual=True),
+    "int8-zero-points": LowBitCase(format="int8", zero_points=True, outputs=7),
+    "int8-channel": LowBitCase(format="int8", group_size=0, inputs=50, output="y_float32"),
+    "fp8-channel": LowBitCase(format="fp8", group_size=0, inputs=72, norm=True),
+    "fp8-blocks": LowBitCase(format="fp8", group_size=128, scale_rows=128, inputs=256, outputs=200),
+    "mxfp4": LowBitCase(format="mxfp4", group_size=32, outputs=50, bias=True),
+    "nvfp4": LowBitCase(format="nvfp4", group_size=16, outputs=31, residual=True),
+    "gated": LowBitCase(activation="silu_mul", norm=True, bias=True, outputs=19),
+    "gated-fp8": LowBitCase(format="fp8", group_size=0, activation="gelu_tanh_mul", residual=True),
+    "gated-erf": LowBitCase(format="nvfp4", group_size=16, activation="gelu_mul", zero_points=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_as_good_as_plain_arithmetic(name):
+    case = CASES[name]
+    for tokens in TOKENS:
+        feeds = low_bit_feeds(case, tokens)
+        expected = low_bit_reference.low_bit_linear(**feeds, **case.attributes)
+        assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
+
+
+@pytest.mark.parametrize("name", ["int4-zero-points", "fp8-channel", "nvfp4"])
+def test_every_instruction_set_computes_the_same(name, isa):
+    case = CASES[name]
+    for tokens in (1, 9):
+        feeds = low_bit_feeds(case, tokens)
+        expected = low_bit_reference.low_bit_linear(**feeds, **case.attributes)
+        assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "fp8-blocks", "gated"])
+def test_a_row_does_not_depend_on_the_others(name):
+    case = CASES[name]
+    feeds = low_bit_feeds(case, 16)
+    some = {k: v[5:8] if k in ("x", "residual") else v for k, v in feeds.items()}
+    devices.assert_same_bits(run_low_bit(case, some), run_low_bit(case, feeds)[5:8])
+
+
+def test_no_tokens_give_no_rows():
+    case = CASES["gated"]
+    assert run_low_bit(case, low_bit_feeds(case, 0)).shape == (0, case.outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "change", "message"),
+    [
+        ("codes", CASES["int4"], lambda v: v[:, :-1], "codes' has shape"),
+        ("scales", CASES["int4"], lambda v: v[:, :-1], "scales' has shape"),
+        ("scales", CASES["int4"], None, "scales' is missing"),
+        ("scale_codes", CASES["nvfp4"], None, "scale_codes' is missing"),
+        ("float_scales", CASES["nvfp4"], None, "float_scales' is missing"),
+        ("zero_points", CASES["int4-zero-points"], lambda v: v[:, :-1], "zero_points' has shape"),
+        ("bias", CASES["int8"], lambda v: v[1:], "bias' has shape"),
+        ("x", dataclasses.replace(CASES["int4"], group_size=48), None, "group_size = 48 must be 0 or an even divisor"),
+        ("x", dataclasses.replace(CASES["mxfp4"], group_size=64), None, "group_size = 64 must be 32"),
+        ("x", dataclasses.replace(CASES["int4"], scale_rows=2), None, "scale_rows = 2 must be 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name, case, change, message):
+    feeds = low_bit_feeds(dataclasses.replace(case, group_size=32) if name == "x" else case, 2)
+    if change is not None:
+        feeds[name] = np.ascontiguousarray(change(feeds[name]))
+    elif name != "x":
+        del feeds[name]
+    with pytest.raises(Exception, match="test/LowBitLinear") as error:
+        run_low_bit(case, feeds)
+    assert message in str(error.value)
