@@ -1,0 +1,7 @@
+#include "stream_launch.cuh"
+
+namespace ortolan::cuda {
+
+template cudaError_t launch_low_bit_stream<__half>(const LowBitLinearParams&, const Launch&);
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,104 @@
+// Host side of stream.cuh: which layers it takes, and how their blocks share them.
+#pragma once
+
+#include <algorithm>
+
+#include "dense_params.h"
+#include "kernels/cuda/common/row_vectors.cuh"
+#include "stream.cuh"
+#include "stream_layers.h"
+
+namespace ortolan::cuda {
+
+inline LowBitPlan plan_low_bit(const LowBitLinearParams& p) {
+  const LowBitWeight& w = p.weight;
+  const int64_t bits = code_bits(w.format), step = low_bit_step_columns(w);
+  LowBitPlan plan{};
+  const int64_t tile_outputs = p.activation == GatedActivation::kNone ? 16 : 8;
+  plan.tiles = static_cast<int>(divide_up(p.num_outputs, tile_outputs));
+  plan.steps = static_cast<int>(divide_up(w.columns, step));
+  plan.group_pieces = static_cast<int>(std::clamp<int64_t>(w.group_size * bits / 128, 1, 4));
+  plan.step_groups = w.group_size <= step ? static_cast<int>(step / w.group_size) : 0;
+  if (w.groups() == 1) plan.step_groups = 0;
+  plan.group_steps =
+      w.groups() == 1 ? plan.steps : static_cast<int>(std::max<int64_t>(w.group_size / step, 1));
+  if (w.groups() == 1) plan.group_pieces = 4;
+  plan.scale_bytes = low_bit_scale_bytes(w.format);
+  plan.scale_words = plan.step_groups * plan.scale_bytes > 4 ? 2 : 1;
+  plan.token_stride = static_cast<int>(plan.steps * step * 2 + 64);
+  return plan;
+}
+
+// Blocks of so many bytes of shared memory that a multiprocessor holds, up to two.
+inline int resident_low_bit_blocks(int bytes, const Device& device) {
+  constexpr int kReservedBytes = 1024, kStaticBytes = 1024;  // of a block
+  if (bytes + kStaticBytes > device.shared_bytes_per_block) return 0;
+  return 2 * (bytes + kStaticBytes + kReservedBytes) <= device.shared_bytes_per_block + kReservedBytes ? 2
+                                                                                                       : 1;
+}
+
+// Multiplies some tokens by blocks of which a multiprocessor holds `least` at least. False, and nothing
+// launched, where it does not.
+template <typename Element, LowBitFormat kFormat, int kTokenTiles, int kDepth>
+bool launch_low_bit_tiles(const LowBitLinearParams& p, const GemvPass& pass, int least, const Launch& launch,
+                          cudaError_t& error) {
+  constexpr auto kKernel = low_bit_stream_kernel<Element, kFormat, kTokenTiles, kDepth>;
+  LowBitStreamParams params{dense_params(p), p.weight, plan_low_bit(p), pass};
+  params.plan.turn_tiles = kDepth == 8 ? 2 : 1;
+  const int bytes = params.plan.shared_bytes<kTokenTiles>(kDepth, pass.num_tokens);
+  const int resident = resident_low_bit_blocks(bytes, launch.device);
+  if (resident < least) return false;
+  const int blocks = std::min(params.plan.tiles, resident * launch.device.num_multiprocessors);
+  error = allow_shared_memory<kKernel>(launch.device);
+  if (error == cudaSuccess)
+    error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kGemvThreads),
+                              static_cast<size_t>(bytes), launch, params);
+  return true;
+}
+
+// The same, by the kernel that is likely to be the fastest; for up to 16.
+template <typename Element, LowBitFormat kFormat>
+bool launch_low_bit_pass(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
+                         cudaError_t& error) {
+  if (pass.num_tokens > 8) return launch_low_bit_tiles<Element, kFormat, 2, 4>(p, pass, 1, launch, error);
+  return launch_low_bit_tiles<Element, kFormat, 1, 8>(p, pass, 2, launch, error) ||
+         launch_low_bit_tiles<Element, kFormat, 1, 4>(p, pass, 2, launch, error) ||
+         launch_low_bit_tiles<Element, kFormat, 1, 8>(p, pass, 1, launch, error) ||
+         launch_low_bit_tiles<Element, kFormat, 1, 4>(p, pass, 1, launch, error);
+}
+
+template <typename Element, LowBitFormat kFormat>
+cudaError_t launch_low_bit_format(const LowBitLinearParams& p, const Launch& launch) {
+  const auto tokens = static_cast<int>(p.num_tokens);
+  int most = 16;
+  for (int first = 0; first < tokens;) {
+    const GemvPass pass{first, std::min(tokens - first, most)};
+    cudaError_t error = cudaErrorInvalidValue;
+    if (launch_low_bit_pass<Element, kFormat>(p, pass, launch, error)) {
+      if (error != cudaSuccess) return error;
+      first += pass.num_tokens;
+    } else if ((most /= 2) == 0) {
+      return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+template <typename Element>
+cudaError_t launch_low_bit_stream(const LowBitLinearParams& p, const Launch& launch) {
+  switch (p.weight.format) {
+    case LowBitFormat::kInt4:
+      return launch_low_bit_format<Element, LowBitFormat::kInt4>(p, launch);
+    case LowBitFormat::kInt8:
+      return launch_low_bit_format<Element, LowBitFormat::kInt8>(p, launch);
+    case LowBitFormat::kFp8:
+      return launch_low_bit_format<Element, LowBitFormat::kFp8>(p, launch);
+    case LowBitFormat::kMxfp4:
+      return launch_low_bit_format<Element, LowBitFormat::kMxfp4>(p, launch);
+    case LowBitFormat::kNvfp4:
+      return launch_low_bit_format<Element, LowBitFormat::kNvfp4>(p, launch);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace ortolan::cuda
