@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.element_types import COMPUTE_TYPES
+from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
@@ -73,13 +73,13 @@ class ExportOptions(CacheOptions):
     weights: str
     fuse: bool
     weight_format: str
-    cache_dtype: str
+    cache_dtype: str | None
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
         one_of("dtype", self.dtype, COMPUTE_TYPES)
         one_of("weight_format", self.weight_format, tuple(FORMATS))
-        one_of("cache_dtype", self.cache_dtype, (self.dtype,))
+        cache_type(self.cache_dtype, self.dtype)
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
         if self.max_context is not None:
@@ -92,7 +92,7 @@ class ExportOptions(CacheOptions):
         return GraphOptions(
             dtype=self.dtype,
             weight_format=self.weight_format,
-            cache_dtype=self.cache_dtype,
+            cache_dtype=cache_type(self.cache_dtype, self.dtype),
             sink=self.sink,
             snapkv_window=self.snapkv_window,
             page_size=self.graph_page_size,
@@ -136,7 +136,8 @@ def export(
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
         weight_format: how linear weights are stored; None or "dense": one element of `dtype` each.
-        cache_dtype: element type of caches; None or the `dtype`.
+        cache_dtype: of keys and values that layers keep: None for the `dtype`, or "fp8" or "int8", half the bytes of a
+            16-bit type, with a float32 scale beside each row of a kv head.
 
     Returns:
         The model folder.
@@ -159,7 +160,7 @@ def export(
         weights=weights,
         fuse=fuse,
         weight_format=DENSE if weight_format is None else weight_format,
-        cache_dtype=dtype if cache_dtype is None else cache_dtype,
+        cache_dtype=cache_dtype,
     )
     target = file_path("out_dir", out_dir)
     check_progress(progress)
@@ -276,7 +277,7 @@ def _manifest(config: ModelConfig, max_context: int, options: ExportOptions) -> 
         architecture=config.architecture,
         dtype=options.dtype,
         weight_format=graph.weight_format,
-        cache_dtype=options.cache_dtype,
+        cache_dtype=cache_type(options.cache_dtype, options.dtype),
         vocab_size=config.vocab_size,
         max_context=max_context,
         chunk_size=options.planned_chunk,

@@ -11,7 +11,7 @@ import onnx
 
 from ortolan import contract
 from ortolan.element_types import element_type
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
+from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Shape, Tensor, emitters
 from ortolan.manifest import Manifest
 from ortolan.policies.parts import EMPTY, FORCED, Kept, LayerInputs, Scoring
 
@@ -43,7 +43,15 @@ class EvictParts:
             key=graph.input(contract.key_cache(i), cache_dtype, cache),
             value=graph.input(contract.value_cache(i), cache_dtype, cache),
             kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
+            **self._declare_scales(i),
         )
+
+    def _declare_scales(self, i: int) -> dict[str, Tensor]:
+        if not self.manifest.has_code_caches:
+            return {}
+        names, shape = (contract.key_scale(i), contract.value_scale(i)), self.cache_shape(i)[:3]
+        key, value = (self.graph.input(name, FLOAT, shape) for name in names)
+        return {"key_scale": key, "value_scale": value}
 
     def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
         """Declare the block tables of a paged model's evictable layers; returns each layer's."""
@@ -73,7 +81,13 @@ class EvictParts:
         (score,) = graph.operator(
             f"layers.{i}/evict/SnapKvScore",
             emitters.snap_kv_score,
-            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
+            {
+                "capture": layer.capture,
+                "key_cache": layer.key,
+                "kv_len": layer.kv_len,
+                "key_scale": layer.key_scale,
+                **self.paging(i),
+            },
             scale=self.manifest.layers[i].scale,
             softcap=self.manifest.layers[i].softcap,
             group_reduce=group_reduce,
@@ -130,13 +144,13 @@ class EvictParts:
         return graph.node(f"{path}/slots", "Mul", [pages, size])
 
     def cached_rows(self, i: int, path: str, pool: Tensor) -> Tensor:
-        """Bring a layer's key or value cache into the order of slots, [B, Hkv, C, D]."""
+        """Bring a layer's key or value cache, or its scales [N, Hkv, P, 1], into the order of slots, [B, Hkv, C, D]."""
         if i not in self._tables:
             return pool
         graph = self.graph
         pages = graph.node(f"{path}/pages", "Gather", [pool, self._tables[i]], {"axis": 0})  # [B, M, Hkv, P, D]
         by_head = graph.node(f"{path}/by_head", "Transpose", [pages], {"perm": [0, 2, 1, 3, 4]})
-        shape = [0, 0, -1, self.manifest.layers[i].head_size]
+        shape = [0, 0, -1, pool.shape[3] if pool.shape else 1]
         name = "shapes/" + "x".join(map(str, shape))
         return graph.node(path, "Reshape", [by_head, graph.constant(name, shape, np.int64)])
 
