@@ -144,13 +144,13 @@ class EvictParts:
         return graph.node(f"{path}/slots", "Mul", [pages, size])
 
     def cached_rows(self, i: int, path: str, pool: Tensor) -> Tensor:
-        """Bring a layer's key or value cache, or its scales [N, Hkv, P, 1], into the order of slots, [B, Hkv, C, D]."""
+        """Bring a layer's key or value cache into the order of slots, [B, Hkv, C, D]."""
         if i not in self._tables:
             return pool
         graph = self.graph
         pages = graph.node(f"{path}/pages", "Gather", [pool, self._tables[i]], {"axis": 0})  # [B, M, Hkv, P, D]
         by_head = graph.node(f"{path}/by_head", "Transpose", [pages], {"perm": [0, 2, 1, 3, 4]})
-        shape = [0, 0, -1, pool.shape[3] if pool.shape else 1]
+        shape = [0, 0, -1, self.manifest.layers[i].head_size]
         name = "shapes/" + "x".join(map(str, shape))
         return graph.node(path, "Reshape", [by_head, graph.constant(name, shape, np.int64)])
 

@@ -32,6 +32,9 @@ def add_parser(commands: Any) -> None:
         "--max-context", type=int, help="longest sequence, tokens (default: the model's own, at most 32768)"
     )
     add_cache_options(parser)
+    parser.add_argument(
+        "--cache-dtype", help="fp8 or int8: caches of 8-bit codes with a scale for each row (default: the dtype)"
+    )
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
             sink=options.sink,
             snapkv_window=options.snapkv_window,
             paged=options.paged,
+            cache_dtype=options.cache_dtype,
             page_size=DEFAULT_PAGE_SIZE if options.page_size is None else options.page_size,
             weights=options.weights,
             fuse=not options.no_fuse,

@@ -221,13 +221,14 @@ class _Layer:
 
     def _rows(self, name: str, cache: Tensor, scale: Tensor) -> Tensor:
         """Return keys or values in the order of slots, [B, Hkv, C, D] float32; codes are multiplied by their scales."""
-        path = f"{self._path}/expected/{name}"
-        rows = self._cast(f"{name}/Cast", self._parts.cached_rows(self._i, f"{path}/rows", cache))
-        if scale is None:
-            return rows
-        wide = self._node(f"{name}/scale/Unsqueeze", "Unsqueeze", scale, self._axes(3))  # [N, Hkv, P, 1]
-        factors = self._parts.cached_rows(self._i, f"{path}/scale/rows", wide)
-        return self._node(f"{name}/scaled", "Mul", rows, factors)
+        rows = cache if scale is None else self._decoded(name, cache, scale)
+        rows = self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", rows)
+        return self._cast(f"{name}/Cast", rows) if scale is None else rows
+
+    def _decoded(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return what a pool of codes stands for, [N, Hkv, P, D] float32; no Gather takes fp8."""
+        factors = self._node(f"{name}/scale/Unsqueeze", "Unsqueeze", scale, self._axes(3))
+        return self._node(f"{name}/scaled", "Mul", self._cast(f"{name}/codes/Cast", codes), factors)
 
     def _node(self, name: str, op: str, *inputs: Tensor, **attributes: int | list[int]) -> Tensor:
         return self._graph.node(f"{self._path}/expected/{name}", op, inputs, attributes)

@@ -50,7 +50,10 @@ def check_attention(shape, code, seed=0):
 
 
 def empty_scales(caches):
-    return {f"{role}_scale": np.full(c.shape[:3], np.nan, np.float32) for role, c in zip(("key", "value"), caches)}
+    return {
+        f"{role}_scale": np.full(c.shape[:3], np.nan, np.float32)
+        for role, c in zip(("key", "value"), caches, strict=True)
+    }
 
 
 def append_feeds(batch, caches, **extra):
@@ -191,7 +194,7 @@ def test_compaction_moves_scales_with_their_rows(code, lists, page):
 def test_scales_that_are_missing_or_of_another_shape_are_refused(code):
     shape = Shape(tokens=(1,), past=(8,))
     feeds = coded(attention_feeds(shape), code)
-    with pytest.raises((InvalidArgument, RuntimeError), match="'value_scale' is missing"):
+    with pytest.raises((InvalidArgument, RuntimeError), match=r"'value_scale' is missing"):
         run_op("SwaAttention", {k: v for k, v in feeds.items() if k != "value_scale"}, **shape.attributes)
     with pytest.raises((InvalidArgument, RuntimeError), match=r"'key_scale' has shape .* expected \[N, Hkv, P\]"):
         run_op("SwaAttention", feeds | {"key_scale": feeds["key_scale"][:, :1]}, **shape.attributes)
