@@ -15,6 +15,8 @@ def ring_kv_append(
     query_start: str,
     past_len: str,
     block_table: str = "",
+    key_scale: str = "",
+    value_scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -23,26 +25,32 @@ def ring_kv_append(
 ) -> onnx.NodeProto:
     """Build a RingKvAppend node.
 
-    Writes this step's keys and values into their slots of the cache, in place.
+    Writes this step's keys and values into their slots of the cache, in place; codes and scales of them
+    where the cache is int8 or float8e4m3fn.
 
     Args:
         key: [T, Hkv, D] T1. Keys of this step, after norm and RoPE.
         value: [T, Hkv, D] T1. Values of this step.
-        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
-        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        key_cache: [N, Hkv, P, D] T2. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T2. Pool of value pages.
         query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
             query_start[b+1].
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
             or per kv head.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
-        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        key_scale: [N, Hkv, P] tensor(float). Scale of each row of key codes; given exactly where the caches
+            hold codes.
+        value_scale: [N, Hkv, P] tensor(float). Scale of each row of value codes; given exactly where the
+            caches hold codes.
+        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D], key_scale_out [N,
+            Hkv, P], value_scale_out [N, Hkv, P].
         name: name of the node.
         sink: S: first positions of a sequence, never overwritten. Allowed: 0 or more.
         capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
             without a window).
     """
-    inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table,)
+    inputs = (key, value, key_cache, value_cache, query_start, past_len, block_table, key_scale, value_scale,)
     return operator_node("RingKvAppend", inputs, outputs, name, {"sink": sink, "capacity": capacity})
 
 
@@ -55,6 +63,8 @@ def swa_attention(
     block_table: str = "",
     sink_logits: str = "",
     prefix_end: str = "",
+    key_scale: str = "",
+    value_scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -72,8 +82,8 @@ def swa_attention(
 
     Args:
         query: [T, Hq, D] T1. Queries of this step, after norm and RoPE.
-        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
-        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        key_cache: [N, Hkv, P, D] T2. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T2. Pool of value pages.
         query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
             query_start[b+1].
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
@@ -84,6 +94,10 @@ def swa_attention(
             has no value.
         prefix_end: [B] tensor(int32). Positions before it see each other in both directions, whatever the
             window. Only with causal = 1.
+        key_scale: [N, Hkv, P] tensor(float). Scale of each row of key codes; given exactly where the caches
+            hold codes.
+        value_scale: [N, Hkv, P] tensor(float). Scale of each row of value codes; given exactly where the
+            caches hold codes.
         outputs: names of output [T, Hq, D], lse [Hq, T].
         name: name of the node.
         window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 or more.
@@ -95,7 +109,7 @@ def swa_attention(
         causal: 0: a query sees later keys, too: all of its sequence, or those less than W before or after
             it, and the sinks. Allowed: 0 or 1.
     """
-    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits, prefix_end,)
+    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits, prefix_end, key_scale, value_scale,)
     return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap, "causal": causal})
 
 
@@ -130,6 +144,7 @@ def snap_kv_score(
     key_cache: str,
     kv_len: str,
     block_table: str = "",
+    key_scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -144,10 +159,12 @@ def snap_kv_score(
 
     Args:
         capture: [B, Wq, Hq, D] T1. Captured queries.
-        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
+        key_cache: [N, Hkv, P, D] T2. Pool of key pages.
         kv_len: [B] or [B, Hkv] tensor(int32). Tokens in the cache, the captured window included.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
+        key_scale: [N, Hkv, P] tensor(float). Scale of each row of key codes; given exactly where the caches
+            hold codes.
         outputs: names of score [B, Hkv, K].
         name: name of the node.
         scale: Factor of the logits; 0 means 1 / sqrt(D). Allowed: 0 or more.
@@ -155,7 +172,7 @@ def snap_kv_score(
         group_reduce: How the scores of the query heads of a group become one. Allowed: "mean", "max" or
             "sum".
     """
-    inputs = (capture, key_cache, kv_len, block_table,)
+    inputs = (capture, key_cache, kv_len, block_table, key_scale,)
     return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce})
 
 
@@ -194,6 +211,8 @@ def kv_compact(
     value_cache: str,
     keep: str,
     block_table: str = "",
+    key_scale: str = "",
+    value_scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -203,16 +222,21 @@ def kv_compact(
     Moves the kept positions to the front of a full-attention cache, in place.
 
     Args:
-        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
-        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        key_cache: [N, Hkv, P, D] T2. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T2. Pool of value pages.
         keep: [B, Hkv or 1, K] tensor(int32). Physical positions to keep, strictly ascending; -1 pads the
             tail.
         block_table: [B, M] tensor(int32). Page of each block of slots; absent for a contiguous cache, where
             sequence b owns page b. Entries of slots that no token has reached may hold anything.
-        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D].
+        key_scale: [N, Hkv, P] tensor(float). Scale of each row of key codes; given exactly where the caches
+            hold codes.
+        value_scale: [N, Hkv, P] tensor(float). Scale of each row of value codes; given exactly where the
+            caches hold codes.
+        outputs: names of key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D], key_scale_out [N,
+            Hkv, P], value_scale_out [N, Hkv, P].
         name: name of the node.
     """
-    inputs = (key_cache, value_cache, keep, block_table,)
+    inputs = (key_cache, value_cache, keep, block_table, key_scale, value_scale,)
     return operator_node("KvCompact", inputs, outputs, name, {})
 
 

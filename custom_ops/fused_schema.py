@@ -84,8 +84,8 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
                 doc="Query heads, then key heads, then value heads of each token; with value_is_key "
                 "[T, (Hq + Hkv) * D], without value heads.",
             ),
-            KEY_CACHE,
-            VALUE_CACHE,
+            dataclasses.replace(KEY_CACHE, type=ELEMENT),
+            dataclasses.replace(VALUE_CACHE, type=ELEMENT),
             QUERY_START,
             PAST_LEN,
             BLOCK_TABLE,
@@ -134,7 +134,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         ),
         outputs=(
             Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
-            *cache_outputs(1),
+            *cache_outputs(1, ELEMENT),
             dataclasses.replace(CAPTURE_OUT, optional=True, alias=10),
         ),
         attributes=(

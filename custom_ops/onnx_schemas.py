@@ -9,7 +9,7 @@ import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops.schema import OPERATORS
-from ortolan.custom_ops.schema_parts import ELEMENT, ELEMENT_TYPES, INT32, Attribute, Operator, Port
+from ortolan.custom_ops.schema_parts import CACHE, CACHE_TYPES, ELEMENT, ELEMENT_TYPES, INT32, Attribute, Operator, Port
 
 _Option = onnx.defs.OpSchema.FormalParameterOption
 
@@ -31,8 +31,11 @@ def _forget_schemas() -> None:
 
 def build_schema(operator: Operator) -> onnx.defs.OpSchema:
     """Build the onnx schema of one operator, with type and shape inference for outputs that follow an input."""
-    element = (ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys, values and caches.")
-    uses_element = any(port.type == ELEMENT for port in (*operator.inputs, *operator.outputs))
+    constraints = (
+        (ELEMENT, list(ELEMENT_TYPES), "Element type of queries, keys and values."),
+        (CACHE, list(CACHE_TYPES), "Element type of caches: that of keys and values, or of codes."),
+    )
+    used = {port.type for port in (*operator.inputs, *operator.outputs)}
     schema = onnx.defs.OpSchema(
         operator.name,
         OPERATOR_DOMAIN,
@@ -40,7 +43,7 @@ def build_schema(operator: Operator) -> onnx.defs.OpSchema:
         doc=operator.doc,
         inputs=[_parameter(port) for port in operator.inputs],
         outputs=[_parameter(port) for port in operator.outputs],
-        type_constraints=[element] if uses_element else [],
+        type_constraints=[constraint for constraint in constraints if constraint[0] in used],
         attributes=[_attribute(attribute) for attribute in operator.attributes],
     )
     schema.set_type_and_shape_inference_function(lambda context: _infer(operator, context))
@@ -63,10 +66,11 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
 
     An output's type stays open where nothing is known of the inputs, as behind operators that onnx has no schema of.
     """
-    known, element = _known_dimensions(operator, context), _element_type(operator, context)
+    known = _known_dimensions(operator, context)
     for index, port in enumerate(operator.outputs[: context.get_num_outputs()]):
         result = onnx.TypeProto()
-        if port.type == ELEMENT:
+        if port.type in (ELEMENT, CACHE):
+            element = _element_type(operator, context, port.type)
             if element is None:
                 continue
             result.tensor_type.elem_type = element
@@ -80,11 +84,11 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
         context.set_output_type(index, result)
 
 
-def _element_type(operator: Operator, context: onnx.shape_inference.InferenceContext) -> int | None:
-    """Return the element type that the inputs share, as onnx numbers it."""
+def _element_type(operator: Operator, context: onnx.shape_inference.InferenceContext, variable: str) -> int | None:
+    """Return the element type that the inputs of a type variable share, as onnx numbers it."""
     for index, port in enumerate(operator.inputs[: context.get_num_inputs()]):
         given = context.get_input_type(index)
-        if port.type == ELEMENT and given is not None:
+        if port.type == variable and given is not None:
             return int(given.tensor_type.elem_type)
     return None
 

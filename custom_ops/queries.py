@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from ortolan.custom_ops.library import checked_structure, open_library
-from ortolan.element_types import COMPUTE_TYPES, element_type
+from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES, element_type
 from ortolan.errors import ConfigError, OpLibraryError
 
 
@@ -27,6 +27,7 @@ class DecodeScratchQuery:
         shared_bytes_per_block: shared memory that a block of the device may ask for.
         num_multiprocessors: of the device, or more. No GPU of today has more than the default.
         compute_capability: of the device, 10 * major + minor.
+        cache_dtype: element type of caches; None: `dtype`.
     """
 
     dtype: str
@@ -41,11 +42,15 @@ class DecodeScratchQuery:
     shared_bytes_per_block: int
     num_multiprocessors: int = 256
     compute_capability: int = 90
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no layer, step or device has."""
         if self.dtype not in COMPUTE_TYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be one of {', '.join(COMPUTE_TYPES)}")
+        if self.cache_dtype not in (None, self.dtype, *CODE_TYPES):
+            allowed = ", ".join((self.dtype, *CODE_TYPES))
+            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; it must be None or one of {allowed}")
         positive = ("num_heads", "num_kv_heads", "head_size", "capacity", "max_sequences", "max_tokens")
         for name in (*positive, "shared_bytes_per_block", "num_multiprocessors", "compute_capability"):
             if getattr(self, name) < 1:
@@ -56,6 +61,7 @@ class DecodeScratchQuery:
 
 _FIELDS = (
     "element",
+    "cache_element",
     "num_heads",
     "num_kv_heads",
     "head_size",
@@ -92,7 +98,8 @@ def decode_scratch_bytes(query: DecodeScratchQuery) -> int:
     structure = checked_structure(library, "ortolan_cuda_decode_scratch_query_bytes", _DecodeScratchQuery)
     library.ortolan_cuda_decode_scratch_bytes.restype = ctypes.c_int64
     library.ortolan_cuda_decode_scratch_bytes.argtypes = [ctypes.POINTER(structure)]
-    filled = structure(element_type(query.dtype).onnx, *(getattr(query, name) for name in _FIELDS[1:]))
+    elements = (element_type(name).onnx for name in (query.dtype, query.cache_dtype or query.dtype))
+    filled = structure(*elements, *(getattr(query, name) for name in _FIELDS[2:]))
     answer = int(library.ortolan_cuda_decode_scratch_bytes(ctypes.byref(filled)))
     if answer < 0:
         raise OpLibraryError(f"the operator library has no attention kernel for {query.dtype}; reinstall ortolan")

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.custom_ops.low_bit_cache_reference import dequantise, holds_codes, quantise
+
 Array: TypeAlias = npt.NDArray[np.generic]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -44,11 +46,24 @@ def ring_kv_append(
     query_start: Array,
     past_len: Array,
     block_table: Array | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
     *,
     sink: int = 0,
     capacity: int = 0,
-) -> tuple[Array, Array]:
-    """Write keys and values [T, Hkv, D] into copies of the caches [N, Hkv, P, D], token by token in order."""
+) -> tuple[Array, ...]:
+    """Write keys and values [T, Hkv, D] into copies of the caches [N, Hkv, P, D], token by token in order.
+
+    Caches of codes have scales [N, Hkv, P], copies of which come last.
+    """
+    if key_scale is not None and value_scale is not None:
+        where = {"sink": sink, "capacity": capacity}
+        (key, key_rows), (value, value_rows) = quantise(key, key_cache.dtype), quantise(value, value_cache.dtype)
+        codes = ring_kv_append(key, value, key_cache, value_cache, query_start, past_len, block_table, **where)
+        rows = key_rows[..., None], value_rows[..., None]
+        pools = key_scale[..., None], value_scale[..., None]
+        scales = ring_kv_append(*rows, *pools, query_start, past_len, block_table, **where)
+        return *codes, *(scale[..., 0] for scale in scales)
     keys, values = key_cache.copy(), value_cache.copy()
     slots = _capacity(key_cache, block_table, capacity)
     for sequence in range(len(query_start) - 1):
@@ -95,6 +110,8 @@ def swa_attention(
     block_table: Array | None = None,
     sink_logits: Array | None = None,
     prefix_end: Array | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
     *,
     window: int = -1,
     sink: int = 0,
@@ -104,6 +121,7 @@ def swa_attention(
     causal: int = 1,
 ) -> tuple[Floats, Floats]:
     """Attend from queries [T, Hq, D] to the cache; returns output [T, Hq, D] and lse [Hq, T]."""
+    key_cache, value_cache = _values(key_cache, key_scale), _values(value_cache, value_scale)
     tokens, heads, _ = query.shape
     group = heads // key_cache.shape[1]
     slots = _capacity(key_cache, block_table, capacity)
@@ -130,6 +148,11 @@ def swa_attention(
     return output, lse
 
 
+def _values(cache: Array, scale: Array | None) -> Array:
+    """Return what a cache stands for."""
+    return dequantise(cache, scale) if scale is not None and holds_codes(cache) else cache
+
+
 def _logits(query: Floats, keys: Floats, scale: float, softcap: float) -> Floats:
     """Return the scaled and softcapped products of one query [D] with keys [K, D]."""
     z = (scale or 1 / math.sqrt(len(query))) * (keys @ query)
@@ -153,6 +176,7 @@ def snapkv_score(
     key_cache: Array,
     kv_len: Array,
     block_table: Array | None = None,
+    key_scale: Array | None = None,
     *,
     scale: float = 0.0,
     softcap: float = 0.0,
@@ -165,6 +189,7 @@ def snapkv_score(
 
     Source: SnapKV, arXiv 2404.14469, section 4.
     """
+    key_cache = _values(key_cache, key_scale)
     sequences, rows, heads, _ = capture.shape
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads
@@ -222,9 +247,21 @@ def kv_select(
 
 
 def kv_compact(
-    key_cache: Array, value_cache: Array, keep: Array, block_table: Array | None = None
-) -> tuple[Array, Array]:
-    """Copy row keep[b, h, k] of a head to its row k; -1 ends a list, `keep` [B, 1, K] serves every head."""
+    key_cache: Array,
+    value_cache: Array,
+    keep: Array,
+    block_table: Array | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
+) -> tuple[Array, ...]:
+    """Copy row keep[b, h, k] of a head to its row k; -1 ends a list, `keep` [B, 1, K] serves every head.
+
+    Caches of codes have scales [N, Hkv, P], which move with their rows; copies of them come last.
+    """
+    if key_scale is not None and value_scale is not None:
+        codes = kv_compact(key_cache, value_cache, keep, block_table)
+        scales = kv_compact(key_scale[..., None], value_scale[..., None], keep, block_table)
+        return *codes, *(scale[..., 0] for scale in scales)
     keys, values = key_cache.copy(), value_cache.copy()
     for sequence in range(keep.shape[0]):
         for head in range(key_cache.shape[1]):
@@ -350,5 +387,5 @@ def qkv_rope_append(
         key, value, key_cache, value_cache, query_start, past_len, block_table, sink=sink, capacity=capacity
     )
     if capture is None or capture_past_len is None:
-        return query, *caches
-    return query, *caches, snapkv_capture(query, capture, query_start, capture_past_len)
+        return query, caches[0], caches[1]
+    return query, caches[0], caches[1], snapkv_capture(query, capture, query_start, capture_past_len)

@@ -17,6 +17,7 @@ from ortolan.custom_ops.schema_parts import (
     INT32,
     INT64,
     KEY_CACHE,
+    KEY_SCALE,
     PAST_LEN,
     QUERY,
     QUERY_START,
@@ -24,16 +25,19 @@ from ortolan.custom_ops.schema_parts import (
     SINK,
     SOFTCAP,
     VALUE_CACHE,
+    VALUE_SCALE,
     Attribute,
     Operator,
     Port,
     cache_outputs,
+    scale_outputs,
 )
 
 _CONTRACT: tuple[Operator, ...] = (
     Operator(
         name="RingKvAppend",
-        doc="Writes this step's keys and values into their slots of the cache, in place.",
+        doc="Writes this step's keys and values into their slots of the cache, in place; codes and scales of them where "
+        "the cache is int8 or float8e4m3fn.",
         inputs=(
             Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
             Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),
@@ -42,8 +46,10 @@ _CONTRACT: tuple[Operator, ...] = (
             QUERY_START,
             PAST_LEN,
             BLOCK_TABLE,
+            KEY_SCALE,
+            VALUE_SCALE,
         ),
-        outputs=cache_outputs(2),
+        outputs=(*cache_outputs(2), *scale_outputs(7)),
         attributes=(SINK, CAPACITY),
     ),
     Operator(
@@ -71,6 +77,8 @@ _CONTRACT: tuple[Operator, ...] = (
                 doc="Positions before it see each other in both directions, whatever the window. Only with causal = 1.",
                 optional=True,
             ),
+            KEY_SCALE,
+            VALUE_SCALE,
         ),
         outputs=(
             Port(
@@ -138,6 +146,7 @@ _CONTRACT: tuple[Operator, ...] = (
                 doc="Tokens in the cache, the captured window included.",
             ),
             BLOCK_TABLE,
+            KEY_SCALE,
         ),
         outputs=(Port(name="score", shape="[B, Hkv, K]", type=FLOAT, doc="Scores; K is the cache's capacity."),),
         attributes=(
@@ -195,8 +204,10 @@ _CONTRACT: tuple[Operator, ...] = (
                 doc="Physical positions to keep, strictly ascending; -1 pads the tail.",
             ),
             BLOCK_TABLE,
+            KEY_SCALE,
+            VALUE_SCALE,
         ),
-        outputs=cache_outputs(0),
+        outputs=(*cache_outputs(0), *scale_outputs(4)),
     ),
 )
 

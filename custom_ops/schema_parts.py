@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ortolan.element_types import COMPUTE_TYPES, element_type
+from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES, element_type
 
 ELEMENT = "T1"
+CACHE = "T2"
 INT32 = "tensor(int32)"
 INT64 = "tensor(int64)"
 UINT8 = "tensor(uint8)"
 FLOAT = "tensor(float)"
 ELEMENT_TYPES = tuple(element_type(name).tensor for name in COMPUTE_TYPES)
+CACHE_TYPES = (*ELEMENT_TYPES, *(element_type(name).tensor for name in CODE_TYPES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +22,7 @@ class Port:
 
     Attributes:
         shape: dimension symbols as OPS uses them, e.g. "[T, Hq, D]".
-        type: `T1`, or an ONNX type string.
+        type: `T1`, `T2` (of caches: T1 or codes), or an ONNX type string.
         alias: for an output, the index of the input whose buffer it continues; -1 for none.
         spends: for an output, the index of the input whose buffer it takes where nothing reads that input later; -1
             for none.
@@ -91,21 +93,37 @@ class Operator:
     sizes: tuple[tuple[str, str], ...] = ()
 
 
-def cache_outputs(alias_from: int) -> tuple[Port, Port]:
+def cache_outputs(alias_from: int, element: str = CACHE) -> tuple[Port, Port]:
     """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
     return (
-        Port(
-            name="key_cache_out",
-            shape="[N, Hkv, P, D]",
-            type=ELEMENT,
-            doc="The updated key cache.",
-            alias=alias_from,
-        ),
+        Port(name="key_cache_out", shape="[N, Hkv, P, D]", type=element, doc="The updated key cache.", alias=alias_from),
         Port(
             name="value_cache_out",
             shape="[N, Hkv, P, D]",
-            type=ELEMENT,
+            type=element,
             doc="The updated value cache.",
+            alias=alias_from + 1,
+        ),
+    )
+
+
+def scale_outputs(alias_from: int) -> tuple[Port, Port]:
+    """Describe the two outputs of scales that continue the inputs from index `alias_from` on."""
+    return (
+        Port(
+            name="key_scale_out",
+            shape="[N, Hkv, P]",
+            type=FLOAT,
+            doc="The updated scales of keys.",
+            optional=True,
+            alias=alias_from,
+        ),
+        Port(
+            name="value_scale_out",
+            shape="[N, Hkv, P]",
+            type=FLOAT,
+            doc="The updated scales of values.",
+            optional=True,
             alias=alias_from + 1,
         ),
     )
@@ -113,8 +131,22 @@ def cache_outputs(alias_from: int) -> tuple[Port, Port]:
 
 QUERY = Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries of this step, after norm and RoPE.")
 CAPTURE_OUT = Port(name="capture_out", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="The updated capture buffer.")
-KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of key pages.")
-VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=ELEMENT, doc="Pool of value pages.")
+KEY_CACHE = Port(name="key_cache", shape="[N, Hkv, P, D]", type=CACHE, doc="Pool of key pages.")
+VALUE_CACHE = Port(name="value_cache", shape="[N, Hkv, P, D]", type=CACHE, doc="Pool of value pages.")
+KEY_SCALE = Port(
+    name="key_scale",
+    shape="[N, Hkv, P]",
+    type=FLOAT,
+    doc="Scale of each row of key codes; given exactly where the caches hold codes.",
+    optional=True,
+)
+VALUE_SCALE = Port(
+    name="value_scale",
+    shape="[N, Hkv, P]",
+    type=FLOAT,
+    doc="Scale of each row of value codes; given exactly where the caches hold codes.",
+    optional=True,
+)
 QUERY_START = Port(
     name="query_start",
     shape="[B+1]",

@@ -9,7 +9,7 @@ from typing import cast
 
 import onnx
 
-from ortolan.element_types import COMPUTE_TYPES
+from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
@@ -83,7 +83,7 @@ class ExportOptions(CacheOptions):
     weights: str
     fuse: bool
     weight_format: str | None
-    cache_dtype: str
+    cache_dtype: str | None
     group_size: int | str | None = None
     asymmetric: bool = False
     quantizer: str = METHODS[0]
@@ -93,7 +93,7 @@ class ExportOptions(CacheOptions):
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
         one_of("dtype", self.dtype, COMPUTE_TYPES)
         self._check_weights()
-        one_of("cache_dtype", self.cache_dtype, (self.dtype,))
+        cache_type(self.cache_dtype, self.dtype)
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
         if self.max_context is not None:
@@ -136,7 +136,7 @@ class ExportOptions(CacheOptions):
         """Return what the graph builder is asked for."""
         return GraphOptions(
             dtype=self.dtype,
-            cache_dtype=self.cache_dtype,
+            cache_dtype=cache_type(self.cache_dtype, self.dtype),
             sink=self.sink,
             snapkv_window=self.snapkv_window,
             page_size=self.graph_page_size,
@@ -185,7 +185,8 @@ def export(
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
         weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8" or "fp8";
             None: as the checkpoint publishes them.
-        cache_dtype: element type of caches; None or the `dtype`.
+        cache_dtype: of keys and values that layers keep: None for the `dtype`, or "fp8" or "int8", half the bytes of a
+            16-bit type, with a float32 scale beside each row of a kv head.
         group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128), or "channel".
             None takes "channel" for fp8, else the largest that divides all layers.
         asymmetric: give each group of int4 or int8 a zero point.
@@ -214,7 +215,7 @@ def export(
         weights=weights,
         fuse=fuse,
         weight_format=weight_format,
-        cache_dtype=dtype if cache_dtype is None else cache_dtype,
+        cache_dtype=cache_dtype,
         group_size=group_size,
         asymmetric=asymmetric,
         quantizer=quantizer,
@@ -392,7 +393,7 @@ def _manifest(parts: _Parts) -> Manifest:
         architecture=config.architecture,
         dtype=options.dtype,
         weight_format=parts.weight_format,
-        cache_dtype=options.cache_dtype,
+        cache_dtype=cache_type(options.cache_dtype, options.dtype),
         vocab_size=config.vocab_size,
         max_context=max_context,
         chunk_size=options.planned_chunk,

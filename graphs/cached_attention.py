@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ortolan import contract
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Tensor, emitters
+from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor, emitters
 from ortolan.graphs.config import AttentionConfig, MixerConfig
 from ortolan.graphs.options import GraphOptions
 
@@ -66,6 +66,8 @@ class CachedAttention:
             self.past = graph.input(contract.kv_len(index), INT32, ["B", config.num_kv_heads])
         self._names = contract.key_cache(index), contract.value_cache(index)
         self._old = [graph.input(name, options.cache_onnx_type, self._shape) for name in self._names]
+        self._scale_names = (contract.key_scale(index), contract.value_scale(index)) if options.has_code_caches else ()
+        self._scales = [graph.input(name, FLOAT, self._shape[:3]) for name in self._scale_names]
         self._capture = None
         if self.evictable:
             self._capture = graph.input(contract.capture(index), options.onnx_type, self._capture_shape)
@@ -92,11 +94,23 @@ class CachedAttention:
         paging = {"block_table": tables[self.config.window]} if tables else {}
         return {"query_start": self._query_start, "past_len": self.past, **paging}
 
+    @property
+    def _scale_ports(self) -> dict[str, Tensor]:
+        return dict(zip(("key_scale", "value_scale"), self._scales, strict=False))
+
+    @property
+    def updated_ports(self) -> dict[str, Tensor]:
+        """What attention reads after the append: the *updated* caches, or nothing would order it after the append."""
+        return {"key_cache": self.updated[0], "value_cache": self.updated[1], **self._scale_ports, **self.ports}
+
     def append(self, key: Tensor, value: Tensor) -> None:
         """Write keys and values [T, Hkv, D] into the cache."""
         inputs = {"key": key, "value": value, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports}
         name, sink = f"{self.path}/RingKvAppend", self.options.sink
-        key, value = self.graph.operator(name, emitters.ring_kv_append, inputs, 2, sink=sink)
+        inputs |= self._scale_ports
+        key, value, *self._scales = self.graph.operator(
+            name, emitters.ring_kv_append, inputs, 4 if self._scales else 2, sink=sink
+        )
         self.updated = key, value
 
     def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None], *, captures: bool) -> Tensor:
@@ -151,6 +165,8 @@ class CachedAttention:
         """Declare what the step updated as outputs of the graph."""
         for name, tensor in zip(self._names, self.updated, strict=True):
             self.graph.output(tensor, contract.output(name), self.options.cache_onnx_type, self._shape)
+        for name, tensor in zip(self._scale_names, self._scales, strict=True):
+            self.graph.output(tensor, contract.output(name), FLOAT, self._shape[:3])
         if self._captured is not None:
             name = contract.output(contract.capture(self.index))
             self.graph.output(self._captured, name, self.options.onnx_type, self._capture_shape)
@@ -166,7 +182,7 @@ def is_evictable(config: MixerConfig, options: GraphOptions) -> bool:
 def attend(
     cache: CachedAttention, path: str, config: AttentionConfig, query: Tensor, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attend over a layer's *updated* caches: reading the inputs would not be ordered after the append.
+    """Attend over a layer's updated caches.
 
     Args:
         cache: of this layer, or of the one that it shares with.
@@ -178,7 +194,7 @@ def attend(
     Returns:
         [T, Hq, D].
     """
-    inputs = {"query": query, "key_cache": cache.updated[0], "value_cache": cache.updated[1], **cache.ports}
+    inputs = {"query": query, **cache.updated_ports}
     (attended,) = cache.graph.operator(
         f"{path}/SwaAttention",
         emitters.swa_attention,

@@ -8,7 +8,7 @@ import onnx
 
 from ortolan import contract
 from ortolan.element_types import element_type
-from ortolan.graphs.builder import INT32, emitters
+from ortolan.graphs.builder import FLOAT, INT32, emitters
 from ortolan.graphs.evict_parts import EvictParts
 from ortolan.manifest import Manifest
 from ortolan.policies import STRUCTURE_METADATA, Eviction
@@ -49,10 +49,19 @@ def _compact(parts: EvictParts, i: int, kept: Kept, lists: int) -> None:
     caches = graph.operator(
         f"{path}/KvCompact",
         emitters.kv_compact,
-        {"key_cache": layer.key, "value_cache": layer.value, "keep": kept.keep, **parts.paging(i)},
-        num_outputs=2,
+        {
+            "key_cache": layer.key,
+            "value_cache": layer.value,
+            "keep": kept.keep,
+            "key_scale": layer.key_scale,
+            "value_scale": layer.value_scale,
+            **parts.paging(i),
+        },
+        num_outputs=4 if parts.manifest.has_code_caches else 2,
     )
     graph.output(caches[0], contract.output(contract.key_cache(i)), dtype, shape)
     graph.output(caches[1], contract.output(contract.value_cache(i)), dtype, shape)
+    for scale, name in zip(caches[2:], (contract.key_scale(i), contract.value_scale(i)), strict=False):
+        graph.output(scale, contract.output(name), FLOAT, shape[:3])
     graph.output(kept.lengths, contract.output(contract.kv_len(i)), INT32, ["B", heads])
     graph.output(kept.keep, contract.keep(i), INT32, ["B", lists, f"kept_{i}"])

@@ -11,7 +11,7 @@ import onnx
 
 from ortolan import contract
 from ortolan.element_types import element_type
-from ortolan.graphs.builder import INT32, INT64, GraphBuilder, Shape, Tensor, emitters
+from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Shape, Tensor, emitters
 from ortolan.manifest import Manifest
 from ortolan.policies.parts import EMPTY, FORCED, Kept, LayerInputs, Scoring
 
@@ -43,7 +43,15 @@ class EvictParts:
             key=graph.input(contract.key_cache(i), cache_dtype, cache),
             value=graph.input(contract.value_cache(i), cache_dtype, cache),
             kv_len=graph.input(contract.kv_len(i), INT32, ["B", layer.num_kv_heads]),
+            **self._declare_scales(i),
         )
+
+    def _declare_scales(self, i: int) -> dict[str, Tensor]:
+        if not self.manifest.has_code_caches:
+            return {}
+        names, shape = (contract.key_scale(i), contract.value_scale(i)), self.cache_shape(i)[:3]
+        key, value = (self.graph.input(name, FLOAT, shape) for name in names)
+        return {"key_scale": key, "value_scale": value}
 
     def _declare_tables(self, layers: Sequence[int]) -> dict[int, Tensor]:
         """Declare the block tables of a paged model's evictable layers; returns each layer's."""
@@ -73,7 +81,13 @@ class EvictParts:
         (score,) = graph.operator(
             f"layers.{i}/evict/SnapKvScore",
             emitters.snap_kv_score,
-            {"capture": layer.capture, "key_cache": layer.key, "kv_len": layer.kv_len, **self.paging(i)},
+            {
+                "capture": layer.capture,
+                "key_cache": layer.key,
+                "kv_len": layer.kv_len,
+                "key_scale": layer.key_scale,
+                **self.paging(i),
+            },
             scale=self.manifest.layers[i].scale,
             softcap=self.manifest.layers[i].softcap,
             group_reduce=group_reduce,

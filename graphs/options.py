@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ortolan.contract import PAGE_SIZES
-from ortolan.element_types import COMPUTE_TYPES, element_type
+from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES, element_type
 from ortolan.errors import ConfigError
 
 
@@ -32,8 +32,9 @@ class GraphOptions:
     def __post_init__(self) -> None:
         if self.dtype not in COMPUTE_TYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(COMPUTE_TYPES)}")
-        if self.cache_dtype not in (None, self.dtype):
-            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: None, or the dtype {self.dtype!r}")
+        if self.cache_dtype not in (None, self.dtype, *CODE_TYPES):
+            allowed = f"None, the dtype {self.dtype!r}, {', '.join(map(repr, CODE_TYPES))}"
+            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: {allowed}")
         if self.sink < 0 or self.snapkv_window < 0:
             raise ConfigError(f"sink {self.sink} and snapkv_window {self.snapkv_window} must be at least 0")
         if self.page_size and self.page_size not in PAGE_SIZES:
@@ -43,6 +44,11 @@ class GraphOptions:
     def onnx_type(self) -> int:
         """Element type of activations, as onnx numbers it."""
         return element_type(self.dtype).onnx
+
+    @property
+    def has_code_caches(self) -> bool:
+        """Whether caches hold codes, with a scale for each row."""
+        return self.cache_dtype in CODE_TYPES
 
     @property
     def cache_onnx_type(self) -> int:

@@ -14,6 +14,7 @@ from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify_experts import check_experts
 from ortolan.graphs.verify_fused import check_fused_operators
 from ortolan.graphs.verify_paged import APPENDS, check_pages
+from ortolan.graphs.verify_scales import check_scales
 
 # What ONNX Runtime has in the standard domain and ONNX has not; converted graphs keep it.
 _RUNTIME_OPERATORS = frozenset(("SimplifiedLayerNormalization",))
@@ -33,6 +34,7 @@ def verify_model(model: onnx.ModelProto) -> None:
         7. Fused operators fit their weights and each other.
         8. Either no cache is paged, or all are, and each is reached through one block table, that of its window.
         9. The experts of a mixture fit their weights, their gate and its router.
+        10. Caches of codes, and no others, come with scales, and attention reads those that an append returned.
 
     Raises:
         ContractMismatchError: a rule does not hold; the message names the node or value.
@@ -49,6 +51,7 @@ def verify_model(model: onnx.ModelProto) -> None:
     check_fused_operators(model.graph)
     check_pages(model.graph)
     check_experts(model.graph)
+    check_scales(model.graph)
 
 
 def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -94,7 +97,7 @@ def _check_contract(graph: onnx.GraphProto) -> None:
         raise ContractMismatchError(
             f"rule 3: inputs {sorted(wanted - inputs)} or the output '{contract.LOGITS}' are missing"
         )
-    caches = {n for n in inputs if n.endswith((".key_cache", ".value_cache", ".capture"))}
+    caches = {n for n in inputs if n.endswith((".key_cache", ".value_cache", ".key_scale", ".value_scale", ".capture"))}
     alone = sorted(n for n in caches if contract.output(n) not in outputs)
     if alone or not caches:
         raise ContractMismatchError(f"rule 3: caches without their output: {alone or 'there is no cache'}")

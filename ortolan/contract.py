@@ -42,6 +42,16 @@ def layer_state(layer: int, role: str) -> str:
     return f"layer.{layer}.{role}"
 
 
+def key_scale(layer: int) -> str:
+    """Name the input of the scales of one layer's key codes, [N, Hkv, P] float32; low-bit caches only."""
+    return f"layer.{layer}.key_scale"
+
+
+def value_scale(layer: int) -> str:
+    """Name the input of the scales of one layer's value codes, [N, Hkv, P] float32; low-bit caches only."""
+    return f"layer.{layer}.value_scale"
+
+
 def cache_kind(window: int) -> str:
     """Name the kind of the caches of layers that look back `window` positions; -1: all."""
     return "full" if window < 0 else f"window_{window}"

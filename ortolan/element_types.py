@@ -91,6 +91,8 @@ _TABLE = (
 )
 ELEMENT_TYPES: Mapping[str, ElementType] = {row.name: row for row in _TABLE}
 COMPUTE_TYPES = ("float32", "float16", "bfloat16")  # of activations
+CODE_TYPES = ("int8", "float8_e4m3fn")  # of caches that hold codes and scales
+CACHE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8"}  # low-bit caches, as options name them
 
 _BY_ONNX = {row.onnx: row for row in _TABLE}
 _BY_NUMPY = {row.numpy: row for row in _TABLE}
@@ -106,6 +108,19 @@ def element_type(name: str) -> ElementType:
     if name not in ELEMENT_TYPES:
         raise ConfigError(f"element type {name!r} is not known; allowed: {', '.join(ELEMENT_TYPES)}")
     return ELEMENT_TYPES[name]
+
+
+def cache_type(option: str | None, dtype: str) -> str:
+    """Return the element type of caches that an option `cache_dtype` stands for; None: that of activations.
+
+    Raises:
+        ConfigError: the option has another value than those allowed.
+    """
+    if option in (None, dtype):
+        return dtype
+    if option not in CACHE_FORMATS:
+        raise ConfigError(f"cache_dtype is {option!r}; allowed: None, {dtype!r} (the dtype), 'fp8' or 'int8'")
+    return CACHE_FORMATS[str(option)]
 
 
 def from_onnx(number: int) -> ElementType:

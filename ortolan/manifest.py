@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ortolan import contract
-from ortolan.element_types import COMPUTE_TYPES
+from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES
 from ortolan.errors import MAX_LENGTH, ConfigError, ContractMismatchError
 from ortolan.folders import MANIFEST_FILE as MANIFEST_FILE
 from ortolan.folders import not_a_model, pointer_problem
@@ -105,7 +105,7 @@ class Manifest:
         cache_kinds: which layers share a block table; empty where caches are contiguous.
         dtype: element type of activations.
         weight_format: how linear weights are stored; "mixed" where they differ, as those of converted models may.
-        cache_dtype: element type of caches.
+        cache_dtype: element type of caches: the dtype, or that of codes, which scales belong to.
         fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
             there is none.
     """
@@ -139,12 +139,18 @@ class Manifest:
             raise ConfigError(f"dtype is {self.dtype!r}; allowed: {', '.join(COMPUTE_TYPES)}")
         if not self.cache_dtype:
             object.__setattr__(self, "cache_dtype", self.dtype)
-        if self.cache_dtype != self.dtype:
-            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: the dtype, {self.dtype!r}")
+        if self.cache_dtype not in (self.dtype, *CODE_TYPES):
+            allowed = f"the dtype, {self.dtype!r}, {' or '.join(map(repr, CODE_TYPES))}"
+            raise ConfigError(f"cache_dtype is {self.cache_dtype!r}; allowed: {allowed}")
         if self.paged and self.page_size not in contract.PAGE_SIZES:
             raise ConfigError(f"page_size is {self.page_size}; allowed: {contract.PAGE_SIZES}")
         if self.cache_kinds != (cache_kinds(self.layers) if self.paged else ()):
             raise ContractMismatchError("cache_kinds do not fit the layers; export the model again")
+
+    @property
+    def has_code_caches(self) -> bool:
+        """Whether caches hold codes, with a scale for each row."""
+        return self.cache_dtype in CODE_TYPES
 
     def to_json(self) -> str:
         """Serialize to the text of ortolan.json."""

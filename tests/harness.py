@@ -15,7 +15,9 @@ from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.codegen import snake_case
 from ortolan.custom_ops.schema import OPERATORS
-from ortolan.custom_ops.schema_parts import Operator
+from ortolan.custom_ops.schema_parts import Operator, Port
+from ortolan.element_types import from_numpy
+from ortolan.runtime.device.buffers import wrap
 
 OUTPUT_TYPES = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(int32)": onnx.TensorProto.INT32}
 
@@ -37,7 +39,8 @@ def build_model(
     """
     operator = find_operator(name)
     element = next(iter(feeds.values())).dtype
-    outputs = tuple(port.name for port in operator.outputs if port.name not in omitted)
+    ports = [port for port in operator.outputs if port.name not in omitted and _is_possible(operator, port, feeds)]
+    outputs = tuple(port.name for port in ports)
     emit = getattr(emitters, snake_case(name))
     node = emit(**{k: k for k in feeds}, outputs=outputs, name=f"test/{name}", **attributes)
     inputs = [
@@ -47,15 +50,20 @@ def build_model(
     results = [
         onnx.helper.make_tensor_value_info(
             port.name,
-            OUTPUT_TYPES.get(port.type) or devices.ONNX_TYPES[element],
+            OUTPUT_TYPES.get(port.type)
+            or devices.ONNX_TYPES[element if port.alias < 0 else feeds[operator.inputs[port.alias].name].dtype],
             [f"{port.name}_{axis}" for axis in range(port.shape.count(",") + 1)],
         )
-        for port in operator.outputs
-        if port.name in outputs
+        for port in ports
     ]
     graph = onnx.helper.make_graph([node], "test", inputs, results)
     opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
     return onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def _is_possible(operator: Operator, port: Port, feeds: Mapping[str, np.ndarray]) -> bool:
+    """Say whether an output can be asked for: an optional one may continue an input that is not there."""
+    return not (port.optional and port.alias >= 0) or operator.inputs[port.alias].name in feeds
 
 
 def open_session(
@@ -87,8 +95,25 @@ def run_session(
 ) -> list[np.ndarray]:
     """Run a session that holds one operator."""
     if devices.current() == "cpu":
-        return session.run(None, dict(feeds))
+        if all(kind.is_plain for kind in map(from_numpy, (a.dtype for a in feeds.values()))):
+            return session.run(None, dict(feeds))
+        return _run_bound(session, feeds, output_types(name, feeds, attributes))
     return list(devices.run(session, feeds, output_types(name, feeds, attributes)).values())
+
+
+def _run_bound(
+    session: ort.InferenceSession,
+    feeds: Mapping[str, np.ndarray],
+    outputs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+) -> list[np.ndarray]:
+    """Run a session on the host with types that NumPy itself lacks; outputs have buffers of their own."""
+    binding, results = session.io_binding(), {name: np.zeros(*kind) for name, kind in outputs.items()}
+    for name, array in feeds.items():
+        binding.bind_ortvalue_input(name, wrap(array))
+    for name, array in results.items():
+        binding.bind_ortvalue_output(name, wrap(array))
+    session.run_with_iobinding(binding)
+    return list(results.values())
 
 
 def output_types(
@@ -98,6 +123,8 @@ def output_types(
     operator = find_operator(name)
     types = {}
     for port in operator.outputs:
+        if not _is_possible(operator, port, feeds):
+            continue
         if port.alias >= 0:
             source = feeds[operator.inputs[port.alias].name]
             types[port.name] = (source.shape, source.dtype)
@@ -126,22 +153,27 @@ def run_in_place(name: str, feeds: Mapping[str, np.ndarray], **attributes: objec
     session = open_session(name, feeds, attributes)
     if devices.current() == "cuda":
         operator = find_operator(name)
-        aliases = {p.name: operator.inputs[p.alias].name for p in operator.outputs if p.alias >= 0}
+        ports = [p for p in operator.outputs if p.alias >= 0 and _is_possible(operator, p, feeds)]
+        aliases = {p.name: operator.inputs[p.alias].name for p in ports}
         return devices.run(session, feeds, output_types(name, feeds, attributes), aliases)
     binding = session.io_binding()
     buffers = {k: v.copy() for k, v in feeds.items()}  # an OrtValue does not keep its array alive
-    values = {k: ort.OrtValue.ortvalue_from_numpy(v) for k, v in buffers.items()}
+    values = {k: wrap(v) for k, v in buffers.items()}
     for key, value in values.items():
         binding.bind_ortvalue_input(key, value)
     operator = find_operator(name)
-    for port in operator.outputs:
+    ports = [port for port in operator.outputs if _is_possible(operator, port, feeds)]
+    for port in ports:
         if port.alias >= 0:
             binding.bind_ortvalue_output(port.name, values[operator.inputs[port.alias].name])
         else:
             binding.bind_output(port.name)
     session.run_with_iobinding(binding)
-    names = [port.name for port in operator.outputs]
-    return dict(zip(names, (v.numpy().copy() for v in binding.get_outputs()), strict=True))
+    given = [
+        buffers[operator.inputs[port.alias].name] if port.alias >= 0 else value.numpy().copy()
+        for port, value in zip(ports, binding.get_outputs(), strict=True)
+    ]
+    return dict(zip([port.name for port in ports], given, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ortolan.custom_ops.codegen.names import NOTICE, cpp_constant, python_literal
-from ortolan.custom_ops.schema_parts import ELEMENT, FLOAT, INT32, INT64, UINT8, Attribute, Operator, Port
+from ortolan.custom_ops.schema_parts import CACHE, ELEMENT, FLOAT, INT32, INT64, UINT8, Attribute, Operator, Port
 
 _PORT_TYPES = {
     ELEMENT: "PortType::kElement",
+    CACHE: "PortType::kCache",
     FLOAT: "PortType::kFloat32",
     INT32: "PortType::kInt32",
     INT64: "PortType::kInt64",

@@ -33,6 +33,9 @@ def add_parser(commands: Any) -> None:
         "--max-context", type=int, help="longest sequence, tokens (default: the model's own, at most 32768)"
     )
     add_cache_options(parser)
+    parser.add_argument(
+        "--cache-dtype", help="fp8 or int8: caches of 8-bit codes with a scale for each row (default: the dtype)"
+    )
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
     parser.add_argument(
         "--weight-format", help="store linear weights as int4, int8, fp8 or dense (default: as the checkpoint has them)"
@@ -66,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
             sink=options.sink,
             snapkv_window=options.snapkv_window,
             paged=options.paged,
+            cache_dtype=options.cache_dtype,
             page_size=DEFAULT_PAGE_SIZE if options.page_size is None else options.page_size,
             weights=options.weights,
             fuse=not options.no_fuse,

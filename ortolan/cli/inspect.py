@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**_as_json(manifest, summary, plans), **as_json(facts), "fused": fused}, indent=2))
     else:
-        print(f"{manifest.architecture}, {manifest.dtype}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
+        kinds = manifest.dtype + (f", caches {manifest.cache_dtype}" if manifest.has_code_caches else "")
+        print(f"{manifest.architecture}, {kinds}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
         print(facts_table(facts))
         _print(summary, facts.layer_weights, fused)
         _print_kinds(manifest)
@@ -119,6 +120,7 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
     return {
         "architecture": manifest.architecture,
         "dtype": manifest.dtype,
+        "cache_dtype": manifest.cache_dtype,
         "graph": "ok",
         "nodes": summary.num_nodes,
         "operators": dict(summary.operators),

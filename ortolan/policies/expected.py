@@ -92,10 +92,10 @@ class _Layer:
     def score(self) -> Tensor:
         """Score all slots, [B, Hkv, C] float32; empty ones hold anything."""
         mean, covariance = self._statistics()
-        keys = self._cast("keys/Cast", self._rows("keys", self._inputs.key))
+        keys = self._rows("keys", self._inputs.key, self._inputs.key_scale)
         weights = self._node("Softmax", "Softmax", self._exponents(keys, mean, covariance), axis=-1)
         weights = self._node(self._reduce, self._reduce, weights, self._axes(2), keepdims=0)  # [B, Hkv, C]
-        values = self._cast("values/Cast", self._rows("values", self._inputs.value))
+        values = self._rows("values", self._inputs.value, self._inputs.value_scale)
         norms = self._node("values/ReduceL2", "ReduceL2", values, self._axes(3), keepdims=0)
         return self._node("score", "Mul", weights, norms)
 
@@ -219,8 +219,16 @@ class _Layer:
     def _cast(self, name: str, tensor: Tensor) -> Tensor:
         return self._parts.cast(f"{self._path}/expected/{name}", tensor, "float32")
 
-    def _rows(self, name: str, cache: Tensor) -> Tensor:
-        return self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", cache)
+    def _rows(self, name: str, cache: Tensor, scale: Tensor) -> Tensor:
+        """Return keys or values in the order of slots, [B, Hkv, C, D] float32; codes are multiplied by their scales."""
+        rows = cache if scale is None else self._decoded(name, cache, scale)
+        rows = self._parts.cached_rows(self._i, f"{self._path}/expected/{name}/rows", rows)
+        return self._cast(f"{name}/Cast", rows) if scale is None else rows
+
+    def _decoded(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """Return what a pool of codes stands for, [N, Hkv, P, D] float32; no Gather takes fp8."""
+        factors = self._node(f"{name}/scale/Unsqueeze", "Unsqueeze", scale, self._axes(3))
+        return self._node(f"{name}/scaled", "Mul", self._cast(f"{name}/codes/Cast", codes), factors)
 
     def _node(self, name: str, op: str, *inputs: Tensor, **attributes: int | list[int]) -> Tensor:
         return self._graph.node(f"{self._path}/expected/{name}", op, inputs, attributes)

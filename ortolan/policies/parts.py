@@ -25,6 +25,8 @@ class LayerInputs:
     key: Tensor  # [N, Hkv, P, D]
     value: Tensor  # [N, Hkv, P, D]
     kv_len: Tensor  # [B, Hkv] int32
+    key_scale: Tensor = None  # [N, Hkv, P] float32, where caches hold codes
+    value_scale: Tensor = None  # the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 RING_TILE = 64  # slots; rings are a multiple of it, so that tiles of kernels divide them
 ROLES = ("key", "value")
+SCALE_ROLES = ("key_scale", "value_scale")  # of the rows, where caches hold codes
+SCALE_TYPE = "float32"
 
 SlotRuns = list[tuple[int, int]]  # (first slot, count) each
 
@@ -38,12 +40,19 @@ class _AttentionCache:
         """Do nothing."""
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:
-        """Describe the pools [N, Hkv, P, D] of keys and values."""
+        """Describe the pools [N, Hkv, P, D] of keys and values, and [N, Hkv, P] of scales where those are codes."""
         shape = (layer.num_kv_heads, SLOTS, layer.head_size)
         names = (contract.key_cache(index), contract.value_cache(index))
-        return tuple(
+        specs = tuple(
             TensorSpec(role=role, name=name, page_shape=shape, dtype=manifest.cache_dtype)
             for role, name in zip(ROLES, names, strict=True)
+        )
+        if not manifest.has_code_caches:
+            return specs
+        names = (contract.key_scale(index), contract.value_scale(index))
+        return specs + tuple(
+            TensorSpec(role=role, name=name, page_shape=shape[:2], dtype=SCALE_TYPE)
+            for role, name in zip(SCALE_ROLES, names, strict=True)
         )
 
     def snapshot(self, view: StoredLayer) -> None:
@@ -57,7 +66,7 @@ class _AttentionCache:
         raise AssertionError("each kind has its own")
 
     def save(self, view: StoredLayer, first: int) -> Iterator[SavedTensor]:
-        """Describe keys and values, [rows of all kv heads behind one another, D]."""
+        """Describe keys and values, [rows of all kv heads behind one another, D], and the scales of codes, [rows]."""
         runs = self.head_runs(view, first)
         count = sum(number for head in runs for _, number in head)
         for role in ROLES:
@@ -66,6 +75,10 @@ class _AttentionCache:
                 dtype=view.cache_dtype,
                 shape=(count, view.layer.head_size),
                 parts=_download_runs(view, role, runs),
+            )
+        for role in _scale_roles(view):
+            yield SavedTensor(
+                name=_saved_name(view, role), dtype=SCALE_TYPE, shape=(count,), parts=_download_runs(view, role, runs)
             )
 
 
@@ -176,6 +189,10 @@ def slot_runs(begin: int, end: int, capacity: int, sink: int) -> Iterator[tuple[
         begin += count
 
 
+def _scale_roles(view: StoredLayer) -> tuple[str, ...]:
+    return SCALE_ROLES if view.has_codes else ()
+
+
 def _saved_name(view: StoredLayer, role: str) -> str:
     return f"layer.{view.index}.{role}"
 
@@ -189,7 +206,7 @@ def _download_runs(view: StoredLayer, role: str, runs: list[SlotRuns]) -> Iterat
 
 def _write(view: StoredLayer, saved: SessionFile, head: int, slots: tuple[int, int], begin: int) -> None:
     """Write rows of a file, from `begin` on, to slots (first, count) of one kv head."""
-    for role in ROLES:
+    for role in (*ROLES, *_scale_roles(view)):
         row = begin
         for piece in view.pieces(role, head, *slots):
             name, dtype = _saved_name(view, role), np.dtype(piece.dtype)

@@ -247,7 +247,7 @@ class StoredLayer:
         self.manifest = manifest = caches.store.manifest
         self.layer: LayerInfo = manifest.layers[index]
         self.sink = manifest.sink
-        self.cache_dtype = manifest.cache_dtype
+        self.cache_dtype, self.has_codes = manifest.cache_dtype, manifest.has_code_caches
         self.buffers = caches.buffers
         self.capacity = caches.capacity(index)
         self._caches = caches

@@ -19,7 +19,15 @@ from ortolan.element_types import element_type
 from ortolan.errors import CapacityError, OrtolanError
 from ortolan.runtime.device.buffers import Array
 
-GRAPH_TYPES = ("float32", "int32", "int64", "float16", "bfloat16")  # of inputs and outputs of graphs
+GRAPH_TYPES = (
+    "float32",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "float8_e4m3fn",
+)  # of inputs and outputs of graphs
 
 # cupy lacks bfloat16, so its bits are held as uint16, which no input or output of a graph is otherwise.
 ELEMENT_TYPES = {str(kind.storage): kind.onnx for kind in map(element_type, GRAPH_TYPES)}

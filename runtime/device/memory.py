@@ -193,6 +193,7 @@ def _scratch_query(manifest: Manifest, index: int, plan: CachePlan, shared_bytes
     owner = index if layer.cache_of is None else layer.cache_of
     return DecodeScratchQuery(
         dtype=manifest.dtype,
+        cache_dtype=manifest.cache_dtype,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,

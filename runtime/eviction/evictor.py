@@ -13,6 +13,7 @@ from ortolan import contract
 from ortolan.errors import OrtolanError
 from ortolan.policies import Eviction
 from ortolan.policies.eviction import CacheShape
+from ortolan.runtime.caches.layer_state import kind_of
 from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.device.buffers import Array, wrap
 
@@ -101,8 +102,8 @@ class EvictBinding:
             self._buffers.bind_input(self.io, contract.kv_len(index), lengths)
             self._buffers.bind_input(self.io, contract.capture(index), caches.captures[index])
             tensors = caches.store.tensors[index]
-            self._buffers.bind_in_place(self.io, contract.key_cache(index), tensors["key"])
-            self._buffers.bind_in_place(self.io, contract.value_cache(index), tensors["value"])
+            for spec in kind_of(layers[index]).tensors(index, layers[index], caches.store.manifest):
+                self._buffers.bind_in_place(self.io, spec.name, tensors[spec.role])
         slots = {index: caches.capacity(index) for index in caches.captures}
         self.is_large = max(options.workspace_bytes(_cache_shape(caches, i)) for i in slots) > LARGE_BYTES
         self._lists: dict[int, Array] = {}  # views of `_all_lists`; none where their lengths are not known ahead

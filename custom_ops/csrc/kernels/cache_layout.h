@@ -30,10 +30,16 @@ struct CacheLayout {
     return block_table ? block_table[sequence * pages_per_sequence + slot / page_slots] : sequence;
   }
 
-  // Element offset of the row [D] that holds `slot` of (sequence, kv head).
-  ORTOLAN_HOST_DEVICE int64_t row_offset(int64_t sequence, int64_t head, int64_t slot) const {
+  // Number of the row [D] of the pool that holds `slot` of (sequence, kv head); its scale has the same
+  // number.
+  ORTOLAN_HOST_DEVICE int64_t row_index(int64_t sequence, int64_t head, int64_t slot) const {
     const int64_t row = block_table ? slot % page_slots : slot;
-    return ((page(sequence, slot) * num_kv_heads + head) * page_slots + row) * head_size;
+    return (page(sequence, slot) * num_kv_heads + head) * page_slots + row;
+  }
+
+  // Element offset of that row.
+  ORTOLAN_HOST_DEVICE int64_t row_offset(int64_t sequence, int64_t head, int64_t slot) const {
+    return row_index(sequence, head, slot) * head_size;
   }
 };
 

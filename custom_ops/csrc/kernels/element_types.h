@@ -5,7 +5,7 @@
 
 namespace ortolan {
 
-enum class ElementType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUint8 };
+enum class ElementType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64, kUint8, kInt8, kFloat8E4M3 };
 
 struct ElementFacts {
   int bytes;
@@ -28,8 +28,17 @@ constexpr ElementFacts facts_of(ElementType type) {
       return {.bytes = 8, .onnx = 7, .cuda_data = 24, .tensor_map = 5};
     case ElementType::kUint8:
       return {.bytes = 1, .onnx = 2, .cuda_data = 8, .tensor_map = 0};
+    case ElementType::kInt8:
+      return {.bytes = 1, .onnx = 3, .cuda_data = 3, .tensor_map = 0};
+    case ElementType::kFloat8E4M3:
+      return {.bytes = 1, .onnx = 17, .cuda_data = 28, .tensor_map = 0};
   }
   return {};
+}
+
+// Whether elements are codes, which a scale for each row belongs to.
+constexpr bool is_code(ElementType type) {
+  return type == ElementType::kInt8 || type == ElementType::kFloat8E4M3;
 }
 
 constexpr int64_t element_bytes(ElementType type) { return facts_of(type).bytes; }

@@ -35,17 +35,21 @@ struct Packing {
 
 struct RingKvAppendParams {
   ElementType element;
+  ElementType cache_element;
   CacheLayout cache;
   Packing packing;
   Lengths past_len;
-  const void* key;    // [T, Hkv, D]
-  const void* value;  // [T, Hkv, D]
-  void* key_cache;    // [N, Hkv, P, D]
-  void* value_cache;  // [N, Hkv, P, D]
+  const void* key;     // [T, Hkv, D]
+  const void* value;   // [T, Hkv, D]
+  void* key_cache;     // [N, Hkv, P, D]
+  void* value_cache;   // [N, Hkv, P, D]
+  float* key_scale;    // [N, Hkv, P]; null unless caches hold codes
+  float* value_scale;  // [N, Hkv, P]; the same
 };
 
 struct SwaAttentionParams {
   ElementType element;
+  ElementType cache_element;
   CacheLayout cache;
   Packing packing;
   Lengths past_len;
@@ -57,6 +61,8 @@ struct SwaAttentionParams {
   const void* query;          // [T, Hq, D]
   const void* key_cache;      // [N, Hkv, P, D]
   const void* value_cache;    // [N, Hkv, P, D]
+  const float* key_scale;     // [N, Hkv, P]; null unless caches hold codes
+  const float* value_scale;   // [N, Hkv, P]; the same
   const float* sink_logits;   // [Hq] or null
   const int32_t* prefix_end;  // [B] or null
   void* output;               // [T, Hq, D]
@@ -75,6 +81,7 @@ struct SnapKvCaptureParams {
 
 struct SnapKvScoreParams {
   ElementType element;
+  ElementType cache_element;
   CacheLayout cache;
   Lengths kv_len;
   int64_t num_sequences;  // B
@@ -83,9 +90,10 @@ struct SnapKvScoreParams {
   float scale;            // resolved, never 0
   float softcap;          // 0: none
   GroupReduce group_reduce;
-  const void* capture;    // [B, Wq, Hq, D]
-  const void* key_cache;  // [N, Hkv, P, D]
-  float* score;           // [B, Hkv, C]
+  const void* capture;     // [B, Wq, Hq, D]
+  const void* key_cache;   // [N, Hkv, P, D]
+  const float* key_scale;  // [N, Hkv, P]; null unless the cache holds codes
+  float* score;            // [B, Hkv, C]
 };
 
 struct KvSelectParams {
@@ -103,7 +111,7 @@ struct KvSelectParams {
 };
 
 struct KvCompactParams {
-  ElementType element;
+  ElementType cache_element;
   CacheLayout cache;
   int64_t num_sequences;  // B
   int64_t keep_heads;     // Hkv or 1
@@ -111,6 +119,8 @@ struct KvCompactParams {
   const int32_t* keep;    // [B, Hkv or 1, K], -1 pads the tail
   void* key_cache;        // [N, Hkv, P, D]
   void* value_cache;      // [N, Hkv, P, D]
+  float* key_scale;       // [N, Hkv, P]; null unless caches hold codes
+  float* value_scale;     // [N, Hkv, P]; the same
 };
 
 }  // namespace ortolan

@@ -67,6 +67,22 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, const CachePo
   return cache;
 }
 
+Tensor read_scale(const Context& context, size_t index, const Tensor& pool) {
+  const Tensor scale = context.input(index, {pool.dim(0), pool.dim(1), pool.dim(2)});
+  const std::string name = std::string("input '") + context.node().schema->inputs[index].name + "' ";
+  const bool holds_codes = is_code(context.node().cache_element);
+  if (holds_codes && !scale.present)
+    context.node().fail(name + "is missing; a cache of int8 or float8e4m3fn needs the scales of its rows, " +
+                        "[N, Hkv, P] float32");
+  if (!holds_codes && scale.present)
+    context.node().fail(name + "is given, but the cache does not hold codes; leave it out");
+  return scale;
+}
+
+float* scale_output(const Context& context, size_t index, const Tensor& scale) {
+  return scale.present ? context.aliased_output(index, scale).as<float>() : nullptr;
+}
+
 CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
                                 const Tensor& value_cache) {
   return {context.aliased_output(index, key_cache).data, context.aliased_output(index + 1, value_cache).data};

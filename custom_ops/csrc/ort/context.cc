@@ -102,14 +102,15 @@ Tensor Context::aliased_output(size_t index, const Tensor& source) const {
   Tensor tensor = output(index, source.shape);
   if (!tensor.present)
     node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
-  const int64_t bytes = source.size() * element_bytes(node_.schema->outputs[index].element(node_.element));
+  const int64_t bytes = span_of(node_.schema->outputs[index], tensor).bytes;
   if (tensor.data != source.data && bytes > 0) copy(tensor.data, source.data, bytes);
   return tensor;
 }
 
 Context::Span Context::span_of(const Port& port, const Tensor& tensor) const {
-  return {tensor.as<const char>(),
-          tensor.present ? tensor.size() * element_bytes(port.element(node_.element)) : 0};
+  return {
+      tensor.as<const char>(),
+      tensor.present ? tensor.size() * element_bytes(port.element(node_.element, node_.cache_element)) : 0};
 }
 
 void Context::check_apart(size_t index, const Span& output) const {

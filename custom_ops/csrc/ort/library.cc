@@ -18,11 +18,12 @@
 namespace ortolan {
 namespace {
 
-// One registration: an operator for one provider and one element type.
+// One registration: an operator for one provider, one element type, and one of caches.
 struct Operator : abi::CustomOp {
   OperatorKernel kernel;
   Provider provider;
   ElementType element;
+  ElementType cache_element;
 };
 
 struct Kernel {
@@ -58,6 +59,7 @@ OrtStatus* create_kernel(const abi::CustomOp* op, const OrtApi* api, const OrtKe
     node.schema = self.kernel.schema;
     node.provider = self.provider;
     node.element = self.element;
+    node.cache_element = self.cache_element;
     node.name = read_node_name(api, info);
     node.attributes = self.kernel.read_attributes(node, info);
     kernel->functions = &self.kernel;
@@ -71,19 +73,23 @@ OrtStatus* compute_kernel(void* pointer, OrtKernelContext* ort_context) {
   return guarded(kernel.node.api, [&] { kernel.functions->compute(kernel.node, ort_context); });
 }
 
-int port_type(const Operator& op, const Port& port) { return facts_of(port.element(op.element)).onnx; }
+int port_type(const Operator& op, const Port& port) {
+  return facts_of(port.element(op.element, op.cache_element)).onnx;
+}
 
 void release_map(int* inputs, int* outputs) {
   std::free(inputs);
   std::free(outputs);
 }
 
-Operator define(const OperatorKernel& kernel, Provider provider, ElementType element) {
+Operator define(const OperatorKernel& kernel, Provider provider, ElementType element,
+                ElementType cache_element) {
   Operator op{};
   op.version = abi::kApiVersion;
   op.kernel = kernel;
   op.provider = provider;
   op.element = element;
+  op.cache_element = cache_element;
   op.GetName = [](const abi::CustomOp* self) { return as_operator(self).kernel.schema->name; };
   op.GetExecutionProviderType = [](const abi::CustomOp* self) -> const char* {
     return as_operator(self).provider == Provider::kCuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
@@ -127,10 +133,17 @@ Operator define(const OperatorKernel& kernel, Provider provider, ElementType ele
 
 void define_all(std::vector<Operator>& list, const std::vector<OperatorKernel>& kernels, Provider provider,
                 std::initializer_list<ElementType> elements) {
-  for (const OperatorKernel& kernel : kernels)
+  for (const OperatorKernel& kernel : kernels) {
+    const bool has_compute = kernel.schema->has(PortType::kElement);
+    const bool has_cache = kernel.schema->has(PortType::kCache);
     for (const ElementType element : elements)
-      if (kernel.schema->has_element() || element == *elements.begin())
-        list.push_back(define(kernel, provider, element));
+      if (has_compute || has_cache || element == *elements.begin())
+        list.push_back(define(kernel, provider, element, element));
+    for (const ElementType code : {ElementType::kInt8, ElementType::kFloat8E4M3})
+      for (const ElementType element : elements)
+        if (has_cache && (has_compute || element == *elements.begin()))
+          list.push_back(define(kernel, provider, element, code));
+  }
 }
 
 const std::vector<Operator>& operators() {

@@ -22,6 +22,7 @@ struct NodeInfo {
   const Schema* schema = nullptr;
   Provider provider = Provider::kCpu;
   ElementType element = ElementType::kFloat32;
+  ElementType cache_element = ElementType::kFloat32;
   std::string name;
   std::shared_ptr<const void> attributes;  // of the operator's type
 

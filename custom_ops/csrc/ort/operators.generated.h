@@ -19,21 +19,25 @@ class Call;
 inline constexpr Port kRingKvAppendInputs[] = {
     {.name = "key", .shape = "[T, Hkv, D]", .type = PortType::kElement},
     {.name = "value", .shape = "[T, Hkv, D]", .type = PortType::kElement},
-    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
-    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
     {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
     {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
 };
 inline constexpr Port kRingKvAppendOutputs[] = {
-    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 2},
-    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 3},
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 2},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 3},
+    {.name = "key_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 7},
+    {.name = "value_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 8},
 };
 namespace ops {
 struct RingKvAppend {
   using Params = RingKvAppendParams;
-  struct In { enum : size_t { kKey, kValue, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable }; };
-  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut }; };
+  struct In { enum : size_t { kKey, kValue, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kKeyScale, kValueScale }; };
+  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut, kKeyScaleOut, kValueScaleOut }; };
   struct Attributes {
     int64_t sink = 0;
     int64_t capacity = 0;
@@ -52,13 +56,15 @@ RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call);
 
 inline constexpr Port kSwaAttentionInputs[] = {
     {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
-    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
-    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
     {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
     {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
     {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
     {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
 };
 inline constexpr Port kSwaAttentionOutputs[] = {
     {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
@@ -67,7 +73,7 @@ inline constexpr Port kSwaAttentionOutputs[] = {
 namespace ops {
 struct SwaAttention {
   using Params = SwaAttentionParams;
-  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits, kPrefixEnd }; };
+  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits, kPrefixEnd, kKeyScale, kValueScale }; };
   struct Out { enum : size_t { kOutput, kLse }; };
   struct Attributes {
     int64_t window = -1;
@@ -117,9 +123,10 @@ SnapKvCaptureParams read_params(const Call<ops::SnapKvCapture>& call);
 
 inline constexpr Port kSnapKvScoreInputs[] = {
     {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement},
-    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
     {.name = "kv_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
 };
 inline constexpr Port kSnapKvScoreOutputs[] = {
     {.name = "score", .shape = "[B, Hkv, K]", .type = PortType::kFloat32},
@@ -127,7 +134,7 @@ inline constexpr Port kSnapKvScoreOutputs[] = {
 namespace ops {
 struct SnapKvScore {
   using Params = SnapKvScoreParams;
-  struct In { enum : size_t { kCapture, kKeyCache, kKvLen, kBlockTable }; };
+  struct In { enum : size_t { kCapture, kKeyCache, kKvLen, kBlockTable, kKeyScale }; };
   struct Out { enum : size_t { kScore }; };
   struct Attributes {
     float scale = 0.0f;
@@ -172,20 +179,24 @@ struct KvSelect {
 KvSelectParams read_params(const Call<ops::KvSelect>& call);
 
 inline constexpr Port kKvCompactInputs[] = {
-    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
-    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
     {.name = "keep", .shape = "[B, Hkv or 1, K]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
 };
 inline constexpr Port kKvCompactOutputs[] = {
-    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 0},
-    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 1},
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 0},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 1},
+    {.name = "key_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 4},
+    {.name = "value_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 5},
 };
 namespace ops {
 struct KvCompact {
   using Params = KvCompactParams;
-  struct In { enum : size_t { kKeyCache, kValueCache, kKeep, kBlockTable }; };
-  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut }; };
+  struct In { enum : size_t { kKeyCache, kValueCache, kKeep, kBlockTable, kKeyScale, kValueScale }; };
+  struct Out { enum : size_t { kKeyCacheOut, kValueCacheOut, kKeyScaleOut, kValueScaleOut }; };
   struct Attributes {
     static Attributes read(const AttributeReader&) { return {}; }
   };

@@ -37,6 +37,7 @@ RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call) {
   RingKvAppendParams params{};
   params.element = call.node().element;
   params.packing = read_packing(call, Op::In::kQueryStart, key.dim(0));
+  params.cache_element = call.node().cache_element;
   params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key.dim(1));
   params.cache =
       read_cache(call, key_cache,
@@ -45,6 +46,10 @@ RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call) {
   check_appended_pages(call, params, Op::In::kBlockTable);
   params.key = key.data;
   params.value = value.data;
+  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
+  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
+  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
+  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
   const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
   params.key_cache = caches.key;
   params.value_cache = caches.value;
@@ -59,6 +64,7 @@ SwaAttentionParams read_params(const Call<ops::SwaAttention>& call) {
   SwaAttentionParams params{};
   params.element = call.node().element;
   params.packing = read_packing(call, Op::In::kQueryStart, query.dim(0));
+  params.cache_element = call.node().cache_element;
   params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
   params.cache =
       read_cache(call, key_cache,
@@ -76,6 +82,8 @@ SwaAttentionParams read_params(const Call<ops::SwaAttention>& call) {
   params.query = query.data;
   params.key_cache = key_cache.data;
   params.value_cache = value_cache.data;
+  params.key_scale = read_scale(call, Op::In::kKeyScale, key_cache).as<float>();
+  params.value_scale = read_scale(call, Op::In::kValueScale, key_cache).as<float>();
   params.sink_logits = call.input(Op::In::kSinkLogits, {query.dim(1)}).as<float>();
   params.output = call.output(Op::Out::kOutput, query.shape).data;
   params.lse = call.output(Op::Out::kLse, {query.dim(1), query.dim(0)}).as<float>();
@@ -105,6 +113,8 @@ SnapKvScoreParams read_params(const Call<ops::SnapKvScore>& call) {
   const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
   SnapKvScoreParams params{};
   params.element = call.node().element;
+  params.cache_element = call.node().cache_element;
+  params.key_scale = read_scale(call, Op::In::kKeyScale, key_cache).as<float>();
   params.num_sequences = capture.dim(0);
   params.window_rows = capture.dim(1);
   params.num_heads = capture.dim(2);
@@ -151,7 +161,7 @@ KvCompactParams read_params(const Call<ops::KvCompact>& call) {
   const Tensor value_cache = value_cache_like(call, Op::In::kValueCache, key_cache);
   const Tensor keep = call.input(Op::In::kKeep, {-1, -1, -1});
   KvCompactParams params{};
-  params.element = call.node().element;
+  params.cache_element = call.node().cache_element;
   params.num_sequences = keep.dim(0);
   params.keep_heads = keep.dim(1);
   params.keep_count = keep.dim(2);
@@ -160,6 +170,10 @@ KvCompactParams read_params(const Call<ops::KvCompact>& call) {
     call.bad_shape(Op::In::kKeep, keep, "with Hkv = " + std::to_string(key_cache.dim(1)));
   params.cache = read_cache(call, key_cache, {Op::In::kKeyCache, Op::In::kBlockTable}, params.num_sequences);
   check_keep(call, params, Op::In::kBlockTable);
+  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
+  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
+  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
+  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
   const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
   params.key_cache = caches.key;
   params.value_cache = caches.value;

@@ -7,7 +7,7 @@
 
 namespace ortolan {
 
-enum class PortType { kElement, kFloat32, kInt32, kInt64, kUint8 };
+enum class PortType { kElement, kCache, kFloat32, kInt32, kInt64, kUint8 };
 
 struct Port {
   const char* name;
@@ -18,11 +18,13 @@ struct Port {
   bool on_host = false;  // inputs: in host memory on every device
   int spends = -1;       // outputs: index of the input whose buffer it takes if nothing reads that later
 
-  // The type of its elements in a kernel for `node` elements.
-  constexpr ElementType element(ElementType node) const {
+  // The type of its elements in a kernel for `node` elements and caches of `cache` elements.
+  constexpr ElementType element(ElementType node, ElementType cache) const {
     switch (type) {
       case PortType::kElement:
         return node;
+      case PortType::kCache:
+        return cache;
       case PortType::kFloat32:
         return ElementType::kFloat32;
       case PortType::kInt32:
@@ -44,11 +46,12 @@ struct Schema {
   std::span<const Port> outputs;
   bool cuda_only;  // there is no CPU kernel
 
-  // Without a port of the node's element type an operator is registered once.
-  constexpr bool has_element() const {
+  // Without a port of the node's element type an operator is registered once, and without a port of the
+  // cache's once for each element type.
+  constexpr bool has(PortType type) const {
     for (const std::span<const Port> ports : {inputs, outputs})
       for (const Port& port : ports)
-        if (port.type == PortType::kElement) return true;
+        if (port.type == type) return true;
     return false;
   }
 };

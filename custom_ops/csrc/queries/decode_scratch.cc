@@ -16,7 +16,8 @@ using ortolan::cuda::kDecodeTokens;
 
 // Plain fields of 8 bytes each, as custom_ops/queries.py declares them.
 struct OrtolanDecodeScratchQuery {
-  int64_t element;  // TensorProto.DataType
+  int64_t element;        // TensorProto.DataType
+  int64_t cache_element;  // the same of caches
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_size;
@@ -31,7 +32,8 @@ struct OrtolanDecodeScratchQuery {
 };
 
 std::optional<ElementType> find_element(int64_t onnx) {
-  for (const ElementType element : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16})
+  for (const ElementType element : {ElementType::kFloat32, ElementType::kFloat16, ElementType::kBFloat16,
+                                    ElementType::kInt8, ElementType::kFloat8E4M3})
     if (ortolan::facts_of(element).onnx == onnx) return element;
   return std::nullopt;
 }
@@ -44,9 +46,11 @@ ortolan::cuda::Device device_of(const OrtolanDecodeScratchQuery& query) {
   return device;
 }
 
-SwaAttentionParams params_of(const OrtolanDecodeScratchQuery& query, ElementType element) {
+SwaAttentionParams params_of(const OrtolanDecodeScratchQuery& query, ElementType element,
+                             ElementType cache_element) {
   SwaAttentionParams params{};
   params.element = element;
+  params.cache_element = cache_element;
   params.num_heads = query.num_heads;
   params.cache.num_kv_heads = query.num_kv_heads;
   params.cache.head_size = query.head_size;
@@ -68,9 +72,10 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_query_bytes() { return sizeof
 // tokens.
 ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScratchQuery* query) {
   const std::optional<ElementType> element = find_element(query->element);
-  if (!element) return -1;
+  const std::optional<ElementType> cache_element = find_element(query->cache_element);
+  if (!element || is_code(*element) || !cache_element) return -1;
   const ortolan::cuda::Device device = device_of(*query);
-  SwaAttentionParams params = params_of(*query, *element);
+  SwaAttentionParams params = params_of(*query, *element, *cache_element);
   size_t most = 0;
   const auto take = [&](int64_t sequences, int64_t tokens) {
     params.packing.num_sequences = sequences;

@@ -131,17 +131,17 @@ class AttentionTask {
   }
 
   void attend_tile(int64_t first) {
-    transpose_tile(rows_of(p_.key_cache, first, &scratch_[0]), size_, columns());
-    values_ = rows_of(p_.value_cache, first, &scratch_[0]);
+    transpose_tile(rows_of({p_.key_cache, p_.key_scale, p_.cache_element}, first, &scratch_[0]), size_,
+                   columns());
+    values_ = rows_of({p_.value_cache, p_.value_scale, p_.cache_element}, first, &scratch_[0]);
     int64_t r = 0;
     for (; r + kRowBlock <= rows_.count(); r += kRowBlock) attend_rows<kRowBlock>(r, first);
     for (; r < rows_.count(); ++r) attend_rows<1>(r, first);
   }
 
   // Reads only what the ring still holds: between sinks and window a tile may name overwritten positions.
-  const float* rows_of(const void* pool, int64_t first, float* buffer) const {
-    return tile_rows(p_.cache, static_cast<const Element*>(pool), rows_.sequence, rows_.head, first, seen(),
-                     buffer);
+  const float* rows_of(const RowPool& pool, int64_t first, float* buffer) const {
+    return tile_rows<Element>(p_.cache, pool, rows_.sequence, rows_.head, first, seen(), buffer);
   }
 
   float* columns() { return &scratch_[kTileKeys * size_]; }  // [D, 64]

@@ -1,8 +1,12 @@
-// RingKvAppend, SnapKvCapture and KvCompact on the CPU: row copies of any element size, bit for bit.
+// RingKvAppend, SnapKvCapture and KvCompact on the CPU: row copies of any element size, bit for bit, and
+// codes of rows where a cache holds codes.
+#define ORTOLAN_ISA isa_plain
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "kernels/cpu/operators.generated.h"
+#include "low_bit_append.h"
 
 namespace ortolan::cpu {
 namespace {
@@ -21,25 +25,32 @@ void append_head(const RingKvAppendParams& p, int64_t sequence, int64_t head) {
     const int64_t position = past + t;
     // Of two tokens of this chunk that share a slot, only the later is written.
     if (position >= cache.sink && t + ring < count) continue;
-    const int64_t target = cache.row_offset(sequence, head, cache.slot(position)) * size;
+    const int64_t row = cache.row_index(sequence, head, cache.slot(position));
     const int64_t source = ((p.packing.first(sequence) + t) * cache.num_kv_heads + head) * row_bytes;
+    if (is_code(p.cache_element)) {
+      append_codes(p, bytes(p.key) + source, row, p.key_cache, p.key_scale);
+      append_codes(p, bytes(p.value) + source, row, p.value_cache, p.value_scale);
+      continue;
+    }
+    const int64_t target = row * row_bytes;
     std::memcpy(bytes(p.key_cache) + target, bytes(p.key) + source, row_bytes);
     std::memcpy(bytes(p.value_cache) + target, bytes(p.value) + source, row_bytes);
   }
 }
 
 void compact_head(const KvCompactParams& p, int64_t sequence, int64_t head) {
-  const int64_t size = element_bytes(p.element);
-  const int64_t row_bytes = p.cache.head_size * size;
+  const int64_t row_bytes = p.cache.head_size * element_bytes(p.cache_element);
   const int64_t list = sequence * p.keep_heads + (p.keep_heads == 1 ? 0 : head);
   const int32_t* keep = p.keep + list * p.keep_count;
   // keep is strictly ascending, so keep[k] >= k and no row is overwritten before it is read.
   for (int64_t k = 0; k < p.keep_count && keep[k] >= 0; ++k) {
     if (keep[k] == k) continue;
-    const int64_t target = p.cache.row_offset(sequence, head, k) * size;
-    const int64_t source = p.cache.row_offset(sequence, head, keep[k]) * size;
-    std::memcpy(bytes(p.key_cache) + target, bytes(p.key_cache) + source, row_bytes);
-    std::memcpy(bytes(p.value_cache) + target, bytes(p.value_cache) + source, row_bytes);
+    const int64_t to = p.cache.row_index(sequence, head, k);
+    const int64_t from = p.cache.row_index(sequence, head, keep[k]);
+    std::memcpy(bytes(p.key_cache) + to * row_bytes, bytes(p.key_cache) + from * row_bytes, row_bytes);
+    std::memcpy(bytes(p.value_cache) + to * row_bytes, bytes(p.value_cache) + from * row_bytes, row_bytes);
+    if (p.key_scale) p.key_scale[to] = p.key_scale[from];
+    if (p.value_scale) p.value_scale[to] = p.value_scale[from];
   }
 }
 

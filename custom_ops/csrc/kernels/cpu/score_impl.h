@@ -94,8 +94,8 @@ class ScoreHead {
     const int64_t end = std::min((span + 1) * kSpanKeys, limit);
     const Visible all{{}, {0, length_}};
     for (int64_t first = span * kSpanKeys; first < end; first += kTileKeys) {
-      const float* keys = tile_rows(p_.cache, static_cast<const Element*>(p_.key_cache), sequence_, head_,
-                                    first, all, rows.data());
+      const float* keys = tile_rows<Element>(p_.cache, {p_.key_cache, p_.key_scale, p_.cache_element},
+                                             sequence_, head_, first, all, rows.data());
       transpose_tile(keys, size_, columns.data());
       float logits[kRowBlock * kTileKeys];
       int64_t row = 0;

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "element.h"
+#include "kernels/low_bit_rows.h"
 #include "kernels/params.h"
 #include "vec.h"
 
@@ -88,6 +89,42 @@ const float* tile_rows(const CacheLayout& cache, const Element* pool, int64_t se
   const float* rows = rows_in_place(cache, pool, sequence, head, first, seen);
   if (rows) return rows;
   unpack_rows(cache, pool, sequence, head, first, seen, buffer);
+  return buffer;
+}
+
+// A pool of rows [D]: elements, or codes with a scale for each row.
+struct RowPool {
+  const void* rows;
+  const float* scales;
+  ElementType element;
+};
+
+// Writes scale * code of the tile's seen rows to `rows` [64, D], 0 to others.
+inline void unpack_codes(const CacheLayout& cache, const RowPool& pool, int64_t sequence, int64_t head,
+                         int64_t first, const Visible& seen, float* rows) {
+  const int64_t size = cache.head_size;
+  for (int64_t j = 0; j < kTileKeys; ++j, rows += size) {
+    if (!seen.touches(first + j, first + j + 1)) {
+      std::fill_n(rows, size, 0.0f);
+      continue;
+    }
+    const int64_t row = cache.row_index(sequence, head, cache.slot(first + j));
+    const uint8_t* codes = static_cast<const uint8_t*>(pool.rows) + row * size;
+    const float scale = pool.scales[row];
+    if (pool.element == ElementType::kInt8)
+      for (int64_t d = 0; d < size; ++d) rows[d] = scale * static_cast<float>(static_cast<int8_t>(codes[d]));
+    else
+      for (int64_t d = 0; d < size; ++d) rows[d] = scale * float8_value(codes[d]);
+  }
+}
+
+// The tile's rows [64, D] as float32, of whatever the pool holds.
+template <typename Element>
+const float* tile_rows(const CacheLayout& cache, const RowPool& pool, int64_t sequence, int64_t head,
+                       int64_t first, const Visible& seen, float* buffer) {
+  if (!is_code(pool.element))
+    return tile_rows(cache, static_cast<const Element*>(pool.rows), sequence, head, first, seen, buffer);
+  unpack_codes(cache, pool, sequence, head, first, seen, buffer);
   return buffer;
 }
 

@@ -7,6 +7,7 @@
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/low_bit_cache/caches.h"
 #include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
@@ -160,11 +161,12 @@ cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launc
 }
 
 size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
+  const size_t expanded = params.packing.num_tokens > 0 ? expanded_bytes(params) : 0;
   const int64_t tokens = params.packing.num_tokens;
   const bool decodes = tokens > 0 && (params.packing.num_sequences > 1 || tokens <= kDecodeTokens);
-  if (params.element == ElementType::kFloat32) return 0;
+  if (params.element == ElementType::kFloat32) return expanded;
   // Prefill asks for its counters.
-  return decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0};
+  return expanded + (decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0});
 }
 
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
@@ -172,6 +174,12 @@ cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch
   if (tokens == 0) return cudaSuccess;
   const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
   if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
+  if (is_code(params.cache_element)) {
+    SwaAttentionParams dense = params;
+    Launch rest = launch;
+    const cudaError_t error = expand_caches(dense, rest);
+    return error == cudaSuccess ? swa_attention(dense, rest) : error;
+  }
   if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
   if (tokens > kDecodeTokens) {
     const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)

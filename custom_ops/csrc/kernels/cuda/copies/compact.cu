@@ -16,6 +16,7 @@
 #include "compact_rows.cuh"
 #include "compact_sm90.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/low_bit_cache/caches.h"
 #include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
@@ -75,17 +76,22 @@ cudaError_t launch_moves(const KvCompactParams& p, int vectors, const Launch& la
   return launch_alone(move_rows<Vector, 256>, grid, dim3(256), launch.stream, p, row_bytes, vectors, lanes);
 }
 
-}  // namespace
-
-cudaError_t kv_compact(const KvCompactParams& p, const Launch& launch) {
-  const int64_t row_bytes = p.cache.head_size * element_bytes(p.element);
-  if (p.num_sequences == 0 || p.keep_count == 0 || row_bytes == 0) return cudaSuccess;
+cudaError_t compact_rows(const KvCompactParams& p, int64_t row_bytes, const Launch& launch) {
   const int bytes = vector_bytes(row_bytes, {p.key_cache, p.value_cache});
   if (compact_bulk_takes(p, row_bytes, bytes, launch.device)) return compact_bulk(p, row_bytes, launch);
   if (compact_sm90_takes(row_bytes, bytes, launch.device)) return compact_sm90(p, row_bytes, launch);
   return with_vector(bytes, [&](auto vector) {
     return launch_moves<decltype(vector)>(p, static_cast<int>(row_bytes / bytes), launch);
   });
+}
+
+}  // namespace
+
+cudaError_t kv_compact(const KvCompactParams& p, const Launch& launch) {
+  const int64_t row_bytes = p.cache.head_size * element_bytes(p.cache_element);
+  if (p.num_sequences == 0 || p.keep_count == 0 || row_bytes == 0) return cudaSuccess;
+  const cudaError_t error = compact_rows(p, row_bytes, launch);
+  return error == cudaSuccess ? compact_scales(p, launch) : error;
 }
 
 }  // namespace ortolan::cuda

@@ -11,6 +11,7 @@
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/low_bit_cache/caches.h"
 #include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
@@ -107,6 +108,7 @@ cudaError_t launch_rows(const Rows& rows, int64_t units, int64_t columns, const 
 }  // namespace
 
 cudaError_t ring_kv_append(const RingKvAppendParams& p, const Launch& launch) {
+  if (is_code(p.cache_element)) return append_codes(p, launch);
   const CacheLayout& cache = p.cache;
   const int64_t row_bytes = cache.head_size * element_bytes(p.element);
   if (p.packing.num_tokens == 0 || p.packing.num_sequences == 0 || row_bytes == 0) return cudaSuccess;

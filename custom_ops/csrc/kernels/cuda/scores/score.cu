@@ -4,6 +4,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
+#include "kernels/cuda/low_bit_cache/caches.h"
 #include "kernels/cuda/operators.generated.h"
 #include "plan.cuh"
 #include "sm90.cuh"
@@ -70,7 +71,9 @@ cudaError_t launch_score_fold(const SnapKvScoreParams& p, const ScorePlan& plan,
   return launch_overlapped(score_fold_kernel, grid, dim3(kFoldThreads), 0, launch, p, plan);
 }
 
-size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& device) {
+namespace {
+
+size_t dense_workspace(const SnapKvScoreParams& params, const Device& device) {
   if (sm90_takes(params, device))
     return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
       return score_sm90_workspace_bytes<Element, kHeadSize>(params);
@@ -80,9 +83,7 @@ size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& de
   });
 }
 
-cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch) {
-  if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
-  if (vector_bytes(16, {params.capture, params.key_cache}) < 16) return cudaErrorMisalignedAddress;
+cudaError_t score_dense(const SnapKvScoreParams& params, const Launch& launch) {
   if (sm90_takes(params, launch.device))
     return with_sm90_instance(params, [&]<typename Element, int kHeadSize>() {
       return launch_score_sm90<Element, kHeadSize>(params, launch);
@@ -90,6 +91,22 @@ cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch)
   return with_instance(params, [&]<typename Element, int kHeadSize>() {
     return launch_score<Element, kHeadSize>(params, launch);
   });
+}
+
+}  // namespace
+
+size_t snap_kv_score_workspace(const SnapKvScoreParams& params, const Device& device) {
+  return expanded_bytes(params) + dense_workspace(params, device);
+}
+
+cudaError_t snap_kv_score(const SnapKvScoreParams& params, const Launch& launch) {
+  if (params.num_sequences == 0 || params.cache.capacity == 0) return cudaSuccess;
+  if (vector_bytes(16, {params.capture, params.key_cache}) < 16) return cudaErrorMisalignedAddress;
+  if (!is_code(params.cache_element)) return score_dense(params, launch);
+  SnapKvScoreParams dense = params;
+  Launch rest = launch;
+  const cudaError_t error = expand_caches(dense, rest);
+  return error == cudaSuccess ? score_dense(dense, rest) : error;
 }
 
 }  // namespace ortolan::cuda

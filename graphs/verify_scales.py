@@ -1,0 +1,50 @@
+"""Checks what only a graph with low-bit caches has: the scales of its codes."""
+
+from __future__ import annotations
+
+import onnx
+
+from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.element_types import CODE_TYPES, element_type
+from ortolan.errors import ContractMismatchError
+
+_CODES = frozenset(element_type(name).onnx for name in CODE_TYPES)
+_APPENDED = (2, 3)  # the scales among the outputs of RingKvAppend
+_READ = (8, 9)  # and among the inputs of SwaAttention
+
+
+def check_scales(graph: onnx.GraphProto) -> None:
+    """Check that caches of codes have scales, others have none, and each attention reads the scales of its cache.
+
+    Raises:
+        ContractMismatchError: an input is missing or not needed, or an operator reads other scales.
+    """
+    _check_inputs(graph)
+    nodes = [node for node in graph.node if node.domain == OPERATOR_DOMAIN]
+    of_cache: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.op_type == "RingKvAppend":
+            of_cache[node.output[0]] = [_name(node.output, port) for port in _APPENDED]
+    for node in nodes:
+        if node.op_type != "SwaAttention":
+            continue
+        read = [_name(node.input, port) for port in _READ]
+        wanted = of_cache.get(node.input[1], ["", ""])
+        if read != wanted:
+            raise ContractMismatchError(
+                f"rule 10: node '{node.name}' reads the scales {read}; its cache was appended to with {wanted}"
+            )
+
+
+def _check_inputs(graph: onnx.GraphProto) -> None:
+    types = {i.name: i.type.tensor_type.elem_type for i in graph.input}
+    for role in ("key", "value"):
+        for name, kind in types.items():
+            stem, _, last = name.rpartition(".")
+            if last == f"{role}_cache" and (kind in _CODES) != (f"{stem}.{role}_scale" in types):
+                problem = "holds codes and has no input" if kind in _CODES else "does not hold codes and has an input"
+                raise ContractMismatchError(f"rule 10: cache '{name}' {problem} '{stem}.{role}_scale'")
+
+
+def _name(names: list[str], index: int) -> str:
+    return names[index] if index < len(names) else ""
