@@ -226,7 +226,7 @@ class LayerConfig:
         scaled: whether a learned scalar multiplies what the layer returns.
     """
 
-    mixer: MixerConfig
+    mixer: Any  # a MixerConfig, which names its kind
     mlp: Any  # a MlpConfig, or the options of another kind, which names itself by `kind`
     scaled: bool = False
 

@@ -17,7 +17,8 @@ def reader(architecture: str, *, mixtures: bool) -> Callable[[HfConfig, int], Mo
     """Return what reads config.json: all MLPs of a model are dense, or all are mixtures."""
 
     def read(config: HfConfig, max_context: int) -> ModelConfig:
-        return read_hybrid(config, max_context, architecture, [mixtures] * config.integer("num_hidden_layers"))
+        every = [mixtures] * config.integer("num_hidden_layers")
+        return read_hybrid(config, max_context, architecture, every, normalise=True)
 
     return read
 

@@ -36,16 +36,27 @@ DEFAULTS: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": 0.25}
 
 def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json."""
-    return read_hybrid(config, max_context, ARCHITECTURE, list_mixtures(config))
+    normalise = config.flag("norm_topk_prob", True)
+    return read_hybrid(config, max_context, ARCHITECTURE, list_mixtures(config), normalise=normalise)
 
 
-def read_hybrid(config: HfConfig, max_context: int, architecture: str, mixtures: list[bool]) -> ModelConfig:
-    """Read a decoder of gated delta networks and gated attention; `mixtures` says which MLPs are mixtures."""
+def read_hybrid(
+    config: HfConfig, max_context: int, architecture: str, mixtures: list[bool], *, normalise: bool
+) -> ModelConfig:
+    """Read a decoder of gated delta networks and gated attention.
+
+    Args:
+        config: of the text decoder.
+        max_context: longest sequence.
+        architecture: its name.
+        mixtures: of each layer, whether its MLP is a mixture.
+        normalise: whether the shares of a token's experts are divided by their sum.
+    """
     config = HfConfig({**DEFAULTS, **config.keys})
     attention, delta = _read_attention(config), _read_delta(config)
     mixers: list[MixerConfig] = [attention if kind == FULL else delta for kind in _layer_types(config)]
     layers = tuple(
-        LayerConfig(mixer=mixer, mlp=_read_experts(config) if is_mixture else read_mlp(config))
+        LayerConfig(mixer=mixer, mlp=_read_experts(config, normalise=normalise) if is_mixture else read_mlp(config))
         for mixer, is_mixture in zip(mixers, mixtures, strict=True)
     )
     rope = one_rope(config, max_context, partial=True)
@@ -86,11 +97,11 @@ def _layer_types(config: HfConfig) -> list[str]:
     return types
 
 
-def _read_experts(config: HfConfig) -> ExpertsConfig:
+def _read_experts(config: HfConfig, *, normalise: bool) -> ExpertsConfig:
     return read_experts(
         config,
         size_key="moe_intermediate_size",
-        normalise=config.flag("norm_topk_prob", True),
+        normalise=normalise,
         shared_size=config.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )

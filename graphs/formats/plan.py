@@ -48,7 +48,7 @@ def linear_stems(config: ModelConfig) -> list[str]:
             raise UnsupportedModelError(
                 "the experts of a mixture cannot be exported in low bits; export it without weight_format"
             )
-    inside = (".attention.", ".mlp.")
+    inside = (".attention.", ".delta.", ".mlp.")
     names = [
         name
         for name, shape in weight_shapes(config).items()

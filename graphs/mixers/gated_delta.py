@@ -64,7 +64,6 @@ class DeltaState:
 def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -> Tensor:
     """Add one layer, [T, hidden] -> [T, hidden]."""
     config, path, graph = parts.config.layers[index].mixer, f"layers.{index}/delta", parts.graph
-    assert isinstance(config, GatedDeltaConfig), "the registry gives each kind its own options"
     state = parts.states[index] = DeltaState(parts, index, config)
     step = {"query_start": parts.step.query_start, "past_len": parts.step.past_len}
     step |= {"state_slot": slot} if (slot := parts.step.state_slots.get(config.kind)) is not None else {}

@@ -202,12 +202,18 @@ def _print_kinds(manifest: Manifest) -> None:
             kind.name,
             ", ".join(map(str, kind.layers)),
             kind.block_table,
-            f"{'up to ' if kind.window < 0 else ''}{layers[kind.layers[0]].capacity // manifest.page_size}",
+            _pages(layers[kind.layers[0]], manifest.page_size),
         ]
         for kind in manifest.cache_kinds
     ]
     print(f"\npaged caches, {manifest.page_size} slots a page")
     print(format_table(["kind", "layers", "block table", "pages of a sequence"], rows))
+
+
+def _pages(layer: Any, page_size: int) -> str:
+    """Say how many pages of a kind a sequence has; a state without slots takes one."""
+    prefix = "up to " if layer.kind == "full" else ""
+    return f"{prefix}{max(1, layer.capacity // page_size)}"
 
 
 def plan_table(plan: Any) -> str:

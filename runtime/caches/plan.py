@@ -329,7 +329,7 @@ def _divide(plan: CachePlan, sequences: int, max_bytes: int | None) -> list[Kind
         if wanted < 1 or left < 0:
             raise CapacityError(
                 f"max_cache_bytes {budget} is too few: a page of {kind.name!r} takes {kind.page_bytes} bytes, and the "
-                f"rings of one sequence {fixed}; a sequence of {context} tokens takes {fixed + full}"
+                f"rings and states of one sequence {fixed}; a sequence of {context} tokens takes {fixed + full}"
             )
         divided.append(dataclasses.replace(kind, num_pages=wanted))
     return divided
