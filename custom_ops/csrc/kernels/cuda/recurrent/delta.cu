@@ -10,7 +10,7 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int64_t kRoundBytes = 64 << 20;  // of scratch: more rounds cost more, and fewer more memory
+constexpr int64_t kRoundBytes = 128 << 20;  // of scratch: more rounds cost more, and fewer more memory
 
 template <typename Element, int kRows>
 cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, const Launch& launch) {
@@ -18,7 +18,7 @@ cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, cons
   const int64_t most = p.packing.num_tokens < kDeltaTile ? p.packing.num_tokens : kDeltaTile;
   const dim3 grid(static_cast<unsigned>(divide_up(p.value_size, kDeltaColumns)),
                   static_cast<unsigned>(p.num_value_heads), static_cast<unsigned>(p.packing.num_sequences));
-  const size_t shared_bytes = (2 * most + p.recent_tokens) * p.key_size * sizeof(float);
+  const size_t shared_bytes = (2 * most + p.recent_tokens) * kRows * kDeltaGroups * sizeof(float);
   const auto launch_steps = [&]<bool kWhole>() {
     constexpr auto kKernel = delta_steps<Element, kRows, kWhole>;
     const cudaError_t error = allow_shared_memory<kKernel>(launch.device);

@@ -24,6 +24,7 @@ struct PrepareShared {
   float betas[kChunk];
   float key_factors[kChunk];
   float query_factors[kChunk];
+  float key_scales[kChunk];  // beta * |k|^-1 * exp(G)
 };
 
 template <typename Element, int kKeySize>
@@ -90,12 +91,21 @@ class ChunkPreparation {
     shared_.betas[2 * lane_ + 1] = 2 * lane_ + 1 < rows_ ? p_.beta[row(2 * lane_ + 1)] : 0.0f;
   }
 
+  // Four threads measure a row of keys and one of queries, 16 bytes after 16 bytes.
   __device__ __forceinline__ void measure_rows() {
-    for (int row = warp_; row < kChunk; row += kPrepareThreads / 32) {
-      const float key = unit_factor(p_, shared_.keys[row], lane_);
-      const float query = unit_factor(p_, shared_.queries[row], lane_);
-      if (lane_ == 0) shared_.key_factors[row] = key, shared_.query_factors[row] = query;
+    const int row = threadIdx.x / 4;
+    float sums[2] = {0, 0};
+#pragma unroll
+    for (int i = threadIdx.x % 4 * 8; i < kKeySize; i += 32) {
+      const uint4 key = *reinterpret_cast<const uint4*>(&shared_.keys[row][i]);
+      const uint4 query = *reinterpret_cast<const uint4*>(&shared_.queries[row][i]);
+      sums[0] = add_products(key, key, sums[0], Element());
+      sums[1] = add_products(query, query, sums[1], Element());
     }
+    fold_lanes<1, 2>(sums, Add());
+    if (threadIdx.x % 4 != 0) return;
+    shared_.key_factors[row] = length_factor(p_, sums[0]);
+    shared_.query_factors[row] = length_factor(p_, sums[1]);
   }
 
   __device__ __forceinline__ void write_scalars() {
@@ -105,6 +115,7 @@ class ChunkPreparation {
     scratch_.rows->query[t] = p_.scale * shared_.query_factors[t] * expf(shared_.sums[t]);
     scratch_.rows->key[t] = shared_.key_factors[t] * expf(last - shared_.sums[t]);
     if (t == 0) scratch_.rows->last = expf(last);
+    shared_.key_scales[t] = shared_.betas[t] * shared_.key_factors[t] * expf(shared_.sums[t]);
   }
 
   // 16 rows of `left` times the keys, in the lower triangle: of queries to P, of keys to the matrix.
@@ -125,29 +136,36 @@ class ChunkPreparation {
         Half<Element>::multiply_add(sums[2 * n + 1], a, b[2], b[3]);
       }
     }
+    const int row = 16 * warp + lane_ / 4;
+    const float weights[2] = {row_weight<kQueries>(row), row_weight<kQueries>(row + 8)};
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 8; ++n) {
+      const int column = 8 * n + lane_ % 4 * 2;
+      const float2 factors = *reinterpret_cast<const float2*>(&shared_.key_factors[column]);
+      const float2 sums_before = *reinterpret_cast<const float2*>(&shared_.sums[column]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = 16 * warp + 8 * half + lane_ / 4, column = 8 * n + lane_ % 4 * 2;
-        const float first = weighted<kQueries>(row, column, sums[n][2 * half]);
-        const float second = weighted<kQueries>(row, column + 1, sums[n][2 * half + 1]);
+        const int own = row + 8 * half, last = own - (kQueries ? 0 : 1);
+        const float sum = shared_.sums[own];
+        float first = 0, second = 0;
+        if (n < 2 * warp + 2) {
+          first = weights[half] * factors.x * __expf(sum - sums_before.x) * sums[n][2 * half];
+          second = weights[half] * factors.y * __expf(sum - sums_before.y) * sums[n][2 * half + 1];
+        }
+        first = column <= last ? first : 0.0f;
+        second = column + 1 <= last ? second : 0.0f;
         if constexpr (kQueries)
-          *reinterpret_cast<uint32_t*>(scratch_.products + row * kChunk + column) =
+          *reinterpret_cast<uint32_t*>(scratch_.products + own * kChunk + column) =
               Half<Element>::pack(first, second);
         else
-          *reinterpret_cast<float2*>(&shared_.matrix[row][column]) = make_float2(first, second);
+          *reinterpret_cast<float2*>(&shared_.matrix[own][column]) = make_float2(first, second);
       }
+    }
   }
 
   template <bool kQueries>
-  __device__ __forceinline__ float weighted(int row, int column, float product) const {
-    if (column > row - (kQueries ? 0 : 1)) return 0;
-    const float weight = kQueries
-                             ? p_.scale * shared_.query_factors[row]
-                             : shared_.betas[row] * shared_.key_factors[row] * shared_.key_factors[column];
-    return weight * expf(shared_.sums[row] - shared_.sums[column]) * product *
-           (kQueries ? shared_.key_factors[column] : 1.0f);
+  __device__ __forceinline__ float row_weight(int row) const {
+    return kQueries ? p_.scale * shared_.query_factors[row] : shared_.betas[row] * shared_.key_factors[row];
   }
 
   // A block on the diagonal becomes the inverse of 1 + block: each of 64 threads finds a column of one.
@@ -219,15 +237,14 @@ class ChunkPreparation {
   __device__ __forceinline__ void scale_inverse() {
     for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += kPrepareThreads) {
       const int row = i / (kChunk / 2), column = i % (kChunk / 2) * 2;
-      const float first = shared_.matrix[row][column] * shared_.betas[column];
-      const float second = shared_.matrix[row][column + 1] * shared_.betas[column + 1];
-      *reinterpret_cast<uint32_t*>(&shared_.value_factors[row][column]) = Half<Element>::pack(first, second);
+      const float2 pair = *reinterpret_cast<const float2*>(&shared_.matrix[row][column]);
+      const float2 beta = *reinterpret_cast<const float2*>(&shared_.betas[column]);
+      const float2 scale = *reinterpret_cast<const float2*>(&shared_.key_scales[column]);
+      *reinterpret_cast<uint32_t*>(&shared_.value_factors[row][column]) =
+          Half<Element>::pack(pair.x * beta.x, pair.y * beta.y);
       *reinterpret_cast<uint32_t*>(&shared_.inverse[row][column]) =
-          Half<Element>::pack(first * key_scale(column), second * key_scale(column + 1));
+          Half<Element>::pack(pair.x * scale.x, pair.y * scale.y);
     }
-  }
-  __device__ __forceinline__ float key_scale(int row) const {
-    return shared_.key_factors[row] * expf(shared_.sums[row]);
   }
 
   // A lower triangle [64, 64] times `columns` columns of rows in shared memory: four warps take half of them.

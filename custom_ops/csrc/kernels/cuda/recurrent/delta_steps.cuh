@@ -1,7 +1,8 @@
 // The gated delta rule token by token, with the state in registers: read once and written once.
 //
-// Grid: one block per (32 columns of Dv, value head, sequence). Lane l of a warp owns four columns, and of
-// each 16 rows of Dk one; a row of 32 columns is one line of memory. A token's key and query find the sums
+// Grid: one block per (32 columns of Dv, value head, sequence). A thread owns four columns of a
+// sixteenth of the rows of Dk; a row of 32 columns is one line of memory. A token's key and query find the
+// sums
 //     k S_t = exp(decay) k S_(t-1)   and   q S_t = exp(decay) q S_(t-1) + (q k) u
 // over the state before the token: in the thread, over the lanes, then over the warps, in a fixed order. Kept
 // updates are applied by the very function that applies a token's own: the bits do not tell them apart.
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_columns(const float (&values)[4], int coun
 }
 
 // What a tile of tokens gives all threads of a block.
-struct DeltaTile {
+struct alignas(16) DeltaTile {
   float dots[kDeltaTile];     // q k
   float factors[kDeltaTile];  // exp(decay)
   float betas[kDeltaTile];
@@ -62,13 +63,15 @@ struct DeltaTile {
 template <typename Element, int kRows, bool kWhole>
 class DeltaSteps {
  public:
+  static constexpr int kKeyStride = kRows * kDeltaGroups;  // of rows in shared memory, which end in zeros
+
   __device__ DeltaSteps(const GatedDeltaRuleParams& p, DeltaTile& tile, float* keys, int tile_tokens)
       : p_(p),
         tile_(tile),
         sequence_(p, blockIdx.z),
         keys_(keys),
-        queries_(keys + tile_tokens * p.key_size),
-        kept_keys_(queries_ + tile_tokens * p.key_size),
+        queries_(keys + tile_tokens * kKeyStride),
+        kept_keys_(queries_ + tile_tokens * kKeyStride),
         tile_tokens_(tile_tokens),
         head_(blockIdx.y),
         group_(threadIdx.x / 8),
@@ -105,10 +108,10 @@ class DeltaSteps {
 
  private:
   __device__ __forceinline__ float* state_row(int i) const {
-    const int64_t row = p_.state_row(sequence_.row, head_) + (i * kDeltaGroups + group_) * p_.value_size;
+    const int64_t row = p_.state_row(sequence_.row, head_) + (group_ * kRows + i) * p_.value_size;
     return p_.state + row + column_;
   }
-  __device__ __forceinline__ bool has_row(int i) const { return i * kDeltaGroups + group_ < p_.key_size; }
+  __device__ __forceinline__ bool has_row(int i) const { return group_ * kRows + i < p_.key_size; }
 
   __device__ __forceinline__ void load_state() {
 #pragma unroll
@@ -122,7 +125,10 @@ class DeltaSteps {
 
   __device__ __forceinline__ void load_key(const float* row, float (&key)[kRows]) const {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) key[i] = has_row(i) ? row[i * kDeltaGroups + group_] : 0.0f;
+    for (int i = 0; i < kRows; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(row + group_ * kRows + i);
+      key[i] = four.x, key[i + 1] = four.y, key[i + 2] = four.z, key[i + 3] = four.w;
+    }
   }
   __device__ __forceinline__ void apply(const float (&key)[kRows], const float (&update)[4], float factor) {
 #pragma unroll
@@ -131,35 +137,32 @@ class DeltaSteps {
       for (int c = 0; c < 4; ++c) state_[i][c] = fmaf(key[i], update[c], __fmul_rn(factor, state_[i][c]));
   }
 
-  // Brings the kept updates of positions known .. past to shared memory.
+  // Brings the kept updates of positions known .. past to shared memory. All loads start before their first
+  // use.
   __device__ __forceinline__ void load_kept(int64_t known) {
     const int count = static_cast<int>(sequence_.past - known), size = static_cast<int>(p_.key_size);
     const int64_t head = p_.key_head(head_);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count * size; i += kDeltaThreads) {
-      const int64_t kept = p_.kept_row(sequence_.row, known + i / size);
-      kept_keys_[i] = p_.recent_keys[(kept * p_.num_key_heads + head) * size + i % size];
+#pragma unroll 16
+    for (int i = threadIdx.x; i < count * kKeyStride; i += kDeltaThreads) {
+      const int64_t kept = p_.kept_row(sequence_.row, known + i / kKeyStride) * p_.num_key_heads + head;
+      const int column = i % kKeyStride;
+      kept_keys_[i] = column < size ? p_.recent_keys[kept * size + column] : 0.0f;
     }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count * kDeltaColumns; i += kDeltaThreads) {
-      const int64_t kept = p_.kept_row(sequence_.row, known + i / kDeltaColumns) * p_.num_value_heads + head_;
-      const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + i % kDeltaColumns;
-      const bool exists = column < p_.value_size;
-      tile_.kept_updates[i / kDeltaColumns][i % kDeltaColumns] =
-          exists ? p_.recent_updates[kept * p_.value_size + column] : 0.0f;
-    }
-    if (threadIdx.x < count) {
-      const int64_t kept = p_.kept_row(sequence_.row, known + threadIdx.x);
-      tile_.kept_factors[threadIdx.x] = expf(p_.recent_decays[kept * p_.num_value_heads + head_]);
+    if (group_ < count) {
+      const int64_t kept = p_.kept_row(sequence_.row, known + group_) * p_.num_value_heads + head_;
+      float update[4];
+      load_columns<kWhole>(p_.recent_updates + kept * p_.value_size + column_, columns_, update);
+      *reinterpret_cast<float4*>(&tile_.kept_updates[group_][lane_columns_]) =
+          make_float4(update[0], update[1], update[2], update[3]);
+      if (lane_columns_ == 0) tile_.kept_factors[group_] = expf(p_.recent_decays[kept]);
     }
   }
   // Applies those of positions first .. end.
   __device__ __forceinline__ void apply_kept(int64_t known, int64_t first, int64_t end) {
     for (int t = static_cast<int>(first - known); t < static_cast<int>(end - known); ++t) {
       float key[kRows], update[4];
-      load_key(kept_keys_ + t * p_.key_size, key);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) update[c] = tile_.kept_updates[t][lane_columns_ + c];
+      load_key(kept_keys_ + t * kKeyStride, key);
+      load_columns<true>(&tile_.kept_updates[t][lane_columns_], 4, update);
       apply(key, update, tile_.kept_factors[t]);
     }
   }
@@ -203,9 +206,8 @@ class DeltaSteps {
         key[i] *= key_factor;
         query[i] *= query_factor;
         dot = fmaf(query[i], key[i], dot);
-        if (i * 32 + lane >= p_.key_size) continue;
-        keys_[t * p_.key_size + i * 32 + lane] = key[i];
-        queries_[t * p_.key_size + i * 32 + lane] = query[i];
+        keys_[t * kKeyStride + i * 32 + lane] = key[i];
+        queries_[t * kKeyStride + i * 32 + lane] = query[i];
       }
       dot = warp_sum(dot);
       if (lane == 0) {
@@ -248,15 +250,15 @@ class DeltaSteps {
     const int count = tile_count(first);
     for (int t = 0; t < count; ++t) {
       float key[kRows], query[kRows], sums[8], update[4];
-      load_key(keys_ + t * p_.key_size, key);
-      load_key(queries_ + t * p_.key_size, query);
+      load_key(keys_ + t * kKeyStride, key);
+      load_key(queries_ + t * kKeyStride, query);
       sum_rows(key, query, t % 2, sums);
       const float factor = tile_.factors[t], beta = tile_.betas[t];
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         update[c] = beta * fmaf(-factor, sums[c], tile_.values[t][lane_columns_ + c]);
       if (group_ == t % kDeltaGroups) write(first + t, keeps, sums, update, factor, tile_.dots[t]);
-      if (!keeps || t + 1 < count) apply(key, update, factor);
+      if (!keeps || first + t + 1 < sequence_.count) apply(key, update, factor);
     }
   }
 
@@ -275,9 +277,9 @@ class DeltaSteps {
   const GatedDeltaRuleParams& p_;
   DeltaTile& tile_;
   DeltaSequence sequence_;
-  float* keys_;       // [tile_tokens, Dk]
-  float* queries_;    // [tile_tokens, Dk]
-  float* kept_keys_;  // [R, Dk]
+  float* keys_;       // [tile_tokens, kKeyStride]
+  float* queries_;    // [tile_tokens, kKeyStride]
+  float* kept_keys_;  // [R, kKeyStride]
   int tile_tokens_;
   int64_t head_;
   int group_;
@@ -290,7 +292,7 @@ class DeltaSteps {
 template <typename Element, int kRows, bool kWhole>
 __global__ void __launch_bounds__(kDeltaThreads, kRows <= 8 ? 5 : 3)
     delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long) {
-  extern __shared__ float keys[];
+  extern __shared__ __align__(16) float keys[];
   __shared__ DeltaTile tile;
   launch_dependents();
   wait_for_previous_kernel();
