@@ -13,7 +13,7 @@ import torch
 import ortolan.custom_ops
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 
-ONNX_TYPES = {torch.bfloat16: 16, torch.float16: 10, torch.float32: 1, torch.int32: 6, torch.int64: 7}
+ONNX_TYPES = {torch.bfloat16: 16, torch.float16: 10, torch.float32: 1, torch.int32: 6, torch.int64: 7, torch.uint8: 2}
 L2_BYTES = 64 << 20  # rotated buffers hold more than this, so that a run does not read the last one's leftovers
 
 

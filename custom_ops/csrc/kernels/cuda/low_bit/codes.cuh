@@ -126,29 +126,36 @@ __device__ __forceinline__ float e8m0_value(uint32_t code) {
   return __uint_as_float(code ? code << 23 : 0x00400000u);
 }
 
+// A code of an integer format as a float, exactly, where a conversion would be slow.
+__device__ __forceinline__ float integer_value(uint32_t code) {
+  return __uint_as_float(0x4B000000u | code) - 8388608.0f;
+}
+
 // What turns the codes of a group into values: (code - zero) * scale.
 struct GroupValues {
   LowBitFormat format;
   float scale, zero;
 
+  // `groups`: of a row.
   template <typename Element>
-  static __device__ __forceinline__ GroupValues of(const LowBitWeight& w, int64_t row, int64_t group,
+  static __device__ __forceinline__ GroupValues of(const LowBitWeight& w, int64_t row, int groups, int group,
                                                    Element) {
-    const int64_t place = row * w.groups() + group;
+    const int64_t place = row * groups + group;
     GroupValues values{w.format, 1.0f, 0.0f};
     switch (w.format) {
       case LowBitFormat::kInt4: {
-        const int64_t byte = row * ((w.groups() + 1) / 2) + group / 2;
-        values.zero = w.zero_points ? static_cast<float>(w.zero_points[byte] >> group % 2 * 4 & 15) : 8.0f;
+        const int64_t byte = row * ((groups + 1) / 2) + group / 2;
+        values.zero = w.zero_points ? integer_value(w.zero_points[byte] >> group % 2 * 4 & 15) : 8.0f;
         values.scale = to_float(static_cast<const Element*>(w.scales)[place]);
         break;
       }
       case LowBitFormat::kInt8:
-        values.zero = w.zero_points ? static_cast<float>(w.zero_points[place]) : 128.0f;
+        values.zero = w.zero_points ? integer_value(w.zero_points[place]) : 128.0f;
         values.scale = to_float(static_cast<const Element*>(w.scales)[place]);
         break;
       case LowBitFormat::kFp8:
-        values.scale = w.float_scales[row / w.scale_rows * w.groups() + group];
+        values.scale =
+            w.float_scales[static_cast<int>(row) / static_cast<int>(w.scale_rows) * int64_t{groups} + group];
         break;
       case LowBitFormat::kMxfp4:
         values.scale = e8m0_value(w.scale_codes[place]);
@@ -160,7 +167,7 @@ struct GroupValues {
   }
   __device__ __forceinline__ float operator()(uint32_t code) const {
     if (format == LowBitFormat::kInt4 || format == LowBitFormat::kInt8)
-      return (static_cast<float>(code) - zero) * scale;
+      return (integer_value(code) - zero) * scale;
     return (format == LowBitFormat::kFp8 ? e4m3_value(code) : e2m1_value(code)) * scale;
   }
 };

@@ -25,54 +25,51 @@ constexpr int64_t kFewLowBitTokens = 64;
 // Of a weight of elements, which waits in scratch memory; larger ones are multiplied in passes.
 constexpr int64_t kMaxDenseBytes = int64_t{512} << 20;
 
-// A weight as elements: eight columns of a row per thread.
+// Eight columns of a row, from the `first` code on, whose groups begin and end at multiples of eight columns.
 template <typename Element>
-__global__ void __launch_bounds__(kThreads)
-    dequantise_kernel(const __grid_constant__ LowBitWeight w, Element* dense, int row_pieces,
-                      bool whole_pieces) {
-  launch_dependents();
-  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (place >= w.rows * row_pieces) return;
-  const int64_t row = place / row_pieces, column = place % row_pieces * 8;
-  const int64_t count = min(int64_t{8}, w.columns - column), first = row * w.columns + column;
-  Element values[8];
-  GroupValues group{};
-  uint64_t codes = 0;
-  if (whole_pieces)
-    codes = code_bits(w.format) == 8 ? *reinterpret_cast<const uint64_t*>(w.codes + first)
-                                     : *reinterpret_cast<const uint32_t*>(w.codes + first / 2);
+__device__ __forceinline__ void dequantise_eight(const LowBitWeight& w, int64_t first,
+                                                 const GroupValues& group, Element* dense) {
   const int bits = static_cast<int>(code_bits(w.format));
+  const uint64_t codes = bits == 8 ? *reinterpret_cast<const uint64_t*>(w.codes + first)
+                                   : *reinterpret_cast<const uint32_t*>(w.codes + first / 2);
+  Element values[8];
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n >= count) break;
-    if (n == 0 || (!whole_pieces && (column + n) % w.group_size == 0))
-      group = GroupValues::of(w, row, (column + n) / w.group_size, Element{});
-    const auto code = whole_pieces ? static_cast<uint32_t>(codes >> n * bits) & ((1u << bits) - 1)
-                                   : code_at(w, row, column + n);
-    values[n] = Element(group(code));
+  for (int n = 0; n < 8; ++n)
+    values[n] = Element(group(static_cast<uint32_t>(codes >> n * bits) & ((1u << bits) - 1)));
+#pragma unroll
+  for (int n = 0; n < static_cast<int>(sizeof(values)) / 16; ++n) {
+    uint4 piece;
+    __builtin_memcpy(&piece, reinterpret_cast<const char*>(values) + n * 16, 16);
+    reinterpret_cast<uint4*>(dense + first)[n] = piece;
   }
+}
+
+// A weight as elements, a row per block. kEights: eight columns at a time.
+template <typename Element, bool kEights>
+__global__ void __launch_bounds__(kThreads)
+    dequantise_kernel(const __grid_constant__ LowBitWeight w, Element* dense, int groups) {
+  launch_dependents();
   wait_for_previous_kernel();  // which may still read the scratch memory
-  if (whole_pieces) {
-#pragma unroll
-    for (int n = 0; n < static_cast<int>(sizeof(values)) / 16; ++n) {
-      uint4 piece;
-      __builtin_memcpy(&piece, reinterpret_cast<const char*>(values) + n * 16, 16);
-      reinterpret_cast<uint4*>(dense + first)[n] = piece;
-    }
-  } else {
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-      if (n < count) dense[first + n] = values[n];
+  const int64_t row = blockIdx.x;
+  const auto columns = static_cast<unsigned>(w.columns), size = static_cast<unsigned>(w.group_size);
+  constexpr unsigned kColumns = kEights ? 8 : 1;
+  for (unsigned column = threadIdx.x * kColumns; column < columns; column += kThreads * kColumns) {
+    const auto group = GroupValues::of(w, row, groups, static_cast<int>(column / size), Element{});
+    const int64_t place = row * w.columns + column;
+    if constexpr (kEights)
+      dequantise_eight(w, place, group, dense);
+    else
+      dense[place] = Element(group(code_at(w, row, column)));
   }
 }
 
 template <typename Element>
 cudaError_t launch_dequantise(const LowBitWeight& w, void* dense, const Launch& launch) {
-  const int64_t row_pieces = divide_up(w.columns, 8), blocks = divide_up(w.rows * row_pieces, kThreads);
-  const bool whole =
+  const bool eights =
       w.columns % 8 == 0 && w.group_size % 8 == 0 && reinterpret_cast<uint64_t>(w.codes) % 8 == 0;
-  return launch_overlapped(dequantise_kernel<Element>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-                           launch, w, static_cast<Element*>(dense), static_cast<int>(row_pieces), whole);
+  return launch_overlapped(eights ? dequantise_kernel<Element, true> : dequantise_kernel<Element, false>,
+                           dim3(static_cast<unsigned>(w.rows)), dim3(kThreads), 0, launch, w,
+                           static_cast<Element*>(dense), static_cast<int>(w.groups()));
 }
 
 // The sum of a row of the weight for each token of a pass, for the whole warp; lane n gets token n's.
@@ -82,11 +79,12 @@ __device__ __forceinline__ float row_sums(const FusedLinearParams& p, const LowB
   const int lane = threadIdx.x % 32;
   const auto* input = static_cast<const Element*>(p.input) + pass.first_token * p.num_inputs;
   float sums[kPassTokens] = {}, mine = 0;
-  int64_t known = -1;
+  int known = -1;
   GroupValues group{};
-  for (int64_t column = lane; column < w.columns; column += 32) {
-    if (const int64_t n = column / w.group_size; n != known)
-      group = GroupValues::of(w, row, known = n, Element{});
+  const auto groups = static_cast<int>(w.groups()), size = static_cast<int>(w.group_size);
+  for (int column = lane; column < static_cast<int>(w.columns); column += 32) {
+    if (const int n = column / size; n != known)
+      group = GroupValues::of(w, row, groups, known = n, Element{});
     const float weight = group(code_at(w, row, column));
 #pragma unroll
     for (int token = 0; token < kPassTokens; ++token)
@@ -180,6 +178,7 @@ cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launc
   if (error != cudaSuccess) return error;
   FusedLinearParams dense = dense_params(params);
   dense.weight = launch.workspace;
+  // No kernel of this many tokens reads weights before the one in front of it has ended.
   Launch rest = launch;
   rest.workspace = static_cast<unsigned char*>(launch.workspace) + dense_bytes(params);
   rest.workspace_bytes = launch.workspace_bytes - dense_bytes(params);

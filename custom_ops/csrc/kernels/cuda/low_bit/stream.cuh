@@ -25,15 +25,21 @@ struct LowBitPlan {
   static constexpr int kTokens = 8;  // of a tensor-core product
 
   int tiles;
-  int steps;         // of a row
-  int group_pieces;  // of 16 bytes of codes, that share a scale: 1, 2 or 4 of a step
-  int step_groups;   // groups that a step moves on by, or 0: group_steps steps share one
-  int group_steps;
-  int scale_bytes;   // of one scale
-  int scale_words;   // of 4 bytes, which hold a step's scales
-  int token_stride;  // bytes between tokens' inputs
-  int turn_tiles;    // tiles whose sums wait for each other
+  int steps;              // of a row
+  int row_bytes;          // of codes
+  int scale_row_bytes;    // of scales
+  int zero_row_bytes;     // of zero points
+  int scale_rows_shift;   // rows that share a row of scales, a power of two
+  int step_groups;        // groups that a step holds, or 1
+  int group_steps_shift;  // steps that share a group, a power of two
+  int scale_words;        // of 4 bytes, which hold a step's scales
+  int token_stride;       // bytes between tokens' inputs
+  int turn_tiles;         // tiles whose sums wait for each other
 
+  // Of a step, in its row.
+  __device__ __forceinline__ int first_group(int step) const {
+    return (step >> group_steps_shift) * step_groups;
+  }
   template <int kTokenTiles>
   static constexpr int sums_bytes() {  // of a tile
     return kGemvWarps * kTileRows * kTokens * kTokenTiles * 4;
@@ -82,74 +88,79 @@ struct LowBitCursor {
   }
 };
 
-// Where a row's scales and zero points begin, in bytes.
-struct LowBitRow {
-  int64_t row, scales, zeros;
+// The row of the weight that is a line of a tile.
+__device__ __forceinline__ int row_of(const LowBitStreamParams& p, int tile, int line) {
+  const int outputs = static_cast<int>(p.linear.num_outputs);
+  const bool gated = p.linear.activation != GatedActivation::kNone;
+  return gated ? min(tile * 8 + line % 8, outputs - 1) + (line >= 8 ? outputs : 0)
+               : min(tile * 16 + line, outputs - 1);
+}
 
-  template <LowBitFormat kFormat>
-  static __device__ __forceinline__ LowBitRow of(const LowBitStreamParams& p, int tile, int line) {
-    const int64_t outputs = p.linear.num_outputs;
-    const bool gated = p.linear.activation != GatedActivation::kNone;
-    const int64_t row = gated ? min(int64_t{tile} * 8 + line % 8, outputs - 1) + (line >= 8 ? outputs : 0)
-                              : min(int64_t{tile} * 16 + line, outputs - 1);
-    const int64_t groups = p.weight.groups();
-    const int64_t scale_row = kFormat == LowBitFormat::kFp8 ? row / p.weight.scale_rows : row;
-    return {row, scale_row * groups * p.plan.scale_bytes,
-            row * (kFormat == LowBitFormat::kInt4 ? (groups + 1) / 2 : groups)};
+// What a kernel is compiled for.
+template <typename E, LowBitFormat kF, bool kZ, bool kS>
+struct LowBitKind {
+  using Element = E;
+  using Format = Codes<E, kF>;
+  static constexpr LowBitFormat kFormat = kF;
+  static constexpr bool kZeros = kZ;  // zero points are given
+  static constexpr bool kShort = kS;  // groups are shorter than a step
+  static constexpr int kScaleBytes = kF == LowBitFormat::kFp8 ? 4 : Format::kInteger ? 2 : 1;
+
+  // Bytes of the group's scale and zero point after those of the row.
+  static __device__ __forceinline__ int scale_byte(int group) { return group * kScaleBytes; }
+  static __device__ __forceinline__ int zero_byte(int group) {
+    return kF == LowBitFormat::kInt4 ? group / 2 : group;
+  }
+  static __device__ __forceinline__ const uint8_t* scales(const LowBitWeight& w) {
+    if constexpr (kF == LowBitFormat::kFp8) return reinterpret_cast<const uint8_t*>(w.float_scales);
+    if constexpr (Format::kInteger) return static_cast<const uint8_t*>(w.scales);
+    return w.scale_codes;
   }
 };
 
-__device__ __forceinline__ int first_group(const LowBitPlan& plan, int step) {
-  return plan.step_groups ? step * plan.step_groups : step / plan.group_steps;
-}
-
 // Fetches a warp's steps into its ring.
-template <LowBitFormat kFormat>
+template <typename Kind>
 struct LowBitFetcher {
   const LowBitStreamParams& p;
   uint32_t ring;
   LowBitCursor at;
-  const uint8_t* codes[2];
-  LowBitRow words;  // of the line whose scales this lane copies
+  const uint8_t *codes[2], *scales, *zeros;  // of the lane's rows, and of the row whose scales it copies
+  uint32_t target, scale_target;             // of the lane, in a stage
 
+  __device__ __forceinline__ void start() {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    target = ring + (g * 4 + (t ^ (g >> 1 & 3))) * 16;
+    scale_target = ring + LowBitPlan::kCodesBytes + lane % 16 * 8 + lane / 16 * 4;
+    if (!at.done(p.plan)) aim();
+  }
   __device__ __forceinline__ void aim() {
     const int lane = threadIdx.x % 32;
-    const int64_t row_bytes = p.weight.columns * code_bits(kFormat) / 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      codes[half] = p.weight.codes + LowBitRow::of<kFormat>(p, at.tile, lane / 4 + 8 * half).row * row_bytes;
-    words = LowBitRow::of<kFormat>(p, at.tile, lane % 16);
+      codes[half] = p.weight.codes + int64_t{row_of(p, at.tile, lane / 4 + 8 * half)} * p.plan.row_bytes;
+    const int row = row_of(p, at.tile, lane % 16);
+    scales = Kind::scales(p.weight) + int64_t{row >> p.plan.scale_rows_shift} * p.plan.scale_row_bytes;
+    if (Kind::kZeros) zeros = p.weight.zero_points + int64_t{row} * p.plan.zero_row_bytes;
   }
-  static __device__ __forceinline__ const uint8_t* word_of(const void* array, int64_t byte) {
-    return static_cast<const uint8_t*>(array) + (byte & ~int64_t{3});
+  static __device__ __forceinline__ const uint8_t* whole_word(const uint8_t* byte) {
+    return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(byte) & ~uintptr_t{3});
   }
   __device__ __forceinline__ void fetch(int place) {
     if (!at.done(p.plan)) {
-      const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-      const uint32_t stage = ring + place * LowBitPlan::kStageBytes;
-      const int byte = at.step * LowBitPlan::kRowBytes + t * 16;
-      const bool valid = byte < static_cast<int>(p.weight.columns * code_bits(kFormat) / 8);
-      const uint32_t target = stage + (g * 4 + (t ^ (g >> 1 & 3))) * 16;
+      const int lane = threadIdx.x % 32, stage = place * LowBitPlan::kStageBytes;
+      const int byte = at.step * LowBitPlan::kRowBytes + lane % 4 * 16;
+      const bool valid = byte < p.plan.row_bytes;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        copy_codes(target + half * 512, codes[half] + (valid ? byte : 0), valid);
-      const int group = first_group(p.plan, at.step), word = lane / 16;
-      const void* scales = kFormat == LowBitFormat::kFp8 ? p.weight.float_scales
-                           : Codes<__half, kFormat>::kInteger
-                               ? p.weight.scales
-                               : static_cast<const void*>(p.weight.scale_codes);
-      if (word < p.plan.scale_words) {
-        const int64_t first = words.scales + int64_t{group} * p.plan.scale_bytes;
-        const bool within =
-            word == 0 || group * p.plan.scale_bytes + 4 < p.weight.groups() * p.plan.scale_bytes;
-        copy_word(stage + LowBitPlan::kCodesBytes + lane % 16 * 8 + word * 4,
-                  word_of(scales, first) + (within ? word * 4 : 0), within);
+        copy_codes(target + stage + half * 512, codes[half] + (valid ? byte : 0), valid);
+      const int group = p.plan.first_group(at.step), first = Kind::scale_byte(group) + lane / 16 * 4;
+      if (lane / 16 < p.plan.scale_words) {
+        const bool within = lane < 16 || first < p.plan.scale_row_bytes;
+        copy_word(scale_target + stage, whole_word(scales + (within ? first : 0)), within);
       }
-      if (Codes<__half, kFormat>::kInteger && p.weight.zero_points && lane < 16)
-        copy_word(
-            stage + LowBitPlan::kCodesBytes + LowBitPlan::kScalesBytes + lane * 4,
-            word_of(p.weight.zero_points, words.zeros + (kFormat == LowBitFormat::kInt4 ? group / 2 : group)),
-            true);
+      if (Kind::kZeros && lane < 16)
+        copy_word(ring + stage + LowBitPlan::kCodesBytes + LowBitPlan::kScalesBytes + lane * 4,
+                  whole_word(zeros + Kind::zero_byte(group)), true);
       if (at.advance() && !at.done(p.plan)) aim();
     }
     copy_async_commit();
@@ -176,77 +187,103 @@ __device__ __forceinline__ void store_inputs(uint32_t row, int piece, const uint
   }
 }
 
+// Calls visit(token, piece) for pieces of the tokens' inputs, and before it fetch(token, piece) for eight
+// tokens.
+template <int kTokens, typename Fetch, typename Visit>
+__device__ __forceinline__ void each_input(int tokens, int pieces, Fetch fetch, Visit visit) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pieces; i += kGemvThreads)
+#pragma unroll
+    for (int first = 0; first < kTokens; first += 8) {
+      uint4 x[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        if (first + n < tokens) x[n] = fetch(first + n, i);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        if (first + n < tokens) visit(first + n, i, x[n]);
+    }
+}
+
 // Brings the tokens' inputs to shared memory, normalised where the layer says so. For the whole block.
 template <typename Element, int kBits, int kTokens>
 __device__ __forceinline__ void load_low_bit_inputs(const LowBitStreamParams& p, uint32_t inputs) {
   __shared__ float squares[kTokens][kGemvWarps];
   const FusedLinearParams& layer = p.linear;
   const int pieces = static_cast<int>(layer.num_inputs) / 8, tokens = p.pass.num_tokens;
-  const int padded = (p.plan.token_stride - 64) / 16, thread = threadIdx.x;
+  const int padded = (p.plan.token_stride - 64) / 16;
   const auto* source = static_cast<const uint4*>(layer.input) + int64_t{p.pass.first_token} * pieces;
   const auto* norm = static_cast<const uint4*>(layer.norm_weight);
+  const auto fetch = [&](int token, int i) { return i < pieces ? source[token * pieces + i] : uint4{}; };
+  float factors[kTokens] = {};
   if (norm) {
-#pragma unroll 2
-    for (int token = 0; token < tokens; ++token) {
-      float sum = 0;
-#pragma unroll 2
-      for (int i = thread; i < pieces; i += kGemvThreads) {
-        const uint4 x = source[token * pieces + i];
-        sum = add_products(x, x, sum, Element{});
-      }
-      sum = warp_sum(sum);
-      if (thread % 32 == 0) squares[token][thread / 32] = sum;
+    each_input<kTokens>(tokens, pieces, fetch, [&](int token, int, const uint4& x) {
+      factors[token] = add_products(x, x, factors[token], Element{});
+    });
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) {
+      if (token >= tokens) break;
+      factors[token] = warp_sum(factors[token]);
+      if (threadIdx.x % 32 == 0) squares[token][threadIdx.x / 32] = factors[token];
     }
     __syncthreads();
-  }
-#pragma unroll 1
-  for (int token = 0; token < tokens; ++token) {
-    float factor = 0;
-    if (norm) {
 #pragma unroll
-      for (int n = 0; n < kGemvWarps; ++n) factor += squares[token][n];
-      factor = rsqrtf(factor / static_cast<float>(layer.num_inputs) + layer.epsilon);
-    }
-#pragma unroll 2
-    for (int i = thread; i < padded; i += kGemvThreads) {
-      uint4 x{};
-      if (i < pieces) x = source[token * pieces + i];
-      if (norm && i < pieces) x = scale_piece(x, factor, norm[i], Element{});
-      store_inputs<kBits>(inputs + token * p.plan.token_stride, i, x);
+    for (int token = 0; token < kTokens; ++token) {
+      if (token >= tokens) break;
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < kGemvWarps; ++n) sum += squares[token][n];
+      factors[token] = rsqrtf(sum / static_cast<float>(layer.num_inputs) + layer.epsilon);
     }
   }
+  each_input<kTokens>(tokens, padded, fetch, [&](int token, int i, const uint4& x) {
+    const bool scaled = norm && i < pieces;
+    store_inputs<kBits>(inputs + token * p.plan.token_stride, i,
+                        scaled ? scale_piece(x, factors[token], norm[i], Element{}) : x);
+  });
   __syncthreads();
 }
 
 // Products of a tile over a warp's steps. Lane 4 g + t has the sums of rows g and g + 8 for tokens 2 t and
 // 2 t + 1 of each eight.
-template <typename Element, LowBitFormat kFormat, int kTokenTiles>
+template <typename Kind, int kTokenTiles>
 struct LowBitProducts {
-  using Format = Codes<Element, kFormat>;
+  using Element = typename Kind::Element;
+  using Format = typename Kind::Format;
+  static constexpr LowBitFormat kFormat = Kind::kFormat;
+  static constexpr bool kScaledPairs = kFormat == LowBitFormat::kNvfp4;  // not sums
   static constexpr int kStepColumns = LowBitPlan::kRowBytes * 8 / Format::kBits;
   const LowBitStreamParams& p;
-  uint32_t inputs;  // the lane's first piece, of token g
+  uint32_t inputs[kTokenTiles];  // the lane's first piece, of its token; of another one where there is none
+  uint32_t codes, lines;         // where the lane's codes and scales lie in a stage
   float sums[kTokenTiles][4], parts[kTokenTiles][4];
   uint32_t scale_places[2], zero_places[2];  // the low bits of the lane's rows' addresses
-  uint32_t zero_nibbles;
 
+  __device__ __forceinline__ void prepare(uint32_t first_input) {
+    const int lane = threadIdx.x % 32, g = lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile)
+      inputs[tile] =
+          first_input + min(g + 8 * tile, p.pass.num_tokens - 1) * p.plan.token_stride + lane % 4 * 16;
+    codes = g * 64 + lane % 4 * 4;
+    lines = LowBitPlan::kCodesBytes + g * 8;
+  }
   __device__ __forceinline__ void start(int tile) {
     const int line = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int n = 0; n < 4 * kTokenTiles; ++n) sums[n / 4][n % 4] = parts[n / 4][n % 4] = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const LowBitRow row = LowBitRow::of<kFormat>(p, tile, line + 8 * half);
-      scale_places[half] = static_cast<uint32_t>(row.scales);
-      zero_places[half] = static_cast<uint32_t>(row.zeros);
+      const int row = row_of(p, tile, line + 8 * half);
+      scale_places[half] = (row >> p.plan.scale_rows_shift) * p.plan.scale_row_bytes;
+      if (Kind::kZeros) zero_places[half] = row * p.plan.zero_row_bytes;
     }
   }
   // Of group `n` of the step, whose first group in the row is `group`.
   __device__ __forceinline__ uint32_t scale_bits(uint32_t stage, int group, int n, int half) const {
-    const uint32_t bytes = p.plan.scale_bytes;
-    const uint32_t within = (scale_places[half] + group * bytes & 3) + n * bytes;
-    const uint32_t line = threadIdx.x % 32 / 4 + 8 * half;
-    const uint32_t word = load_shared_word(stage + LowBitPlan::kCodesBytes + line * 8 + (within & 4));
+    if constexpr (Kind::kScaleBytes == 4) return load_shared_word(stage + lines + half * 64);
+    const uint32_t within = (scale_places[half] + Kind::scale_byte(group) & 3) + n * Kind::kScaleBytes;
+    const uint32_t word = load_shared_word(stage + lines + half * 64 + (Kind::kShort ? within & 4 : 0));
     return word >> (within & 3) * 8;
   }
   __device__ __forceinline__ float scale(uint32_t stage, int group, int n, int half) const {
@@ -256,19 +293,23 @@ struct LowBitProducts {
     return Half<Element>::unpack(bits).x;
   }
   __device__ __forceinline__ uint32_t zero_offset(uint32_t stage, int group, int n, int half) const {
-    if (!p.weight.zero_points) return Format::offset_of(kFormat == LowBitFormat::kInt4 ? 8 : 128);
     constexpr bool kNibbles = kFormat == LowBitFormat::kInt4;
+    if constexpr (!Kind::kZeros) return Format::offset_of(kNibbles ? 8 : 128);
     const uint32_t line = threadIdx.x % 32 / 4 + 8 * half;
     const uint32_t word =
         load_shared_word(stage + LowBitPlan::kCodesBytes + LowBitPlan::kScalesBytes + line * 4);
-    const uint32_t first = zero_places[half] + (kNibbles ? group / 2 : group) & 3;
+    const uint32_t first = zero_places[half] + Kind::zero_byte(group) & 3;
     if constexpr (kNibbles) return Format::offset_of(word >> (first * 8 + (group % 2 + n) * 4) & 15);
     return Format::offset_of(word >> (first + n) * 8 & 255);
   }
-  // What expand subtracts, or multiplies by, in piece `n`.
+  // The group of a piece of 16 bytes of codes, counted from the step's first.
+  __device__ __forceinline__ int group_of(int piece) const {
+    return Kind::kShort ? piece * p.plan.step_groups / 4 : 0;
+  }
+  // What expand subtracts, or multiplies by.
   __device__ __forceinline__ uint32_t offset(uint32_t stage, int group, int piece, int half) const {
-    if constexpr (Format::kInteger) return zero_offset(stage, group, piece / p.plan.group_pieces, half);
-    if constexpr (kFormat == LowBitFormat::kNvfp4)
+    if constexpr (Format::kInteger) return zero_offset(stage, group, group_of(piece), half);
+    if constexpr (kScaledPairs)
       return Format::offset_of(scale_bits(stage, group, 2 * piece + (threadIdx.x % 4) / 2, half) & 0xFF);
     return 0;
   }
@@ -282,48 +323,48 @@ struct LowBitProducts {
         parts[tile][i] = 0;
       }
   }
+  __device__ __forceinline__ void multiply_piece(const uint32_t (&pairs)[2][Format::kPairs], int piece,
+                                                 const uint4 (&x)[kTokenTiles]) {
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+      const uint32_t first[] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+      if (Format::kBits == 4 || piece % 2 == 0)
+        Half<Element>::multiply_add(parts[tile], first, x[tile].x, x[tile].y);
+      else
+        Half<Element>::multiply_add(parts[tile], first, x[tile].z, x[tile].w);
+      if constexpr (Format::kBits == 4) {
+        const uint32_t second[] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+        Half<Element>::multiply_add(parts[tile], second, x[tile].z, x[tile].w);
+      }
+    }
+  }
   __device__ __forceinline__ void multiply(uint32_t stage, int step) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, group = first_group(p.plan, step);
+    const int swizzle = threadIdx.x % 32 / 8, group = p.plan.first_group(step);
     uint4 x[kTokenTiles];
     uint32_t offsets[2];
 #pragma unroll
     for (int piece = 0; piece < 4; ++piece) {
-      const bool is_first = (piece & (p.plan.group_pieces - 1)) == 0;
       uint32_t pairs[2][Format::kPairs];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (is_first || kFormat == LowBitFormat::kNvfp4) offsets[half] = offset(stage, group, piece, half);
-        const uint32_t word =
-            load_shared_word(stage + half * 512 + (g * 4 + (piece ^ (g >> 1 & 3))) * 16 + t * 4);
+        if (piece == 0 || Kind::kShort) offsets[half] = offset(stage, group, piece, half);
+        const uint32_t word = load_shared_word(stage + codes + half * 512 + (piece ^ swizzle) * 16);
         Format::expand(word, offsets[half], pairs[half]);
       }
-      const bool loads = Format::kBits == 4 || piece % 2 == 0;
-      const int column = step * kStepColumns + (Format::kBits == 4 ? piece : piece / 2) * 32;
+      if (Format::kBits == 4 || piece % 2 == 0)
 #pragma unroll
-      for (int tile = 0; tile < kTokenTiles; ++tile) {
-        if (loads) {
-          x[tile] = uint4{};
-          if (g + tile * 8 < p.pass.num_tokens)
-            x[tile] = load_shared_16(inputs + tile * 8 * p.plan.token_stride + column * 2);
-        }
-        const uint32_t first[] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
-        if (loads)
-          Half<Element>::multiply_add(parts[tile], first, x[tile].x, x[tile].y);
-        else
-          Half<Element>::multiply_add(parts[tile], first, x[tile].z, x[tile].w);
-        if constexpr (Format::kBits == 4) {
-          const uint32_t second[] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
-          Half<Element>::multiply_add(parts[tile], second, x[tile].z, x[tile].w);
-        }
-      }
-      if (kFormat != LowBitFormat::kNvfp4 && (piece + 1 & (p.plan.group_pieces - 1)) == 0)
-        fold(stage, group, piece / p.plan.group_pieces);
+        for (int tile = 0; tile < kTokenTiles; ++tile)
+          x[tile] = load_shared_16(inputs[tile] + step * kStepColumns * 2 +
+                                   (Format::kBits == 4 ? piece : piece / 2) * 64);
+      multiply_piece(pairs, piece, x);
+      if (!kScaledPairs && Kind::kShort) fold(stage, group, group_of(piece));
     }
+    if (!kScaledPairs && !Kind::kShort) fold(stage, group, 0);
   }
   // To `target` [rows, tokens].
   __device__ __forceinline__ void store(float* target) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const auto& from = kFormat == LowBitFormat::kNvfp4 ? parts : sums;
+    const auto& from = kScaledPairs ? parts : sums;
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile)
 #pragma unroll
@@ -362,29 +403,30 @@ __device__ __forceinline__ void finish_low_bit_turn(const LowBitStreamParams& p,
 }
 
 // kDepth: steps of a warp on their way.
-template <typename Element, LowBitFormat kFormat, int kTokenTiles, int kDepth>
+template <typename Kind, int kTokenTiles, int kDepth>
 __global__ void __launch_bounds__(kGemvThreads, 2)
     low_bit_stream_kernel(const __grid_constant__ LowBitStreamParams p) {
+  using Element = typename Kind::Element;
   constexpr int kTileSums = LowBitPlan::sums_bytes<kTokenTiles>() / 4;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const LowBitPlan& plan = p.plan;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const uint32_t ring = shared_address(shared_memory) + warp * kDepth * LowBitPlan::kStageBytes;
   auto* sums = reinterpret_cast<float*>(shared_memory + kGemvWarps * kDepth * LowBitPlan::kStageBytes);
   const uint32_t inputs = shared_address(sums) + 2 * plan.turn_tiles * kTileSums * 4;
   const int first = warp * plan.steps / kGemvWarps, end = (warp + 1) * plan.steps / kGemvWarps;
   const LowBitCursor start{first < end ? static_cast<int>(blockIdx.x) : plan.tiles, first, first, end};
 
-  LowBitFetcher<kFormat> fetcher{p, ring, start, {}, {}};
-  if (!start.done(plan)) fetcher.aim();
+  LowBitFetcher<Kind> fetcher{p, ring, start};
+  fetcher.start();
 #pragma unroll 1
   for (int n = 0; n < kDepth; ++n) fetcher.fetch(n);
   launch_dependents();
   wait_for_previous_kernel();
-  load_low_bit_inputs<Element, Codes<Element, kFormat>::kBits, 8 * kTokenTiles>(p, inputs);
+  load_low_bit_inputs<Element, Kind::Format::kBits, 8 * kTokenTiles>(p, inputs);
 
-  LowBitProducts<Element, kFormat, kTokenTiles> products{
-      p, inputs + lane / 4 * plan.token_stride + lane % 4 * 16};
+  LowBitProducts<Kind, kTokenTiles> products{p};
+  products.prepare(inputs);
   int place = 0, turn = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < plan.tiles; ++turn) {
@@ -406,7 +448,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
       products.store(turn_sums + count * kTileSums + warp * 16 * 8 * kTokenTiles);
     }
     __syncthreads();
-    finish_low_bit_turn<Element, kFormat, kTokenTiles>(p, turn_sums, first_tile, count, turn);
+    finish_low_bit_turn<Element, Kind::kFormat, kTokenTiles>(p, turn_sums, first_tile, count, turn);
   }
 }
 

@@ -10,21 +10,25 @@
 
 namespace ortolan::cuda {
 
+inline int log2_of(int64_t power) {
+  int log = 0;
+  while (power >> log > 1) ++log;
+  return log;
+}
+
 inline LowBitPlan plan_low_bit(const LowBitLinearParams& p) {
   const LowBitWeight& w = p.weight;
-  const int64_t bits = code_bits(w.format), step = low_bit_step_columns(w);
+  const int64_t bits = code_bits(w.format), step = low_bit_step_columns(w), groups = w.groups();
   LowBitPlan plan{};
-  const int64_t tile_outputs = p.activation == GatedActivation::kNone ? 16 : 8;
-  plan.tiles = static_cast<int>(divide_up(p.num_outputs, tile_outputs));
+  plan.tiles = static_cast<int>(divide_up(p.num_outputs, p.activation == GatedActivation::kNone ? 16 : 8));
   plan.steps = static_cast<int>(divide_up(w.columns, step));
-  plan.group_pieces = static_cast<int>(std::clamp<int64_t>(w.group_size * bits / 128, 1, 4));
-  plan.step_groups = w.group_size <= step ? static_cast<int>(step / w.group_size) : 0;
-  if (w.groups() == 1) plan.step_groups = 0;
-  plan.group_steps =
-      w.groups() == 1 ? plan.steps : static_cast<int>(std::max<int64_t>(w.group_size / step, 1));
-  if (w.groups() == 1) plan.group_pieces = 4;
-  plan.scale_bytes = low_bit_scale_bytes(w.format);
-  plan.scale_words = plan.step_groups * plan.scale_bytes > 4 ? 2 : 1;
+  plan.row_bytes = static_cast<int>(w.columns * bits / 8);
+  plan.scale_row_bytes = static_cast<int>(groups * low_bit_scale_bytes(w.format));
+  plan.zero_row_bytes = static_cast<int>(w.format == LowBitFormat::kInt4 ? divide_up(groups, 2) : groups);
+  plan.scale_rows_shift = w.format == LowBitFormat::kFp8 ? log2_of(w.scale_rows) : 0;
+  plan.step_groups = has_short_groups(w) ? static_cast<int>(step / w.group_size) : 1;
+  plan.group_steps_shift = groups == 1 ? 31 : has_short_groups(w) ? 0 : log2_of(w.group_size / step);
+  plan.scale_words = plan.step_groups * low_bit_scale_bytes(w.format) > 4 ? 2 : 1;
   plan.token_stride = static_cast<int>(plan.steps * step * 2 + 64);
   return plan;
 }
@@ -39,10 +43,10 @@ inline int resident_low_bit_blocks(int bytes, const Device& device) {
 
 // Multiplies some tokens by blocks of which a multiprocessor holds `least` at least. False, and nothing
 // launched, where it does not.
-template <typename Element, LowBitFormat kFormat, int kTokenTiles, int kDepth>
+template <typename Kind, int kTokenTiles, int kDepth>
 bool launch_low_bit_tiles(const LowBitLinearParams& p, const GemvPass& pass, int least, const Launch& launch,
                           cudaError_t& error) {
-  constexpr auto kKernel = low_bit_stream_kernel<Element, kFormat, kTokenTiles, kDepth>;
+  constexpr auto kKernel = low_bit_stream_kernel<Kind, kTokenTiles, kDepth>;
   LowBitStreamParams params{dense_params(p), p.weight, plan_low_bit(p), pass};
   params.plan.turn_tiles = kDepth == 8 ? 2 : 1;
   const int bytes = params.plan.shared_bytes<kTokenTiles>(kDepth, pass.num_tokens);
@@ -57,24 +61,24 @@ bool launch_low_bit_tiles(const LowBitLinearParams& p, const GemvPass& pass, int
 }
 
 // The same, by the kernel that is likely to be the fastest; for up to 16.
-template <typename Element, LowBitFormat kFormat>
+template <typename Kind>
 bool launch_low_bit_pass(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
                          cudaError_t& error) {
-  if (pass.num_tokens > 8) return launch_low_bit_tiles<Element, kFormat, 2, 4>(p, pass, 1, launch, error);
-  return launch_low_bit_tiles<Element, kFormat, 1, 8>(p, pass, 2, launch, error) ||
-         launch_low_bit_tiles<Element, kFormat, 1, 4>(p, pass, 2, launch, error) ||
-         launch_low_bit_tiles<Element, kFormat, 1, 8>(p, pass, 1, launch, error) ||
-         launch_low_bit_tiles<Element, kFormat, 1, 4>(p, pass, 1, launch, error);
+  if (pass.num_tokens > 8) return launch_low_bit_tiles<Kind, 2, 4>(p, pass, 1, launch, error);
+  return launch_low_bit_tiles<Kind, 1, 8>(p, pass, 2, launch, error) ||
+         launch_low_bit_tiles<Kind, 1, 4>(p, pass, 2, launch, error) ||
+         launch_low_bit_tiles<Kind, 1, 8>(p, pass, 1, launch, error) ||
+         launch_low_bit_tiles<Kind, 1, 4>(p, pass, 1, launch, error);
 }
 
-template <typename Element, LowBitFormat kFormat>
-cudaError_t launch_low_bit_format(const LowBitLinearParams& p, const Launch& launch) {
+template <typename Kind>
+cudaError_t launch_low_bit_kind(const LowBitLinearParams& p, const Launch& launch) {
   const auto tokens = static_cast<int>(p.num_tokens);
   int most = 16;
   for (int first = 0; first < tokens;) {
     const GemvPass pass{first, std::min(tokens - first, most)};
     cudaError_t error = cudaErrorInvalidValue;
-    if (launch_low_bit_pass<Element, kFormat>(p, pass, launch, error)) {
+    if (launch_low_bit_pass<Kind>(p, pass, launch, error)) {
       if (error != cudaSuccess) return error;
       first += pass.num_tokens;
     } else if ((most /= 2) == 0) {
@@ -84,19 +88,29 @@ cudaError_t launch_low_bit_format(const LowBitLinearParams& p, const Launch& lau
   return cudaSuccess;
 }
 
+template <typename Element, LowBitFormat kFormat>
+cudaError_t launch_low_bit_integers(const LowBitLinearParams& p, const Launch& launch) {
+  const bool is_short = has_short_groups(p.weight);
+  if (p.weight.zero_points)
+    return is_short ? launch_low_bit_kind<LowBitKind<Element, kFormat, true, true>>(p, launch)
+                    : launch_low_bit_kind<LowBitKind<Element, kFormat, true, false>>(p, launch);
+  return is_short ? launch_low_bit_kind<LowBitKind<Element, kFormat, false, true>>(p, launch)
+                  : launch_low_bit_kind<LowBitKind<Element, kFormat, false, false>>(p, launch);
+}
+
 template <typename Element>
 cudaError_t launch_low_bit_stream(const LowBitLinearParams& p, const Launch& launch) {
   switch (p.weight.format) {
     case LowBitFormat::kInt4:
-      return launch_low_bit_format<Element, LowBitFormat::kInt4>(p, launch);
+      return launch_low_bit_integers<Element, LowBitFormat::kInt4>(p, launch);
     case LowBitFormat::kInt8:
-      return launch_low_bit_format<Element, LowBitFormat::kInt8>(p, launch);
+      return launch_low_bit_integers<Element, LowBitFormat::kInt8>(p, launch);
     case LowBitFormat::kFp8:
-      return launch_low_bit_format<Element, LowBitFormat::kFp8>(p, launch);
+      return launch_low_bit_kind<LowBitKind<Element, LowBitFormat::kFp8, false, false>>(p, launch);
     case LowBitFormat::kMxfp4:
-      return launch_low_bit_format<Element, LowBitFormat::kMxfp4>(p, launch);
+      return launch_low_bit_kind<LowBitKind<Element, LowBitFormat::kMxfp4, false, true>>(p, launch);
     case LowBitFormat::kNvfp4:
-      return launch_low_bit_format<Element, LowBitFormat::kNvfp4>(p, launch);
+      return launch_low_bit_kind<LowBitKind<Element, LowBitFormat::kNvfp4, false, true>>(p, launch);
   }
   return cudaErrorInvalidValue;
 }
