@@ -57,12 +57,12 @@ def ring_kv_append(
     Caches of codes have scales [N, Hkv, P], copies of which come last.
     """
     if key_scale is not None and value_scale is not None:
-        where = {"sink": sink, "capacity": capacity}
         (key, key_rows), (value, value_rows) = quantise(key, key_cache.dtype), quantise(value, value_cache.dtype)
-        codes = ring_kv_append(key, value, key_cache, value_cache, query_start, past_len, block_table, **where)
+        step = query_start, past_len, block_table
+        codes = ring_kv_append(key, value, key_cache, value_cache, *step, sink=sink, capacity=capacity)
         rows = key_rows[..., None], value_rows[..., None]
         pools = key_scale[..., None], value_scale[..., None]
-        scales = ring_kv_append(*rows, *pools, query_start, past_len, block_table, **where)
+        scales = ring_kv_append(*rows, *pools, *step, sink=sink, capacity=capacity)
         return *codes, *(scale[..., 0] for scale in scales)
     keys, values = key_cache.copy(), value_cache.copy()
     slots = _capacity(key_cache, block_table, capacity)
