@@ -62,7 +62,7 @@ def ring_kv_append(
         codes = ring_kv_append(key, value, key_cache, value_cache, *step, sink=sink, capacity=capacity)
         rows = key_rows[..., None], value_rows[..., None]
         pools = key_scale[..., None], value_scale[..., None]
-        scales = ring_kv_append(*rows, *pools, *step, sink=sink, capacity=capacity)
+        scales = ring_kv_append(rows[0], rows[1], pools[0], pools[1], *step, sink=sink, capacity=capacity)
         return *codes, *(scale[..., 0] for scale in scales)
     keys, values = key_cache.copy(), value_cache.copy()
     slots = _capacity(key_cache, block_table, capacity)
