@@ -25,8 +25,8 @@ def ring_kv_append(
 ) -> onnx.NodeProto:
     """Build a RingKvAppend node.
 
-    Writes this step's keys and values into their slots of the cache, in place; codes and scales of them
-    where the cache is int8 or float8e4m3fn.
+    Writes this step's keys and values into their slots of the cache, in place. Where the cache is int8 or
+    float8e4m3fn, it writes codes and scales.
 
     Args:
         key: [T, Hkv, D] T1. Keys of this step, after norm and RoPE.

@@ -58,11 +58,11 @@ def ring_kv_append(
     """
     if key_scale is not None and value_scale is not None:
         (key, key_rows), (value, value_rows) = quantise(key, key_cache.dtype), quantise(value, value_cache.dtype)
-        where = (query_start, past_len, block_table)
-        codes = ring_kv_append(key, value, key_cache, value_cache, *where, sink=sink, capacity=capacity)
+        step = query_start, past_len, block_table
+        codes = ring_kv_append(key, value, key_cache, value_cache, *step, sink=sink, capacity=capacity)
         rows = key_rows[..., None], value_rows[..., None]
         pools = key_scale[..., None], value_scale[..., None]
-        scales = ring_kv_append(*rows, *pools, *where, sink=sink, capacity=capacity)
+        scales = ring_kv_append(rows[0], rows[1], pools[0], pools[1], *step, sink=sink, capacity=capacity)
         return *codes, *(scale[..., 0] for scale in scales)
     keys, values = key_cache.copy(), value_cache.copy()
     slots = _capacity(key_cache, block_table, capacity)

@@ -36,8 +36,8 @@ from ortolan.custom_ops.schema_parts import (
 _CONTRACT: tuple[Operator, ...] = (
     Operator(
         name="RingKvAppend",
-        doc="Writes this step's keys and values into their slots of the cache, in place; codes and scales of them "
-        "where the cache is int8 or float8e4m3fn.",
+        doc="Writes this step's keys and values into their slots of the cache, in place. Where the cache is int8 or "
+        "float8e4m3fn, it writes codes and scales.",
         inputs=(
             Port(name="key", shape="[T, Hkv, D]", type=ELEMENT, doc="Keys of this step, after norm and RoPE."),
             Port(name="value", shape="[T, Hkv, D]", type=ELEMENT, doc="Values of this step."),

@@ -199,11 +199,10 @@ def synchronize() -> None:
 
 
 def storage_type(dtype: np.dtype) -> np.dtype:
-    """Return the type that holds a type's bits in cupy, which has no bfloat16."""
+    """Return the type that holds a type's bits in cupy, which has neither bfloat16 nor fp8."""
     return from_numpy(dtype).storage
 
 
 def _storage(array: np.ndarray) -> np.ndarray:
-    """Flatten, and view bfloat16 as integers: cupy has no such type."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(np.uint16) if array.dtype == BFLOAT16 else flat
+    """Flatten, and view types that cupy lacks as integers: bfloat16 and fp8."""
+    return np.ascontiguousarray(array).reshape(-1).view(storage_type(array.dtype))
