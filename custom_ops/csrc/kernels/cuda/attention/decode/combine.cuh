@@ -230,7 +230,7 @@ struct CombinedRow {
   static __device__ __forceinline__ CombinedRow of_token(const SwaAttentionParams& params,
                                                          const DecodeShape& shape, int token, int head) {
     const int sequence = find_sequence(params.packing, token);
-    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return {};
+    if (sequence < 0 || params.packing.count(sequence) > shape.most_tokens) return {};
     const int kv_head = shape.by_group.divide(head);
     const int sequence_row = (token - static_cast<int>(params.packing.first(sequence))) * shape.group + head -
                              kv_head * shape.group;
