@@ -32,7 +32,17 @@ if TYPE_CHECKING:
     from ortolan.export import convert, export
     from ortolan.manifest import Manifest
     from ortolan.policies import Eviction, SnapKv
-    from ortolan.runtime import Engine, Model, Sampling, Session, Stream, TextStream
+    from ortolan.runtime import (
+        DraftModel,
+        Engine,
+        Model,
+        PromptLookup,
+        Sampling,
+        Session,
+        Speculation,
+        Stream,
+        TextStream,
+    )
 
 __all__ = [
     "CapacityError",
@@ -41,6 +51,7 @@ __all__ = [
     "ContextLengthError",
     "ContractMismatchError",
     "DeviceError",
+    "DraftModel",
     "Engine",
     "EngineClosedError",
     "Eviction",
@@ -49,12 +60,14 @@ __all__ = [
     "NumericError",
     "OpLibraryError",
     "OrtolanError",
+    "PromptLookup",
     "RequestCancelledError",
     "Sampling",
     "Session",
     "SessionFileError",
     "SessionInterruptedError",
     "SnapKv",
+    "Speculation",
     "StorageError",
     "Stream",
     "TextStream",
@@ -66,7 +79,17 @@ __all__ = [
 ]
 
 _SUBPACKAGES = ("custom_ops", "export", "graphs", "policies", "runtime")
-_RUNTIME_NAMES = ("Engine", "Model", "Sampling", "Session", "Stream", "TextStream")
+_RUNTIME_NAMES = (
+    "DraftModel",
+    "Engine",
+    "Model",
+    "PromptLookup",
+    "Sampling",
+    "Session",
+    "Speculation",
+    "Stream",
+    "TextStream",
+)
 _POLICY_NAMES = ("Eviction", "SnapKv")
 
 

@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from ortolan.runtime.model import Model, load
     from ortolan.runtime.options import Sampling
     from ortolan.runtime.session import Session
+    from ortolan.runtime.speculation.options import DraftModel, PromptLookup, Speculation
     from ortolan.runtime.text.streaming import TextStream
 
 __all__ = [
     "CachePlan",
+    "DraftModel",
     "Engine",
     "Eviction",
     "LayerPlan",
     "Model",
+    "PromptLookup",
     "Sampling",
     "Session",
     "SnapKv",
+    "Speculation",
     "Stream",
     "TextStream",
     "TokenLogprobs",
@@ -41,6 +45,9 @@ _HOMES = {
     "Sampling": "ortolan.runtime.options",
     "Session": "ortolan.runtime.session",
     "SnapKv": "ortolan.policies",
+    "DraftModel": "ortolan.runtime.speculation.options",
+    "PromptLookup": "ortolan.runtime.speculation.options",
+    "Speculation": "ortolan.runtime.speculation.options",
     "Stream": "ortolan.runtime.engine.stream",
     "TextStream": "ortolan.runtime.text.streaming",
     "TokenLogprobs": "ortolan.runtime.generate.logprobs",

@@ -52,6 +52,7 @@ def make_session(
             identify=lambda: model.fingerprint,
             tokenizer=lambda: model.tokenizer,
             detokenize=model.detokenize,
+            open_drafter=lambda speculation: speculation.open(model, plan.max_context),
             report=model.memory.report,
             make_another=lambda slots: make_session(model, plan, eviction, slots),
         )

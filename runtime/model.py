@@ -45,6 +45,7 @@ from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Progress, Session
+from ortolan.runtime.speculation.options import Speculation, check_same_vocabulary
 from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 from ortolan.runtime.text.generation_config import read_sampling
@@ -77,6 +78,7 @@ class Model:
         self._process = Process()
         self.evictions = EvictionGraphs(folder, manifest, device, evict_builder)
         self._tokenizer: Tokenizer | None = None
+        self._draft_models: dict[str, Model] = {}
         self.memory = DeviceMemory(device, manifest)
         file_name = self._choose_file(fused)
         session = device.open(str(folder / file_name), folder, captures=True)
@@ -157,6 +159,7 @@ class Model:
         stop: Stops = (),
         snapkv: Eviction | None = None,
         eviction: Eviction | None = None,
+        speculation: Speculation | None = None,
     ) -> Iterator[str]:
         """Read a prompt in a session of its own, just large enough, and return an iterator over the text that follows.
 
@@ -170,6 +173,7 @@ class Model:
             stop: as in `Session.generate`.
             snapkv: the same as `eviction`.
             eviction: as in `session`.
+            speculation: as in `Session.generate`.
 
         Raises:
             ContractMismatchError: the model has no tokenizer.
@@ -180,7 +184,12 @@ class Model:
         longest = len(tokens) + whole_number("max_new_tokens", max_new_tokens) - 1
         session = self.session(min(max(1, longest), self.manifest.max_context), snapkv=snapkv, eviction=eviction)
         text = session.stream_text(
-            tokens, max_new_tokens=max_new_tokens, sampling=sampling, progress=progress, stop=stop
+            tokens,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            progress=progress,
+            stop=stop,
+            speculation=speculation,
         )
         return _pieces(text)
 
@@ -257,6 +266,19 @@ class Model:
         self._process.check("a model")
         self.memory.check_pools(plan)
         return make_store_stepper(self, plan)
+
+    def draft_model(self, folder: str | Path) -> Model:
+        """Open a smaller model that drafts for this one, on the same device; it stays open.
+
+        Raises:
+            ConfigError: its vocabulary is another one; besides, as `load`.
+        """
+        place = str(model_folder(folder))
+        if place not in self._draft_models:
+            draft = load(place, device=self.device.name, num_threads=self.device.num_threads)
+            check_same_vocabulary(self, draft)
+            self._draft_models[place] = draft
+        return self._draft_models[place]
 
     def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:
         """Start to decode the token ids that follow a context.

@@ -27,6 +27,9 @@ from ortolan.runtime.ownership import exclusive
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
 from ortolan.runtime.session_parts import SessionParts
+from ortolan.runtime.speculation.drafter import Speculator, token_cost
+from ortolan.runtime.speculation.drafters import Drafters
+from ortolan.runtime.speculation.options import Speculation
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.steps.feeder import Feeder, Tokens, Wanted
@@ -64,6 +67,9 @@ class Session:
         self.finish_reason: str | None = None
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
+        self._drafters = Drafters(
+            parts.open_drafter, parts.feeder.manifest.vocab_size, token_cost(parts.feeder.stepper)
+        )
         self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
         settle = weakref.WeakMethod(self._settle)  # a cycle would keep the caches until they are collected
         self._evicting.on_lost = lambda: (call := settle()) and call()
@@ -184,6 +190,7 @@ class Session:
         *,
         stop: Stops = (),
         logprobs: int | None = None,
+        speculation: Speculation | None = None,
     ) -> Generation:
         """Read a prompt and yield the tokens that follow it, without the end-of-sequence token.
 
@@ -199,12 +206,15 @@ class Session:
             stop: texts, token ids and lists of these, or one text or id, that end the generation. They are not
                 yielded; of a stop of several tokens all but the last were read, and stay in the sequence.
             logprobs: how many most likely tokens come with each token's log-probability; None: no log-probabilities.
+            speculation: who drafts tokens, which are then checked several in a step, `ortolan.PromptLookup` or
+                `ortolan.DraftModel`; None: every token takes a step of its own.
 
         Raises:
-            ConfigError: max_new_tokens is below 1, a stop is not allowed, or the session was used otherwise before the
-                iterator ended; besides, as `prefill`.
+            ConfigError: max_new_tokens is below 1, a stop is not allowed, the model cannot have that drafter, or the
+                session was used otherwise before the iterator ended; besides, as `prefill`.
         """
         check_progress(progress)
+        speculator = self._drafters.start(speculation)
         tokens = self._checked(token_ids)
         turn = self._turn(
             TurnOptions(
@@ -223,7 +233,7 @@ class Session:
             seen = np.concatenate([np.array(self.state.history, np.int64), tokens])
         wanted = Wanted(draws=(turn.draw(self.state.fed + len(tokens), seen),), logprobs=turn.logprobs)
         result = self._reader.read_prompt(tokens, progress, wanted)
-        return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]))
+        return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]), speculator)
 
     def stream_text(
         self,
@@ -234,6 +244,7 @@ class Session:
         progress: Progress = None,
         stop: Stops = (),
         logprobs: int | None = None,
+        speculation: Speculation | None = None,
     ) -> TextStream:
         """Read a prompt, and return an iterator over the text that follows it.
 
@@ -246,14 +257,25 @@ class Session:
             ContractMismatchError: the model has no tokenizer. Besides, as `generate`.
         """
         tokens = prompt_ids(self._parts.tokenizer(), prompt, is_first=self.logical_length == 0)
-        return TextStream(self.generate(tokens, max_new_tokens, sampling, progress, stop=stop, logprobs=logprobs))
+        return TextStream(
+            self.generate(
+                tokens,
+                max_new_tokens,
+                sampling,
+                progress,
+                stop=stop,
+                logprobs=logprobs,
+                speculation=speculation,
+            )
+        )
 
     @exclusive
-    def resume(self, max_new_tokens: int | None = None) -> Generation:
+    def resume(self, max_new_tokens: int | None = None, *, speculation: Speculation | None = None) -> Generation:
         """Go on with the last generation as if it had never been left, also in a restored session.
 
         Args:
             max_new_tokens: how many more at most; None: what is left of the number that `generate` was given.
+            speculation: who drafts tokens; None: as before, and in a restored session nobody.
 
         Raises:
             ConfigError: max_new_tokens is below 1; nothing was generated, it ended with the end-of-sequence token or a
@@ -268,12 +290,13 @@ class Session:
                 "no generation can be resumed: none was started, it ended, other calls came after it, or it was "
                 "interrupted where too little was left to go on from"
             )
+        speculator = self._drafters.start(speculation) or left.speculator
         self._chain.settle()
         turn = left.turn
         longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
         turn.reopen(longest, len(self.state.tokens), self.plan.max_context)
         self.finish_reason = None
-        generation = self._start(turn, None)
+        generation = self._start(turn, None, speculator)
         generation.take_up(left)
         return generation
 
@@ -372,8 +395,8 @@ class Session:
     def _turn(self, options: TurnOptions) -> Turn:
         return Turn(options, self._manifest.vocab_size, self._parts.detokenize)
 
-    def _start(self, turn: Turn, chosen: Chosen | None) -> Generation:
-        self.generation = Generation(self, self._chain, turn, chosen)
+    def _start(self, turn: Turn, chosen: Chosen | None, speculator: Speculator | None = None) -> Generation:
+        self.generation = Generation(self, self._chain, turn, chosen, speculator)
         return self.generation
 
     def _resumable(self) -> Generation | None:

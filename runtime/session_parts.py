@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ortolan.policies import Eviction
 from ortolan.runtime.device.memory import MemoryReport
 from ortolan.runtime.saved.fingerprint import Fingerprint
+from ortolan.runtime.speculation.drafter import Drafter
+from ortolan.runtime.speculation.options import Speculation
 from ortolan.runtime.steps.feeder import FeederParts
 from ortolan.runtime.text.tokenizer import Detokenize, Tokenizer
 
@@ -27,6 +29,7 @@ class SessionParts:
         identify: says what model this is, for saved sessions.
         tokenizer: returns the model's. Raises ContractMismatchError where there is none.
         detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
+        open_drafter: makes what drafts for the session. Raises ConfigError where the model cannot have it.
         report: says what holds how many bytes.
         make_another: makes an empty session of the same plan and options, with caches of these slots.
     """
@@ -37,5 +40,6 @@ class SessionParts:
     identify: Callable[[], Fingerprint]
     tokenizer: Callable[[], Tokenizer]
     detokenize: Detokenize
+    open_drafter: Callable[[Speculation], Drafter]
     report: Callable[[Session], MemoryReport]
     make_another: Callable[[list[int]], Session]

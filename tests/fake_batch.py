@@ -116,7 +116,6 @@ class FakeStepper:
             dataclasses.replace(row, tokens=source or row.tokens) for row, source in zip(rows, sources, strict=True)
         ]
         assert all(token >= 0 for row in rows for token in row.tokens)
-        assert all(len(row.draws) == 1 for row in rows)
         self.batches.append([len(row.tokens) for row in rows])
         if self.failure is not None:
             failure, self.failure = self.failure, None
@@ -125,7 +124,7 @@ class FakeStepper:
             raise OrtolanError("too many rows")
         if any(BREAKING in row.tokens for row in rows):
             raise OrtolanError("the decoder graph failed")
-        result = HostResult(rows, np.stack([self._feed(row) for row in rows]))
+        result = HostResult(rows, np.concatenate([self._feed(row) for row in rows]))
         self.fed = result.tokens()
         return result
 
@@ -142,16 +141,26 @@ class FakeStepper:
 
     def _feed(self, row: Row) -> np.ndarray:
         physical = int(row.physical[0][0]) if 0 in row.physical else row.logical
-        end = row.logical + len(row.tokens)
+        firsts = {kind.name: physical if kind.grows else row.logical for kind in self._pages.plan.kinds}
+        for name, first in firsts.items():
+            for offset, token in enumerate(row.tokens):
+                self._pages.write(name, row.pages[name], first + offset, token)
+        return np.stack([self._logits(row, firsts, count) for count in self._counts(row)])
+
+    @staticmethod
+    def _counts(row: Row) -> range:
+        """Return how many of a row's tokens each of its logit rows sees."""
+        return range(len(row.tokens) - len(row.draws) + 1, len(row.tokens) + 1)
+
+    def _logits(self, row: Row, firsts: dict[str, int], count: int) -> np.ndarray:
+        """Read what the last of a row's first `count` tokens sees."""
+        if NUMBERLESS in row.tokens[:count]:
+            return np.full(VOCABULARY, np.nan, np.float32)
         history = {}
         for kind in self._pages.plan.kinds:
-            pages, first = row.pages[kind.name], physical if kind.grows else row.logical
-            for offset, token in enumerate(row.tokens):
-                self._pages.write(kind.name, pages, first + offset, token)
+            end = firsts[kind.name] + count
             oldest = 0 if kind.grows else max(0, end - kind.window)
-            history[kind.name] = self._pages.read(kind.name, pages, range(oldest, first + len(row.tokens)))
-        if NUMBERLESS in row.tokens:
-            return np.full(VOCABULARY, np.nan, np.float32)
+            history[kind.name] = self._pages.read(kind.name, row.pages[kind.name], range(oldest, end))
         return digest_logits(history["full"], history.get(f"window_{WINDOW}", []), row.variant)
 
 
@@ -252,6 +261,7 @@ def make_engine(
         check_eviction=lambda options: None,
         detokenize=detokenize or _no_tokenizer,
         identify=dict,
+        prepare_drafter=lambda speculation: lambda: speculation.open(None, memory.plan.max_context),
     )
     return Engine.of(parts, overcommit)
 

@@ -26,6 +26,7 @@ EPILOG = """examples:
   ortolan generate ./llama --prompt-file report.txt --evict expected --budget 2048 --evict-option queries=512
   ortolan generate ./llama --prompt-file report.txt --max-new-tokens 0 --save-session report.session
   ortolan generate ./llama --load-session report.session --prompt "And the costs?" --evict snapkv --budget 2048
+  ortolan generate ./llama --prompt-file report.txt --speculate lookup --max-new-tokens 500
   git diff | ortolan generate ./llama --chat --system "You review code." --seed 1
 """
 
@@ -61,6 +62,7 @@ def add_parser(commands: Any) -> None:
         "--stats-json", metavar="FILE", help="write counters and timings; - for standard error (default: neither)"
     )
     _add_sampling(parser)
+    _add_speculation(parser)
     add_eviction_options(parser)
     _add_saving(parser)
     parser.set_defaults(run=run)
@@ -75,6 +77,31 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, help="least share of the best token's probability (default: 0.0)")
     group.add_argument("--repetition-penalty", type=float, help="1: none (default: 1.0)")
     group.add_argument("--seed", type=int, help="of the random numbers (default: another each time)")
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--speculate",
+        metavar="lookup|FOLDER",
+        help="draft tokens that are then checked several in a step: lookup drafts what followed the last tokens "
+        "earlier in the text; FOLDER is a smaller model with the same tokenizer (default: off)",
+    )
+    group.add_argument("--speculate-tokens", type=int, metavar="N", help="most tokens of a draft (default: 4)")
+
+
+def _read_speculation(options: argparse.Namespace) -> Any:
+    """Return who drafts; None: nobody. Raises ConfigError."""
+    import ortolan
+
+    given = {} if options.speculate_tokens is None else {"tokens": options.speculate_tokens}
+    if options.speculate is None:
+        if given:
+            raise ConfigError("--speculate-tokens needs --speculate lookup or --speculate FOLDER")
+        return None
+    if options.speculate == "lookup":
+        return ortolan.PromptLookup(**given)
+    return ortolan.DraftModel(options.speculate, **given)
 
 
 def _add_saving(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
     given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
     sampling, eviction = ortolan.Sampling(**given), read_eviction(options)
+    speculation = _read_speculation(options)
     _check(options)
     prompt = read_prompt(options)
     model = open_model(options)
@@ -111,9 +139,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         with interruptible(session.interrupt):
             if prompt:
-                _continue(model, session, prompt, options, sampling)
+                _continue(model, session, prompt, options, {"sampling": sampling, "speculation": speculation})
             else:
-                _resume(session, options, given)
+                _resume(session, options, given, speculation)
     except (KeyboardInterrupt, SessionInterruptedError):
         if options.save_session and session.logical_length:
             _save(session, options)
@@ -160,7 +188,7 @@ def _check_files(options: argparse.Namespace) -> None:
             )
 
 
-def _continue(model: Any, session: Any, prompt: str, options: argparse.Namespace, sampling: Any) -> None:
+def _continue(model: Any, session: Any, prompt: str, options: argparse.Namespace, choices: dict[str, Any]) -> None:
     """Read the prompt, and write the text that follows it."""
     token_ids = encode_prompt(model.tokenizer, prompt, options, is_first=session.logical_length == 0)
     with token_bar(len(token_ids)) as bar:
@@ -170,14 +198,14 @@ def _continue(model: Any, session: Any, prompt: str, options: argparse.Namespace
         text = session.stream_text(
             token_ids,
             max_new_tokens=options.max_new_tokens,
-            sampling=sampling,
             progress=bar.update,
             stop=options.stop,
+            **choices,
         )
     _write(text)
 
 
-def _resume(session: Any, options: argparse.Namespace, given: dict[str, Any]) -> None:
+def _resume(session: Any, options: argparse.Namespace, given: dict[str, Any], speculation: Any) -> None:
     """Go on with the saved session's generation, whose sampling and stops go on too; write the rest of its text."""
     from ortolan.runtime.text.streaming import TextStream
 
@@ -187,7 +215,7 @@ def _resume(session: Any, options: argparse.Namespace, given: dict[str, Any]) ->
         raise ConfigError("a text that is resumed goes on with its own sampling and stops; leave those options out")
     left = session.generation
     shown = len(left.text or "") if left else 0
-    _write(TextStream(session.resume(options.max_new_tokens), shown))
+    _write(TextStream(session.resume(options.max_new_tokens, speculation=speculation), shown))
 
 
 def _write(pieces: Any) -> None:

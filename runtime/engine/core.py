@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
-from ortolan.runtime.steps.row import Row
+from ortolan.runtime.speculation.drafter import count_accepted
+from ortolan.runtime.steps.row import NO_DRAWS, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 _log = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ class EngineStats:
         most_running: most requests that had pages at once.
         finished: requests that ended by themselves.
         failed: requests that ended by an error or a cancel.
+        drafted_tokens: tokens of drafts that were checked.
+        accepted_tokens: of these, those that were right.
     """
 
     steps: int = 0
@@ -45,11 +49,13 @@ class EngineStats:
     most_running: int = 0
     finished: int = 0
     failed: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A chunk that was run with its sequence's pages, and where its logits are."""
+    """A chunk that was run with its sequence's pages, and which of the result's rows is its first."""
 
     chunk: Chunk
     pages: dict[str, list[int]]
@@ -104,6 +110,7 @@ class EngineCore:
 
         Where the stepper runs ahead, the tokens of a step are taken once the next is enqueued behind it.
         """
+        self._draft()
         chunks = self.scheduler.next_step()
         if not (chunks or self._ahead):
             self._fail_stuck()
@@ -126,6 +133,27 @@ class EngineCore:
         else:
             self._take_ahead()
             self._finish(ran)
+
+    def _draft(self) -> None:
+        """Draft for sequences that decode, in a step of `chunk_size` tokens; what comes before a draft is known."""
+        for each in self.scheduler.admitted:
+            each.draft = ()
+        drafting = [each for each in self.scheduler.admitted if self._requests[each].wants_to_draft(_count_known(each))]
+        if self._ahead and any(each.tokens[-1] == PENDING for each in drafting):
+            self._take_ahead()
+            drafting = [each for each in drafting if each in self._requests]
+        plan = self.scheduler.plan
+        room = plan.chunk_size - sum(each.needs_one for each in self.scheduler.admitted)
+        for sequence in drafting:
+            request = self._requests[sequence]
+            if not sequence.needs_one or not request.turn.count or sequence.is_stored:
+                continue
+            try:
+                sequence.draft = request.draft(min(room, plan.rope_limits[sequence.variant] - len(sequence.tokens)))
+            except OrtolanError as error:
+                _log.warning("request %d goes on without drafts: %s", sequence.number, error)
+                request.speculator = None
+            room -= len(sequence.draft)
 
     def save(self, request: Request, path: Path) -> None:
         """Write an unfinished request to a file, between two steps.
@@ -210,7 +238,8 @@ class EngineCore:
                 return []
             left = [chunk for chunk in chunks if chunk.sequence in self._requests]
             return [ran for chunk in left for ran in self._run([chunk])]
-        return [Ran(chunk, chunk.sequence.pages, result, row) for row, chunk in enumerate(chunks)]
+        begins = itertools.accumulate((len(row.draws) for row in rows), initial=0)
+        return [Ran(chunk, chunk.sequence.pages, result, begin) for chunk, begin in zip(chunks, begins, strict=False)]
 
     def _row(self, chunk: Chunk) -> Row:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]
@@ -222,7 +251,7 @@ class EngineCore:
             request.close()
         if chunk.begin == 0:
             self.pools.begin(sequence)
-        tokens = sequence.tokens[chunk.begin : chunk.end]
+        tokens = [*sequence.tokens[chunk.begin : chunk.end], *chunk.draft]
         return Row(
             tokens=tokens,
             logical=chunk.begin,
@@ -230,7 +259,7 @@ class EngineCore:
             variant=sequence.variant,
             physical=sequence.lengths.physical_at(chunk.begin),
             captures=sequence.captures if chunk.captures else {},
-            draws=(request.draw(chunk.end) if chunk.samples else None,),
+            draws=request.draws(chunk.end, chunk.draft) if chunk.samples else NO_DRAWS,
             logprobs=request.turn.logprobs if chunk.samples else None,
             source=self._row_ahead(sequence) if tokens[-1] == PENDING else None,
         )
@@ -249,19 +278,42 @@ class EngineCore:
         return False
 
     def _accept(self, ran: Ran) -> None:
-        """Put the token that a chunk's logits chose in its place; it may end the request."""
-        request, place = self._requests[ran.chunk.sequence], ran.chunk.end
-        token = ran.result.tokens()[ran.row]
-        request.sequence.tokens[place] = token
-        self._stats.generated_tokens += 1
-        try:
-            is_last = request.accept(token, place + 1, ran.result.logprobs()[ran.row])
-        except OrtolanError as error:  # its text cannot be told
-            self._fail(request, error)
-            return
-        if is_last:
-            self._remove(request)
-            self._stats.finished += 1
+        """Put the tokens that a chunk's logits chose in their places; they may end the request.
+
+        A chunk without a draft has one. Behind a draft, those count that follow its right beginning.
+        """
+        request, draft = self._requests[ran.chunk.sequence], ran.chunk.draft
+        sequence, end = request.sequence, ran.chunk.end
+        chosen = ran.result.tokens()[ran.row : ran.row + 1 + len(draft)]
+        accepted = count_accepted(draft, chosen)
+        self._note_draft(request, len(draft), accepted)
+        for place, token in enumerate(chosen[: accepted + 1], end):
+            if token == BAD:  # the step that feeds the token before it will say so
+                break
+            if place > end:
+                sequence.tokens.append(token)
+                sequence.lengths.advance(1)
+            sequence.tokens[place] = token
+            self._stats.generated_tokens += 1
+            try:
+                is_last = request.accept(token, place + 1, ran.result.logprobs()[ran.row + place - end])
+            except OrtolanError as error:  # its text cannot be told
+                self._fail(request, error)
+                return
+            if is_last:
+                self._remove(request)
+                self._stats.finished += 1
+                return
+        if draft:
+            sequence.lengths.discard(end + len(draft) - sequence.fed, 0)
+
+    def _note_draft(self, request: Request, drafted: int, accepted: int) -> None:
+        self._stats.drafted_tokens += drafted
+        self._stats.accepted_tokens += accepted
+        if request.speculator is not None and drafted:
+            request.speculator.note(drafted, accepted)
+        elif request.speculator is not None:
+            request.speculator.skip()
 
     def _evict(self, request: Request) -> bool:
         """Evict after the prompt; returns whether the request goes on."""
@@ -299,7 +351,12 @@ class EngineCore:
         self.scheduler.remove(request.sequence)
 
 
+def _count_known(sequence: TokenSequence) -> int:
+    """Count the tokens of a sequence that the host knows."""
+    return len(sequence.tokens) - (sequence.tokens[-1] == PENDING)
+
+
 def _is_one_run(ran: Sequence[Ran]) -> bool:
     """Say whether one run did all of a step, and nothing else follows from it than tokens."""
-    special = any(each.chunk.captures or each.chunk.evicts for each in ran)
+    special = any(each.chunk.captures or each.chunk.evicts or each.chunk.draft for each in ran)
     return not special and len({id(each.result) for each in ran}) == 1

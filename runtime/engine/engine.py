@@ -29,6 +29,8 @@ from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
+from ortolan.runtime.speculation.drafter import Drafter, Speculator, token_cost
+from ortolan.runtime.speculation.options import Speculation, check_speculation
 from ortolan.runtime.steps.layout import check_token_ids
 from ortolan.runtime.steps.stepper import Stepper
 from ortolan.runtime.text.so_far import TextSoFar
@@ -64,6 +66,7 @@ class EngineParts:
         check_eviction: refuses eviction options that the model has no graph for, by ConfigError, in whatever thread.
         detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
         identify: says what model this is, for saved sequences.
+        prepare_drafter: returns what makes a drafter. Raises ConfigError where the model cannot have it.
     """
 
     manifest: Manifest
@@ -73,6 +76,7 @@ class EngineParts:
     check_eviction: Callable[[Eviction | None], None]
     detokenize: Detokenize
     identify: Callable[[], Fingerprint]
+    prepare_drafter: Callable[[Speculation], Callable[[], Drafter]]
 
 
 class Engine:
@@ -127,6 +131,7 @@ class Engine:
             check_eviction=model.evictions.check,
             detokenize=model.detokenize,
             identify=lambda: model.fingerprint,
+            prepare_drafter=lambda speculation: _prepare_drafter(speculation, model, plan.max_context),
         )
         self._start(parts, share)
 
@@ -156,6 +161,7 @@ class Engine:
         eviction: Eviction | None = None,
         logprobs: int | None = None,
         session: str | Path | None = None,
+        speculation: Speculation | None = None,
     ) -> Stream:
         """Ask for the tokens that follow a prompt; returns at once.
 
@@ -172,6 +178,8 @@ class Engine:
             logprobs: how many most likely tokens come with each token's log-probability, in `Stream.logprobs`; None: no
                 log-probabilities.
             session: file of a saved session or request, whose sequence the prompt follows; None begins a new one.
+            speculation: who drafts tokens, as in `Session.generate`; a drafter that fails drafts no more, and the log
+                says so.
 
         Raises:
             ConfigError: no tokens, ids outside the vocabulary, an option that is not allowed or that the model has no
@@ -183,6 +191,7 @@ class Engine:
         """
         options = one_eviction(eviction, snapkv)
         self._check_eviction(options)
+        speculator = self._speculator(speculation)
         given: list[int] = check_token_ids(token_ids, self._parts.manifest.vocab_size).tolist()
         turn = self._turn(
             TurnOptions(
@@ -196,15 +205,25 @@ class Engine:
         )
         saved = None if session is None else self._open(session)
         sequence = self._sequence(given, options, saved)
-        request = Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=Outbox(), saved=saved)
+        request = Request(
+            sequence=sequence,
+            turn=turn,
+            max_context=self.plan.max_context,
+            outbox=Outbox(),
+            saved=saved,
+            speculator=speculator,
+        )
         return self._submit(request, len(given), turn.start_text())
 
-    def restore(self, path: str | Path, max_new_tokens: int | None = None) -> Stream:
+    def restore(
+        self, path: str | Path, max_new_tokens: int | None = None, *, speculation: Speculation | None = None
+    ) -> Stream:
         """Go on with the generation of a saved session or request, as if it had never been left.
 
         Args:
             path: of the file; nothing is changed, so that it can be restored again.
             max_new_tokens: how many more at most; None: what is left of the number that it was asked for.
+            speculation: as in `submit`.
 
         Returns:
             The tokens that come now; those before are not repeated.
@@ -218,6 +237,7 @@ class Engine:
         """
         if max_new_tokens is not None:
             max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        speculator = self._speculator(speculation)
         saved = self._open(path)
         try:
             turn, sequence, outbox, text = self._take_up(saved, path, max_new_tokens)
@@ -226,8 +246,15 @@ class Engine:
             raise
         if outbox.is_ended:
             saved.close()
-            return Stream(outbox, 0, text, lambda: None, lambda path: None)
-        request = Request(sequence=sequence, turn=turn, max_context=self.plan.max_context, outbox=outbox, saved=saved)
+            return Stream(outbox, 0, text, lambda: None, lambda path: None, None)
+        request = Request(
+            sequence=sequence,
+            turn=turn,
+            max_context=self.plan.max_context,
+            outbox=outbox,
+            saved=saved,
+            speculator=speculator,
+        )
         return self._submit(request, 0, text)
 
     def stats(self) -> EngineStats:
@@ -253,6 +280,17 @@ class Engine:
         self._parts.check_eviction(options)
         if options is not None and options.during_prefill:
             raise ConfigError("eviction: an engine evicts after the prompt; during_prefill is for sessions")
+
+    def _speculator(self, speculation: Speculation | None) -> Speculator | None:
+        options = check_speculation(speculation)
+        if options is None:
+            return None
+        return Speculator(
+            self._parts.prepare_drafter(options),
+            options.tokens,
+            self._parts.manifest.vocab_size,
+            token_cost(self._parts.stepper),
+        )
 
     def _turn(self, options: TurnOptions) -> Turn:
         return Turn(options, self._parts.manifest.vocab_size, self._parts.detokenize)
@@ -328,7 +366,14 @@ class Engine:
             text,
             lambda: self.worker.cancel(request),
             lambda path: self.worker.ask(lambda core: core.save(request, path)),
+            None if request.speculator is None else request.speculator.stats,
         )
+
+
+def _prepare_drafter(speculation: Speculation, model: Model, max_context: int) -> Callable[[], Drafter]:
+    """Check a drafter now, and return what makes it: in the thread that drafts, once its request has started."""
+    speculation.check(model)
+    return lambda: speculation.open(model, max_context)
 
 
 def _count_memory(core: EngineCore) -> EngineMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ortolan.runtime.engine.sequence import TokenSequence
@@ -10,6 +11,7 @@ from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Turn
 from ortolan.runtime.saved.reader import SavedSequence
+from ortolan.runtime.speculation.drafter import Speculator
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -22,6 +24,7 @@ class Request:
         max_context: longest sequence.
         outbox: where tokens go.
         saved: the file that its caches come from; None: from its tokens, or they are filled.
+        speculator: drafts its tokens; None: nobody does.
     """
 
     sequence: TokenSequence
@@ -29,15 +32,30 @@ class Request:
     max_context: int
     outbox: Outbox
     saved: SavedSequence | None = None
+    speculator: Speculator | None = None
 
     @property
     def has_penalty(self) -> bool:
         """Whether the choice of a token depends on all tokens before."""
         return self.turn.sampling.repetition_penalty != 1.0
 
-    def draw(self, position: int) -> Draw:
-        """Say how the token at a position of the sequence is chosen."""
-        return self.turn.draw(position, self.sequence.tokens[:position] if self.has_penalty else ())
+    def draws(self, position: int, draft: Sequence[int] = ()) -> list[Draw]:
+        """Say how the token at a position of the sequence is chosen, and those after each token of a draft."""
+        seen = [*self.sequence.tokens[:position], *draft] if self.has_penalty else []
+        known = len(seen) - len(draft)
+        return [self.turn.draw(position + i, seen[: known + i]) for i in range(1 + len(draft))]
+
+    def wants_to_draft(self, known: int) -> bool:
+        """Say whether the next step may check a draft, so that what follows `known` tokens is to be waited for."""
+        return self.speculator is not None and self.speculator.wants_to_draft(self.sequence.tokens, known)
+
+    def draft(self, most: int) -> tuple[int, ...]:
+        """Return a draft of at most `most` tokens behind those of the sequence."""
+        sequence = self.sequence
+        most = min(most, sequence.max_length - len(sequence.tokens), self.turn.max_new_tokens - self.turn.count - 1)
+        if self.speculator is None or most < 1:
+            return ()
+        return tuple(self.speculator.draft(sequence.tokens, most, self.turn.sampling))
 
     def accept(self, token: int, length: int, logprobs: TokenLogprobs | None) -> bool:
         """Take the token that makes the sequence `length` long, and hand on what may be seen; True: it was the last."""

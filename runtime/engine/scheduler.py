@@ -1,7 +1,8 @@
 """Decides what each step of an engine feeds: whose tokens, into which pages, and who waits.
 
 Rules, in order:
- 1. Every running sequence that needs one token gets it, so that no prompt delays a decode by more than a chunk.
+ 1. Every running sequence that needs one token gets it, so that no prompt delays a decode by more than a chunk. Its
+    draft is fed with it where there are pages for it that nobody has to give back.
  2. What is left of `chunk_tokens` goes to prompts under way, the oldest first, then to waiting ones in their order.
  3. A waiting sequence is admitted when the pages that it may ever need are free beyond those promised to the admitted
     ones; so whoever is admitted can finish. Nobody overtakes the first that waits.
@@ -33,6 +34,7 @@ class Chunk:
     Attributes:
         sequence: whose.
         begin, end: half-open range of its tokens.
+        draft: tokens fed behind them, which may be right.
         samples: whether the token after them is not known yet, so that the logits choose it.
         captures: whether their queries are needed to evict.
         evicts: whether the sequence evicts after them.
@@ -44,6 +46,7 @@ class Chunk:
     samples: bool
     captures: bool
     evicts: bool
+    draft: tuple[int, ...] = ()
 
 
 class Scheduler:
@@ -114,7 +117,8 @@ class Scheduler:
         preempted = self.preemptions
         for sequence in [s for s in self._admitted if s.needs_one]:
             self._plan_chunk(chunks, sequence, 1)
-        room = max(1, self.plan.chunk_size - len(chunks))
+        drafted = sum(len(chunk.draft) for chunk in chunks.values())
+        room = max(1, self.plan.chunk_size - len(chunks) - drafted)
         for sequence in [s for s in self._admitted if not s.needs_one]:
             room -= self._plan_chunk(chunks, sequence, room)
         while room > 0 and self._waiting and preempted == self.preemptions and self._admit(self._waiting[0]):
@@ -155,15 +159,29 @@ class Scheduler:
         end = sequence.chunk_end(room)
         if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
             return 0
+        samples = end == len(sequence.tokens)
         chunks[sequence] = Chunk(
             sequence=sequence,
             begin=sequence.fed,
             end=end,
-            samples=end == len(sequence.tokens),
+            samples=samples,
             captures=sequence.captures_before(end),
             evicts=sequence.evicts_at(end),
+            draft=self._fitting_draft(chunks, sequence, end) if samples else (),
         )
         return end - sequence.fed
+
+    def _fitting_draft(
+        self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, length: int
+    ) -> tuple[int, ...]:
+        """Return a sequence's draft behind `length` tokens, with its pages; nothing where it would take another's."""
+        length += len(sequence.draft)
+        for kind in self.plan.kinds:
+            missing = kind.pages_for(sequence.slots_at(kind, length)) - len(sequence.pages[kind.name])
+            if missing > self.pools[kind.name].available:
+                return ()
+        self._provide_pages(chunks, sequence, length)
+        return sequence.draft
 
     def _provide_pages(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, length: int) -> bool:
         """Give a sequence the pages of `length` fed tokens; False where it had to give way itself."""

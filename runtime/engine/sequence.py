@@ -20,6 +20,7 @@ class TokenSequence(SequenceState):
         eviction: after the prompt; None never evicts.
         is_stored: whether a file holds what was read, and its pages are still to be filled with it.
         is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction.
+        draft: tokens that may follow the known ones, which the next step checks.
         digest: of the pages that the prefix index knows.
         published: their number.
     """
@@ -30,6 +31,7 @@ class TokenSequence(SequenceState):
     eviction: Eviction | None = None
     is_stored: bool = False
     is_unrepeatable: bool = False
+    draft: tuple[int, ...] = ()
     digest: bytes = b""
     published: int = 0
 
@@ -96,5 +98,6 @@ class TokenSequence(SequenceState):
         self.pages = {}
         self.lengths.clear()
         self.is_stored = False
+        self.draft = ()
         self.published = 0
         self.digest = b""

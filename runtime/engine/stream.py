@@ -13,6 +13,7 @@ from ortolan.errors import ConfigError, RequestCancelledError, file_path
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown
 from ortolan.runtime.ownership import Process
+from ortolan.runtime.speculation.drafter import SpeculationStats
 from ortolan.runtime.text.so_far import TextSoFar
 
 
@@ -123,8 +124,10 @@ class Stream:
         text: TextSoFar,
         cancel: Callable[[], None],
         save: Callable[[Path], None],
+        speculation: SpeculationStats | None,
     ) -> None:
         self._outbox, self._text, self._cancel, self._save = outbox, text, cancel, save
+        self._speculation = speculation
         self.prompt_tokens = prompt_tokens
 
     @property
@@ -148,6 +151,11 @@ class Stream:
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
         """How likely each of `tokens` was, where `submit` was asked for log-probabilities; else empty."""
         return tuple(self._outbox.logprobs)
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What became of drafts so far; None where the request has no speculation."""
+        return self._speculation
 
     @property
     def finish_reason(self) -> str | None:

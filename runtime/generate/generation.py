@@ -12,6 +12,7 @@ from ortolan.runtime.generate.chain import Chain, Chosen
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Shown, Turn
 from ortolan.runtime.ownership import exclusive
+from ortolan.runtime.speculation.drafter import SpeculationStats, Speculator
 
 
 class Owner(Protocol):
@@ -33,14 +34,18 @@ class Generation(Iterator[int]):
         turn: its rules, and how far it is.
         tokens: all that were yielded.
         logprobs: of each of them, where they were asked for.
+        speculator: drafts its tokens; None: nobody does.
         use: of the session, by one call at a time: while a token is taken, not between two of them.
     """
 
-    def __init__(self, owner: Owner, chain: Chain, turn: Turn, chosen: Chosen | None) -> None:
+    def __init__(
+        self, owner: Owner, chain: Chain, turn: Turn, chosen: Chosen | None, speculator: Speculator | None = None
+    ) -> None:
         self.turn, self.tokens = turn, list[int]()
         self.logprobs: list[TokenLogprobs] = []
         self._owner = weakref.ref(owner)  # who lets go of both frees the caches at once; gone, it is used no more
         self._chain, self._state, self.use = chain, chain.state, chain.use
+        self.speculator = chain.speculator = speculator
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
         self._ready: deque[Shown] = deque()
         self._is_closed = False
@@ -53,6 +58,11 @@ class Generation(Iterator[int]):
         token. With the last token come bytes that are not a whole character, too.
         """
         return self.turn.text
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What became of drafts, those before a `resume` included; None without speculation."""
+        return None if self.speculator is None else self.speculator.stats
 
     @property
     def finish_reason(self) -> str | None:

@@ -1,7 +1,7 @@
 """Runs steps on a CUDA device.
 
-Steps that feed the same few tokens of each sequence replay a CUDA graph, captured once per batch size and number of
-tokens; a step of fewer sequences takes the next larger one, whose last sequences then have no tokens. All other steps
+Steps that feed a few tokens of each sequence replay a CUDA graph, captured once per batch size and most tokens of a
+sequence; a step of fewer sequences takes the next larger one, whose last sequences then have no tokens. All other steps
 run kernel by kernel. Tokens are chosen on the device and stay there, so that the next step is enqueued before the host
 has seen them. Choosing them advances the lengths, too: while the same sequences decode, the host writes nothing but new
 pages. The graph itself advances nothing, so that the runs which capturing takes leave the caches as one run does.
@@ -83,7 +83,7 @@ class CudaStepper:
             staging = self._run_eagerly(rows, bucket, chosen) if is_eager else None
             if not is_eager:
                 self._run_decode(rows, bucket, chosen, goes_on=goes_on)
-            advance = int(not is_eager and len(rows[0].tokens) == 1)
+            advance = int(not is_eager and bucket.layout.shape.tokens == bucket.layout.shape.sequences)
             result = bucket.choose(rows, goes_on=goes_on, advance_tokens=advance, begin=begin, staging=staging)
         except Exception:
             self._device.synchronize()  # what was enqueued still reads pinned memory, which others get now
@@ -126,15 +126,15 @@ class CudaStepper:
 
     def _can_capture(self, rows: Sequence[Row]) -> bool:
         """Say whether a step is one of those that are captured: a few tokens of each, the logits of all wanted."""
-        count = len(rows[0].tokens)
-        return count <= MOST_STEP_TOKENS and all(
-            len(row.tokens) == len(row.draws) == count and (not row.captures or row.captures is self._captures)
+        return all(
+            len(row.tokens) == len(row.draws) <= MOST_STEP_TOKENS
+            and (not row.captures or row.captures is self._captures)
             for row in rows
         )
 
     def _bucket(self, rows: Sequence[Row]) -> Bucket:
         """Return what holds the logits of a step: the smallest batch size for its sequences, or for its logit rows."""
-        width = len(rows[0].tokens) if self._can_capture(rows) else 1
+        width = max(len(row.tokens) for row in rows) if self._can_capture(rows) else 1
         count = len(rows) if width > 1 else sum(len(row.draws) for row in rows)
         size = next((size for size in self._sizes if size >= count), 1 << (count - 1).bit_length())
         if (size, width) not in self._buckets:

@@ -171,6 +171,26 @@ class Feeder:
         assert result is not None
         return result
 
+    def check_draft(self, tokens: Tokens, wanted: Wanted) -> StepResult:
+        """Feed a token and a draft that may follow it in one step, and count the first as read, the draft as written.
+
+        Args:
+            tokens: [T], into caches that have room for them.
+            wanted: of all tokens.
+        """
+        try:
+            row = self.row(tokens, 0, wanted)
+            self._capture(row)
+            result = self.stepper.run([row])
+            if result.tokens()[0] == BAD:
+                raise self.numeric_error(1)
+        except BaseException:
+            self.discard(len(tokens))
+            raise
+        self.count([int(tokens[0])])
+        self.discard(len(tokens) - 1)
+        return result
+
     def count(self, tokens: list[int]) -> None:
         """Count tokens as read."""
         self.discard(len(tokens))

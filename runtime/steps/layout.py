@@ -148,6 +148,9 @@ class StepLayout:
         used = sum(counts)
         starts = self.query_start.view(block)[: len(rows)]
         self.positions.view(block)[:used] = np.arange(used) + np.repeat(past[: len(rows)] - starts, counts)
+        if len(rows) == len(past) == 1 and not rows[0].physical:
+            block[self.kv_begin : self.tables_begin].view(np.int32)[:] = past[0]
+            return
         evicted = [(b, row.physical) for b, row in enumerate(rows) if row.physical]
         for index, place in self.kv_len.items():
             lengths = place.view(block)

@@ -67,6 +67,10 @@ class Tokenizer:
         with tokenizer_failures(f"{self._path} cannot decode {reprlib.repr(listed)}"):
             return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token, those added to the vocabulary included."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
     def stream(self, context: Sequence[int] = ()) -> DetokenizerStream:
         """Start to decode ids as they come: `push(token_id)` returns the text that it completes, `finish()` the rest.
 

@@ -233,3 +233,30 @@ def test_prompt_longer_than_the_context_is_one_line(model_dir, refused):
 def test_a_device_that_is_not_there_is_one_line(model_dir, refused, monkeypatch):
     monkeypatch.setattr("ortolan.runtime.device.providers.cuda_problem", lambda: "no kernels")
     assert "no kernels" in refused("generate", str(model_dir), "--prompt", "x", "--device", "cuda")
+
+
+@pytest.mark.parametrize("speculate", ["lookup", "folder"])
+def test_drafts_change_no_text(model_dir, prompt_file, capsys, speculate):
+    arguments = ["generate", str(model_dir), "--prompt-file", str(prompt_file), "--max-new-tokens", "40"]
+    drafts = ["--speculate", speculate if speculate == "lookup" else str(model_dir), "--speculate-tokens", "6"]
+    assert main(arguments) == 0
+    expected = capsys.readouterr().out
+    assert main([*arguments, *drafts, "--stats-json", "-"]) == 0
+    output = capsys.readouterr()
+    assert output.out == expected
+    stats = json.loads(output.err)
+    assert stats["draft_checks"] > 0
+    assert stats["drafted_tokens"] >= stats["accepted_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (["--speculate-tokens", "3"], "--speculate-tokens needs --speculate"),
+        (["--speculate", "lookup", "--speculate-tokens", "16"], "PromptLookup tokens is 16"),
+        (["--speculate", "nowhere"], "nowhere"),
+    ],
+)
+def test_drafts_that_cannot_be_made_are_refused(model_dir, capsys, drafts, message):
+    assert main(["generate", str(model_dir), "--prompt", "a", *drafts]) == 2
+    assert message in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from edited_checkpoints import edit_config, edit_tensors
 from families import FAMILIES, tiny_checkpoint
 from parity import relative_difference
 from safetensors.torch import load_file, save_file
@@ -25,19 +26,6 @@ def checkpoint(tmp_path):
 
 def logits(folder):
     return ortolan.load(folder, device="cpu").session().prefill(PROMPT)
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    keys = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({k: v for k, v in keys.items() if v is not ...}))
-
-
-def edit_tensors(folder, edit):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path)
 
 
 def assert_nothing_written(tmp_path):

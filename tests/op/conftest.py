@@ -17,6 +17,13 @@ def target(request):
         yield request.param
 
 
+@pytest.fixture(scope="module", params=[name for name, target in devices.TARGETS.items() if target.device == "cuda"])
+def cuda_target(request):
+    """Run a module's tests with each element type of a GPU."""
+    with devices.using(devices.TARGETS[request.param]):
+        yield request.param
+
+
 @pytest.fixture(autouse=True)
 def memory_is_given_back(request):
     """Leave a GPU's memory to the other processes that test on it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_cuda import make_session
 from families import shared_checkpoint, shared_model
 
 import ortolan
@@ -65,6 +66,20 @@ def sharing_model() -> ortolan.Model:
 def paged_sharing_model() -> ortolan.Model:
     """As `sharing_model`, with pages of 16 slots."""
     return ortolan.load(_export("gemma4", paged=True, num_key_value_heads=2), device="cpu", num_threads=1)
+
+
+@pytest.fixture(params=["full", "mixed"])
+def model(request) -> ortolan.Model:
+    """Run a test with `full_model` and `mixed_model`."""
+    return request.getfixturevalue(f"{request.param}_model")
+
+
+@pytest.fixture(params=["host", "device"])
+def open_session(request, monkeypatch):
+    """Open sessions on the host, or on a device of NumPy arrays: open_session(model, **options)."""
+    if request.param == "host":
+        return lambda model, **options: model.session(**options)
+    return lambda model, **options: make_session(model, monkeypatch, **options)
 
 
 @pytest.fixture

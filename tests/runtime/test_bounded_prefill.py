@@ -20,19 +20,6 @@ SNAPKV = SnapKv(budget=BUDGET, window=8, sink=2, during_prefill=True)
 POLICIES = ("snapkv", "streaming", "expected")
 
 
-@pytest.fixture(params=["full", "mixed"])
-def model(request):
-    return request.getfixturevalue(f"{request.param}_model")
-
-
-@pytest.fixture(params=["host", "device"])
-def open_session(request, monkeypatch):
-    """Open sessions on the host, or on a device of NumPy arrays."""
-    if request.param == "host":
-        return lambda model, **options: model.session(**options)
-    return lambda model, **options: make_session(model, monkeypatch, **options)
-
-
 def evictable(model) -> list[int]:
     return [i for i, layer in enumerate(model.manifest.layers) if layer.evictable]
 

@@ -7,6 +7,7 @@ import pytest
 from fake_batch import BREAKING, NUMBERLESS, FakeSaved, digest_logits, expected_tokens, make_core, make_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_drafter import OracleDrafter
 
 from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError, OrtolanError, RequestCancelledError
@@ -15,11 +16,12 @@ from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.engine.stream import Outbox
 from ortolan.runtime.generate.logprobs import top_logprobs
 from ortolan.runtime.generate.turn import Turn, TurnOptions
+from ortolan.runtime.speculation.drafter import Speculator
 
 SNAPKV = SnapKv(budget=20, window=8, sink=2)
 
 
-def make_request(manifest, number, prompt, new, *, eviction=None, saved=None, max_context=256, **options):
+def make_request(manifest, number, prompt, new, *, eviction=None, saved=None, max_context=256, drafter=None, **options):
     """Make a request, which may follow what a file holds; other options are those of a turn."""
     tokens = list(prompt)
     sequence = TokenSequence(number=number, tokens=tokens, prompt_length=0, max_length=0, eviction=eviction)
@@ -34,6 +36,7 @@ def make_request(manifest, number, prompt, new, *, eviction=None, saved=None, ma
         max_context=max_context,
         outbox=Outbox(),
         saved=saved,
+        speculator=drafter and Speculator(lambda: drafter, 6, manifest.vocab_size),
     )
 
 
@@ -52,14 +55,18 @@ def draw_prompt(count, seed):
 class Job:
     """A request whose prompt is drawn by a seed: equal seeds begin alike."""
 
-    def __init__(self, manifest, number, count, new, evicts, seed, half):
+    def __init__(self, manifest, number, count, new, evicts, seed, half, share):
         prompt, options = draw_prompt(count, seed), SNAPKV if evicts else None
         self.saved = None
         if half and count > 1:
             read, prompt = prompt[: count // 2], prompt[count // 2 :]
             self.saved = FakeSaved(read, SNAPKV if half == "evicted" and len(read) > SNAPKV.budget else None)
         self.expected = expected_tokens(manifest, prompt, new, options, self.saved)
-        self.request = make_request(manifest, number, prompt, new, eviction=options, saved=self.saved)
+        drafter = None
+        if share is not None:
+            whole = [*(self.saved.tokens if self.saved else ()), *prompt, *self.expected]
+            drafter = OracleDrafter([whole], share, 50)
+        self.request = make_request(manifest, number, prompt, new, eviction=options, saved=self.saved, drafter=drafter)
         lost = 0 if self.saved is None else len(self.saved.tokens) - len(self.saved.full)
         at_prompt, at_end = count - lost, self.request.sequence.max_length - lost
         evicts = evicts and at_prompt > SNAPKV.budget
@@ -69,7 +76,8 @@ class Job:
 
 
 stored = st.sampled_from([None, None, "whole", "evicted"])  # what of the prompt's first half a file holds
-job_draws = st.tuples(st.integers(1, 100), st.integers(1, 30), st.booleans(), st.integers(0, 3), stored)
+shares = st.sampled_from([None, 0.0, 0.6, 1.0])  # of right tokens in drafts
+job_draws = st.tuples(st.integers(1, 100), st.integers(1, 30), st.booleans(), st.integers(0, 3), stored, shares)
 short_lists = st.lists(st.one_of(job_draws, st.integers(0, 30), st.none(), st.none()), max_size=40)
 
 
@@ -81,7 +89,8 @@ def draw_actions(seed):
         if kind < 4:
             half = [None, None, "whole", "evicted"][rng.integers(4)]
             count, new, evicts, other = (int(rng.integers(*range_)) for range_ in ((1, 101), (1, 31), (2,), (4,)))
-            draws.append((count, new, bool(evicts), other, half))
+            share = [None, None, 0.0, 0.7, 1.0][rng.integers(5)]
+            draws.append((count, new, bool(evicts), other, half, share))
         else:
             draws.append(None if kind < 9 else int(rng.integers(30)))
     return draws

@@ -29,19 +29,6 @@ class Stop(Exception):  # noqa: N818 - a caller's own way to say enough
     """Raised between chunks."""
 
 
-@pytest.fixture(params=["full", "mixed"])
-def model(request):
-    return request.getfixturevalue(f"{request.param}_model")
-
-
-@pytest.fixture(params=["host", "device"])
-def open_session(request, monkeypatch):
-    """Open sessions on the host, or on a device of NumPy arrays."""
-    if request.param == "host":
-        return lambda model, snapkv: model.session(snapkv=snapkv)
-    return lambda model, snapkv: make_session(model, monkeypatch, snapkv=snapkv)
-
-
 def stop_after(chunks: int, error: type[BaseException]):
     """Return a progress callback that raises after so many chunks."""
     read = []
@@ -59,7 +46,7 @@ def stop_after(chunks: int, error: type[BaseException]):
 @pytest.mark.parametrize("chunks", [1, 3, 7])
 def test_a_prompt_stopped_between_chunks_goes_on(model, open_session, draw_tokens, snapkv, error, chunks):
     """Chunks under way behind the last one read count as written, as rings hold them."""
-    session, straight = (open_session(model, OPTIONS[snapkv]) for _ in range(2))
+    session, straight = (open_session(model, snapkv=OPTIONS[snapkv]) for _ in range(2))
     tokens, done = draw_tokens(7 * CHUNK + 5), chunks * CHUNK
     with pytest.raises(error):
         session.prefill(tokens, stop_after(chunks, error))
@@ -86,7 +73,7 @@ def test_chunks_under_way_on_a_device_count_as_written(full_model, monkeypatch, 
 
 @pytest.mark.parametrize("snapkv", OPTIONS)
 def test_a_stopped_prompt_can_be_decoded_from_rewound_and_left(model, open_session, draw_tokens, snapkv):
-    session, straight = (open_session(model, OPTIONS[snapkv]) for _ in range(2))
+    session, straight = (open_session(model, snapkv=OPTIONS[snapkv]) for _ in range(2))
     tokens = draw_tokens(100)
     with pytest.raises(Stop):
         session.generate(tokens, 10, progress=stop_after(2, Stop))
@@ -96,12 +83,12 @@ def test_a_stopped_prompt_can_be_decoded_from_rewound_and_left(model, open_sessi
     straight.rewind(2 * CHUNK - 3)
     assert relative_difference(session.prefill(tokens[:50]), straight.prefill(tokens[:50])) <= SAME_LOGITS
     session.rewind(0)
-    expected = open_session(model, OPTIONS[snapkv]).prefill(tokens)
+    expected = open_session(model, snapkv=OPTIONS[snapkv]).prefill(tokens)
     assert relative_difference(session.prefill(tokens), expected) <= SAME_LOGITS
 
 
 def test_the_answer_that_waits_is_read_once_where_its_turn_is_stopped(model, open_session, draw_tokens):
-    session, straight = (open_session(model, SNAPKV) for _ in range(2))
+    session, straight = (open_session(model, snapkv=SNAPKV) for _ in range(2))
     answers = [next(iter(each.generate(draw_tokens(60), 5))) for each in (session, straight)]
     question = draw_tokens(40, seed=3)
     with pytest.raises(Stop):
@@ -117,7 +104,7 @@ def test_an_eviction_without_memory_for_its_queries_changes_nothing(full_model, 
     def refuse():
         raise CapacityError("no memory")
 
-    session, straight = (open_session(full_model, SNAPKV) for _ in range(2))
+    session, straight = (open_session(full_model, snapkv=SNAPKV) for _ in range(2))
     tokens = draw_tokens(120)
     with monkeypatch.context() as patch:
         patch.setattr(session.state.captures, "copy", refuse)
@@ -138,13 +125,13 @@ def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_sessio
         evict(*arguments)
         raise KeyboardInterrupt
 
-    session = open_session(full_model, OPTIONS[snapkv])
+    session = open_session(full_model, snapkv=OPTIONS[snapkv])
     with monkeypatch.context() as patch:
         patch.setattr(evicting_module, "evict", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.prefill(draw_tokens(100))
     assert session.logical_length == session.physical_length(0) == 0
-    expected = open_session(full_model, OPTIONS[snapkv]).prefill(draw_tokens(100))
+    expected = open_session(full_model, snapkv=OPTIONS[snapkv]).prefill(draw_tokens(100))
     assert relative_difference(session.prefill(draw_tokens(100)), expected) <= SAME_LOGITS
 
 

@@ -10,11 +10,6 @@ from ortolan import Sampling, SnapKv
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 
 
-@pytest.fixture(params=["full", "mixed"])
-def model(request):
-    return request.getfixturevalue(f"{request.param}_model")
-
-
 def greedy(session, token_ids, count) -> list[int]:
     """Decode with step alone, without a stop at end-of-sequence."""
     tokens = [int(np.argmax(session.prefill(token_ids)))]

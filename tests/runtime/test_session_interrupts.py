@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from fake_cuda import make_session
 from parity import relative_difference
 from sessions import changed_steps
 from tolerances import SAME_LOGITS
@@ -15,19 +14,6 @@ from ortolan.retrieval import shipped_model
 
 CHUNK = 16
 EVERYTHING = 10**6  # rewind_tokens past any ring
-
-
-@pytest.fixture(params=["full", "mixed"])
-def model(request):
-    return request.getfixturevalue(f"{request.param}_model")
-
-
-@pytest.fixture(params=["host", "device"])
-def open_session(request, monkeypatch):
-    """Open sessions on the host, or on a device of NumPy arrays."""
-    if request.param == "host":
-        return lambda model, snapkv=None: model.session(chunk_size=CHUNK, snapkv=snapkv)
-    return lambda model, snapkv=None: make_session(model, monkeypatch, chunk_size=CHUNK, snapkv=snapkv)
 
 
 def interrupt_at(session, number):
@@ -46,7 +32,7 @@ def interrupt_at(session, number):
 @pytest.mark.parametrize("number", [1, 2, 4])
 @pytest.mark.parametrize("snapkv", [None, SnapKv(budget=40, window=8, sink=2)], ids=["whole", "evicts"])
 def test_whole_chunks_are_read_and_the_rest_can_follow(model, open_session, draw_tokens, number, snapkv):
-    session, prompt = open_session(model, snapkv), draw_tokens(100)
+    session, prompt = open_session(model, chunk_size=CHUNK, snapkv=snapkv), draw_tokens(100)
     with interrupt_at(session, number), pytest.raises(SessionInterruptedError, match="logical_length"):
         session.prefill(prompt)
     assert session.logical_length == number * CHUNK
@@ -58,7 +44,7 @@ def test_whole_chunks_are_read_and_the_rest_can_follow(model, open_session, draw
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_what_was_read_is_saved(model, open_session, draw_tokens, number, tmp_path):
-    session, prompt = open_session(model), draw_tokens(100)
+    session, prompt = open_session(model, chunk_size=CHUNK), draw_tokens(100)
     with interrupt_at(session, number), pytest.raises(SessionInterruptedError):
         session.prefill(prompt)
     session.save(tmp_path / "session", EVERYTHING)
@@ -69,8 +55,8 @@ def test_what_was_read_is_saved(model, open_session, draw_tokens, number, tmp_pa
 
 
 def test_a_generation_is_resumed(endless_full, open_session, draw_tokens):
-    expected = list(open_session(endless_full).generate(draw_tokens(20), 12))
-    session = open_session(endless_full)
+    expected = list(open_session(endless_full, chunk_size=CHUNK).generate(draw_tokens(20), 12))
+    session = open_session(endless_full, chunk_size=CHUNK)
     answer = session.generate(draw_tokens(20), 12)
     taken = [next(answer) for _ in range(3)]
     session.interrupt()
@@ -80,7 +66,7 @@ def test_a_generation_is_resumed(endless_full, open_session, draw_tokens):
 
 
 def test_an_interrupt_before_a_call_ends_that_call_alone(endless_full, open_session, draw_tokens):
-    session = open_session(endless_full)
+    session = open_session(endless_full, chunk_size=CHUNK)
     session.interrupt()
     with pytest.raises(SessionInterruptedError):
         session.generate(draw_tokens(20), 5)
@@ -90,7 +76,7 @@ def test_an_interrupt_before_a_call_ends_that_call_alone(endless_full, open_sess
 
 def test_an_eviction_is_not_cut_short(full_model, open_session, draw_tokens):
     snapkv = SnapKv(budget=40, window=8, sink=2)
-    session, fresh = (open_session(full_model, snapkv) for _ in range(2))
+    session, fresh = (open_session(full_model, chunk_size=CHUNK, snapkv=snapkv) for _ in range(2))
     with interrupt_at(session, 7):  # the last chunk
         session.prefill(draw_tokens(100))
     fresh.prefill(draw_tokens(100))

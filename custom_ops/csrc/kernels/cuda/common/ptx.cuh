@@ -166,6 +166,14 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
       "l"(global), "r"(bytes), "r"(shared_address(&barrier.state)), "l"(policy)
       : "memory");
 }
+// Stores two values at an address of this block's shared memory, in a block of its cluster.
+__device__ __forceinline__ void store_pair_at(uint32_t shared, int block, float x, float y) {
+  asm volatile(
+      "{\n.reg .b32 place;\nmapa.shared::cluster.u32 place, %0, %1;\n"
+      "st.shared::cluster.v2.f32 [place], {%2, %3};\n}\n" ::"r"(shared),
+      "r"(block), "f"(x), "f"(y)
+      : "memory");
+}
 // Brings a multiple of 16 bytes to L2. Nothing is read: what other kernels write there later is seen.
 __device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

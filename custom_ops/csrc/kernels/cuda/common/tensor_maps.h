@@ -23,6 +23,17 @@ struct TensorShape {
 cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data, const TensorShape& shape,
                             const TensorShape& box, bool promotes = true);
 
+// A tensor of four axes, the contiguous one first; bytes from an index to the next on the others.
+struct StridedShape {
+  int64_t sizes[4];
+  int64_t strides[3];
+  int64_t box[4];
+};
+
+// The same of a tensor of any strides, for what is read once: nothing more is brought to L2.
+cudaError_t make_tensor_map(CUtensorMap& map, ElementType element, const void* data,
+                            const StridedShape& shape);
+
 // The same of a cache, [N * Hkv, P, D], in boxes of `box_rows` slots and 64 columns.
 inline cudaError_t make_cache_map(CUtensorMap& map, ElementType element, const void* data,
                                   const CacheLayout& cache, int64_t box_rows, bool promotes = true) {

@@ -70,6 +70,15 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state)), "h"(blocks)
       : "memory");
 }
+// Copies a box of a four-dimensional tensor.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
+                                         int32_t z, int32_t w, Barrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
+      "%5}], [%6];\n" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(&barrier.state))
+      : "memory");
+}
 // Copies a box from shared memory, in this thread's open group; what lies outside the tensor is left out.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, int32_t x, int32_t y, int32_t z,
                                           uint32_t source) {

@@ -1,4 +1,4 @@
-// Linear layers of one or two tokens, at the speed of memory: each weight is read once, for all tokens.
+// Linear layers of one, two or four tokens a launch: each weight is read once, at the speed of memory.
 //
 // A warp computes an output or two at a time and strides over the rest; its lanes share a row's 16-byte
 // pieces, several of them in flight. Weights, which no kernel writes, are fetched before the kernel in front
@@ -280,6 +280,10 @@ cudaError_t launch_gemv_pass(const FusedLinearParams& p, const GemvPass& pass, c
     const int64_t turns = (p.num_outputs + resident * per_turn - 1) / (resident * per_turn);
     return per_turn * (turns > 0 ? turns : 1);
   };
+  if constexpr (sizeof(Element) == 4)
+    if (pass.num_tokens == 4)
+      return launch_gemv_kernel<Element, gemv_kernel<Element, 4, 1, kGated>>(outputs(kGemvWarps), p, pass,
+                                                                             launch);
   if (pass.num_tokens == 2)
     return launch_gemv_kernel<Element, gemv_kernel<Element, 2, 1, kGated>>(outputs(kGemvWarps), p, pass,
                                                                            launch);

@@ -5,8 +5,8 @@
 // before the kernel in front has ended (no kernel writes weights). Once a block has no more to start and that
 // kernel has ended, the next kernel may start: two blocks fit on a multiprocessor, so that memory is read
 // across the border of two layers. Tensor cores multiply eight parts of a slice of inputs by the same eight
-// of weights; of their 8 x 8 products the diagonal counts. A row's sum is that of its parts in their order,
-// which depends on the row's length alone.
+// of weights; of their 8 x 8 products the diagonal counts. A row's sum is that of its slices in their order,
+// a slice's that of its parts; both depend on the row's length alone, and few_sm90.cuh sums alike.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,41 @@
 
 namespace ortolan::cuda {
 
+// How a row of weights is cut: its slices are summed apart, of each the parts.
+struct RowSlices {
+  static constexpr int kParts = 8;        // of a slice: every eighth 64 bytes
+  static constexpr int kStepBytes = 512;  // a piece of 16 bytes for every lane
+  static constexpr int kMostBytes = 2048;
+
+  int row_bytes;
+  int count;
+  int bytes;  // whole steps; the last slice may have less
+
+  static RowSlices of(int64_t row_bytes) {
+    const int64_t most = divide_up(row_bytes, kMostBytes);
+    const int64_t bytes = divide_up(divide_up(row_bytes, most), kStepBytes) * kStepBytes;
+    return {static_cast<int>(row_bytes), static_cast<int>(divide_up(row_bytes, bytes)),
+            static_cast<int>(bytes)};
+  }
+  __device__ __forceinline__ int bytes_of(int slice) const { return min(bytes, row_bytes - slice * bytes); }
+};
+
+// The sum of a slice's parts.
+template <typename Part>
+__device__ __forceinline__ float sum_of_slice(Part part) {
+  float sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = part(i) + part(i + 4);
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
 // How a launch streams its weights. A line is a row's part of a unit: one slice.
 struct GemvStream {
   static constexpr int kLines = 2;
-  static constexpr int kLineBytes = 4096 / kLines;
+  static constexpr int kLineBytes = RowSlices::kMostBytes;
   static constexpr int kBufferBytes = kLines * kLineBytes;
-  static constexpr int kParts = 8;        // of a slice, summed apart
-  static constexpr int kStepBytes = 512;  // a piece of 16 bytes for every lane
+  static constexpr int kParts = RowSlices::kParts;
+  static constexpr int kStepBytes = RowSlices::kStepBytes;
   static constexpr int kMaxBuffers = 32 * kGemvWarps;
 
   int blocks;            // one per multiprocessor
@@ -195,14 +223,13 @@ struct GemvProducts {
   }
 };
 
-// The sum of a row's parts.
-__device__ __forceinline__ float sum_of_parts(const float* parts, int count, int stride) {
-  float sums[4] = {};
+// The sum of a row's slices, from their parts.
+__device__ __forceinline__ float sum_of_parts(const float* parts, int slices, int stride) {
+  float sum = 0;
 #pragma unroll 2
-  for (int n = 0; n < count; n += 4)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] += parts[(n + i) * stride];
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int slice = 0; slice < slices; ++slice, parts += GemvStream::kParts * stride)
+    sum += sum_of_slice([&](int part) { return parts[part * stride]; });
+  return sum;
 }
 
 // The outputs that a thread writes, one at the end of each turn.
@@ -238,8 +265,8 @@ struct GemvOutputs {
     const int line = place / Weights::kOutputs * GemvStream::kLines + place % Weights::kOutputs;
     const int stride = stream.parts_stride(), count = stream.slices * GemvStream::kParts;
     const float* row = parts + threadIdx.x / kTokenThreads * count * stride + line;
-    const float gate = sum_of_parts(row, count, stride);
-    const float factor = kGated ? sum_of_parts(row + Weights::kOutputs, count, stride) : 0.0f;
+    const float gate = sum_of_parts(row, stream.slices, stride);
+    const float factor = kGated ? sum_of_parts(row + Weights::kOutputs, stream.slices, stride) : 0.0f;
     store_output<Element>(p, token, output(), gate, factor, residual);
     group += stream.groups_per_turn;
     fetch_residual();
@@ -295,8 +322,6 @@ constexpr int kReservedBytes = 1024, kStaticBytes = 128;
 // What a gated layer's block takes: more than half of a multiprocessor, so that its blocks spread evenly even
 // where attention still holds some multiprocessors. Blocks of the other layers fit beside it.
 constexpr int kGatedBytes = 139264;
-// Rows from 4 to 16 KB: the units of shorter ones are too small, the turns of longer ones too short.
-constexpr int64_t kMinRowBytes = 4096, kMaxRowBytes = 16384;
 constexpr int64_t kMaxOutputs = 1 << 29;
 
 // False where another kernel must multiply.
@@ -307,14 +332,14 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
   const int64_t row_bytes = p.num_inputs * static_cast<int64_t>(sizeof(Element));
   const int64_t limit = device.shared_bytes_per_block;
   const auto ceil = [](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b)); };
-  if (row_bytes < kMinRowBytes || row_bytes > kMaxRowBytes || p.num_outputs > kMaxOutputs) return false;
+  if (p.num_outputs > kMaxOutputs) return false;
   const int all_groups = ceil(p.num_outputs, kOutputs);
   stream.blocks = std::min(device.num_multiprocessors, all_groups);
   stream.groups_per_block = all_groups / stream.blocks;
   stream.larger_blocks = all_groups % stream.blocks;
-  stream.slices = ceil(row_bytes, GemvStream::kLineBytes);
-  stream.slice_bytes = ceil(ceil(row_bytes, stream.slices), GemvStream::kStepBytes) * GemvStream::kStepBytes;
-  stream.slices = ceil(row_bytes, stream.slice_bytes);
+  const RowSlices slices = RowSlices::of(row_bytes);
+  stream.slices = slices.count;
+  stream.slice_bytes = slices.bytes;
   const int groups = ceil(all_groups, stream.blocks);
   const int part_bytes = kTokens * stream.slices * GemvStream::kParts * static_cast<int>(sizeof(float));
   const int most_groups = std::min(groups, kGemvThreads / kTokens / kOutputs);

@@ -1,8 +1,9 @@
-// Linear layers: by GEMV for a few tokens; for many, gated ones by a kernel of our own where wgmma is, and
-// the others by cuBLAS with our norm and epilogue around it.
+// Linear layers: for a few tokens by kernels that read the weights once; for many, gated ones by a kernel of
+// our own where wgmma is, and the others by cuBLAS with our norm and epilogue around it.
 #include <algorithm>
 
 #include "cublas.h"
+#include "few_tokens.h"
 #include "gates.cuh"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/elements.cuh"
@@ -20,7 +21,6 @@ cudaError_t launch_gated_sm90(const FusedLinearParams& p, const Launch& launch);
 
 namespace {
 
-constexpr int64_t kGemvTokens = 2;                  // for more, cuBLAS is nearer to the speed of memory
 constexpr int64_t kSliceBytes = int64_t{96} << 20;  // bounds the rows that wait beside cuBLAS's workspace
 constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes together
 constexpr int64_t kGatedRowTile = 256;              // rows that our gated product takes together
@@ -230,6 +230,20 @@ bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
          (rows - p.num_tokens) * 16 <= p.num_tokens;
 }
 
+// Tokens whose products sum in an order that depends on the layer alone, whatever their number; for more,
+// cuBLAS chooses. Where it is nearer to the speed of memory from three 16-bit rows on, they are two; none,
+// where a row does not fit into shared memory.
+int64_t few_tokens(const FusedLinearParams& p, const Device& device) {
+  const int64_t row_bytes = p.num_inputs * element_bytes(p.element) * (p.norm_weight ? 2 : 1);
+  if (row_bytes > device.shared_bytes_per_block - kThreads * int64_t{4}) return 0;
+  const bool is_float32 = p.element == ElementType::kFloat32;
+  return is_float32 || (device.compute_capability == 90 && takes_stream(p)) ? kFewTokens : 2;
+}
+
+bool is_few(const FusedLinearParams& p, const Device& device) {
+  return p.num_tokens <= few_tokens(p, device) || !p.cublas;
+}
+
 // How the rows of a call are cut, and what a slice keeps beside cuBLAS's own workspace.
 struct Slices {
   int64_t rows;
@@ -364,7 +378,7 @@ cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
 }
 
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device) {
-  if (params.num_tokens <= kGemvTokens || !params.cublas) return 0;
+  if (is_few(params, device)) return 0;
   const Slices slices = Slices::of(params, device);
   return Cublas::kWorkspaceBytes + slices.normalised_bytes + slices.product_bytes;
 }
@@ -372,8 +386,8 @@ size_t fused_linear_workspace(const FusedLinearParams& params, const Device& dev
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
   return with_element(params.element, [&]<typename Element>() {
-    const bool few = params.num_tokens <= kGemvTokens || !params.cublas;
-    return few ? launch_gemvs<Element>(params, launch) : multiply<Element>(params, launch);
+    return is_few(params, launch.device) ? launch_gemvs<Element>(params, launch)
+                                         : multiply<Element>(params, launch);
   });
 }
 

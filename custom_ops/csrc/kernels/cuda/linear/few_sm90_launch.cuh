@@ -1,0 +1,106 @@
+// Host side of few_sm90.cuh: how its blocks share a layer, by the layer and the number of tokens; one launch.
+#pragma once
+
+#include <algorithm>
+
+#include "few_sm90.cuh"
+#include "kernels/cuda/common/tensor_maps.h"
+
+namespace ortolan::cuda {
+
+// Of a block's shared memory beside its own.
+constexpr int kFewReservedBytes = 1024;
+// What a block takes where it can: half of a multiprocessor, so that the next layer's weights are on their
+// way before the last block of this one is done.
+constexpr int kFewSharedBytes = 115712;
+// Of weights, from which on a block takes groups of two tiles.
+constexpr int64_t kFewLongBytes = 196608;
+
+// Bytes of weights for each multiprocessor.
+inline int64_t few_block_bytes(const FusedLinearParams& p, const Device& device) {
+  const int64_t rows = p.num_outputs * (p.activation == GatedActivation::kNone ? 1 : 2);
+  return rows * p.num_inputs * 2 / device.num_multiprocessors;
+}
+
+// False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
+template <int kTiles>
+bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& stream) {
+  constexpr int kMaxSumsBytes = 24576;
+  if (p.num_inputs % FewStream::kColumns != 0 || p.num_inputs > (1 << 20) || p.num_outputs > kMaxOutputs)
+    return false;
+  const int64_t row_bytes = p.num_inputs * 2;
+  stream.tiles = kTiles;
+  stream.slices = RowSlices::of(row_bytes);
+  stream.norm_bytes = p.norm_weight ? static_cast<int>(row_bytes) : 0;
+  const int most = device.shared_bytes_per_block - kFewReservedBytes;
+  const auto plan = [&](int limit, int cluster, int min_rounds) {
+    stream.cluster = cluster;
+    stream.block_slices = static_cast<int>(divide_up(stream.slices.count, cluster));
+    stream.token_stride = stream.block_slices * stream.slices.bytes + 64;
+    stream.groups_per_turn = FewStream::kMaxTurnRows / (kTiles * FewStream::kTileRows);
+    stream.rounds = 0;
+    const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(); };
+    while (stream.groups_per_turn > 1 && sums_bytes() > kMaxSumsBytes) --stream.groups_per_turn;
+    const int round_bytes = kGemvWarps * (kTiles * FewStream::kTileBytes + static_cast<int>(sizeof(Barrier)));
+    stream.rounds = std::min((limit - stream.shared_bytes()) / round_bytes, FewStream::kMaxRounds);
+    const bool keeps_all_busy = kTiles == 1 || stream.groups_per_turn * stream.block_slices >= kGemvWarps;
+    return stream.rounds >= min_rounds && keeps_all_busy;
+  };
+  if (kTiles == 1 && plan(kFewSharedBytes, 1, 2)) return true;
+  for (int cluster = 1; cluster <= std::min(FewStream::kMaxCluster, stream.slices.count); cluster *= 2)
+    if (plan(most, cluster, 2)) return true;
+  return false;
+}
+
+template <bool kGated>
+cudaError_t make_few_map(CUtensorMap& map, const FusedLinearParams& p) {
+  constexpr int64_t kHalves = kGated ? 2 : 1;
+  const int64_t row_bytes = p.num_inputs * 2;
+  return make_tensor_map(map, p.element, p.weight,
+                         {{FewStream::kColumns, p.num_outputs, kHalves, p.num_inputs / FewStream::kColumns},
+                          {row_bytes, p.num_outputs * row_bytes, 2 * FewStream::kColumns},
+                          {FewStream::kColumns, FewStream::kTileRows / kHalves, kHalves,
+                           RowSlices::kStepBytes / (2 * FewStream::kColumns)}});
+}
+
+// Multiplies the tokens of a pass in groups of kTiles tiles. False, and nothing launched, where they must be
+// others.
+template <typename Element, int kTiles, bool kGated>
+bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
+                      cudaError_t& error) {
+  FewParams params{p, pass, {}, {}};
+  FewStream& stream = params.stream;
+  if (!plan_few<kTiles>(p, launch.device, stream)) return false;
+  constexpr auto kKernel = few_stream_kernel<Element, kTiles, kGated>;
+  const auto groups = static_cast<int>(divide_up(p.num_outputs, FewWeights<kTiles, kGated>::kOutputs));
+  const dim3 block(kGemvThreads);
+  int clusters = launch.device.num_multiprocessors;
+  error = make_few_map<kGated>(params.weight, p);
+  if (error == cudaSuccess) error = allow_shared_memory<kKernel>(launch.device);
+  if (error != cudaSuccess) return true;
+  if (stream.cluster > 1)
+    clusters = std::max(
+        resident_clusters<kKernel>(block, stream.cluster,
+                                   launch.device.shared_bytes_per_block - kFewReservedBytes, launch.device),
+        1);
+  clusters = std::min(clusters, groups);
+  stream.groups_per_cluster = groups / clusters;
+  stream.larger_clusters = groups % clusters;
+  error = launch_clusters(kKernel, dim3(static_cast<unsigned>(clusters * stream.cluster)), block,
+                          stream.cluster, stream.shared_bytes(), launch, params);
+  return true;
+}
+
+// The same. Two tiles share what is read of the inputs, and one buffer's wait: for layers that keep all warps
+// busy for long.
+template <typename Element, bool kGated>
+bool launch_few_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
+                       cudaError_t& error) {
+  if (launch.device.compute_capability != 90) return false;
+  if (few_block_bytes(p, launch.device) >= kFewLongBytes &&
+      launch_few_tiles<Element, 2, kGated>(p, pass, launch, error))
+    return true;
+  return launch_few_tiles<Element, 1, kGated>(p, pass, launch, error);
+}
+
+}  // namespace ortolan::cuda

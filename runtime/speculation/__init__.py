@@ -1,0 +1,1 @@
+"""Speculation: a drafter proposes tokens, one step of the model checks them all, and the right ones stay."""

@@ -1,0 +1,149 @@
+"""What proposes tokens, and the rule by which their number follows from how many were right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ortolan.runtime.options import Sampling
+from ortolan.runtime.steps.stepper import Stepper
+
+SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
+HOST_COST, DEVICE_COST = 0.2, 0.06  # of one more token in a step, as a share of the step: about what was measured
+MEMORY = 0.85  # share of what earlier drafts count once another was checked
+FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps
+
+
+class Drafter(Protocol):
+    """Proposes the tokens that follow one sequence."""
+
+    def propose(self, tokens: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+        """Return at most `count` tokens; none where there is nothing to propose.
+
+        Args:
+            tokens: of the sequence, at least one; between two calls it may have changed in any way.
+            count: at least 1.
+            sampling: by which the model chooses, its seed a number.
+        """
+
+    def is_likely(self, tokens: Sequence[int], known: int) -> bool:
+        """Say whether there may be a draft soon; where not, steps go on before their tokens are known.
+
+        Args:
+            tokens: of the sequence.
+            known: of these, at least one; the one behind them is under way.
+        """
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What became of drafts.
+
+    Attributes:
+        drafted_tokens: that were checked.
+        accepted_tokens: that were right.
+        checks: steps that checked a draft. Each gives one token more than it accepts.
+    """
+
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    checks: int = 0
+
+    @property
+    def tokens_per_check(self) -> float | None:
+        """Tokens that a step with a draft gave on average; None where there was none."""
+        return None if not self.checks else (self.accepted_tokens + self.checks) / self.checks
+
+
+class DraftLength:
+    """How many tokens to draft: as long as the last of them is right more often than a token costs.
+
+    The share of tokens that were right is that of the last few drafts. Where even one token is not worth a try, none
+    is drafted for some steps, each time for longer.
+    """
+
+    def __init__(self, most: int, token_cost: float = HOST_COST) -> None:
+        self._cost = token_cost
+        self._sizes = (*(size for size in SIZES if size < most), most)
+        self._right, self._tried = 2.1, 3.0  # as if some drafts had been checked, 70 % of whose tokens were right
+        self._pause, self._next_pause = 0, FIRST_PAUSE
+
+    @property
+    def count(self) -> int:
+        """Tokens to draft now; 0 in a pause."""
+        if self._pause:
+            return 0
+        share = self._right / self._tried
+        return max((size for size in self._sizes if share**size >= self._cost), default=self._sizes[0])
+
+    def fit(self, count: int) -> int:
+        """Return the largest size of drafts up to `count`; 0 where there is none."""
+        return max((size for size in self._sizes if size <= count), default=0)
+
+    def skip(self) -> None:
+        """Count a step without a draft."""
+        self._pause = max(0, self._pause - 1)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Take note of a draft that was checked."""
+        self._right = self._right * MEMORY + accepted
+        self._tried = self._tried * MEMORY + min(accepted + 1, drafted)
+        if self._right / self._tried >= self._cost:
+            self._next_pause = FIRST_PAUSE
+        else:
+            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+
+
+class Speculator:
+    """Drafts for one generation.
+
+    Attributes:
+        stats: what became of its drafts.
+    """
+
+    def __init__(
+        self, open_drafter: Callable[[], Drafter], most: int, vocab_size: int, token_cost: float = HOST_COST
+    ) -> None:
+        """Draft at most `most` tokens at a time; the drafter is opened by the first draft."""
+        self._open = open_drafter
+        self._drafter: Drafter | None = None
+        self._length, self._vocab_size = DraftLength(most, token_cost), vocab_size
+        self.stats = SpeculationStats()
+
+    def wants_to_draft(self, tokens: Sequence[int], known: int) -> bool:
+        """Say whether the next step may check a draft, so that what follows the known tokens is to be waited for."""
+        return self._length.count > 0 and (self._drafter is None or self._drafter.is_likely(tokens, known))
+
+    def draft(self, tokens: Sequence[int], most: int, sampling: Sampling) -> list[int]:
+        """Return tokens to check after those of a sequence, at most `most`; none where there is nothing to check."""
+        count = self._length.fit(min(self._length.count, most))
+        if not count:
+            return []
+        if self._drafter is None:
+            self._drafter = self._open()
+        proposed = self._drafter.propose(tokens, count, sampling)
+        known = next((i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size), len(proposed))
+        return proposed[: self._length.fit(min(known, count))]
+
+    def skip(self) -> None:
+        """Count a step without a draft."""
+        self._length.skip()
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Take note of a draft that was checked."""
+        self._length.note(drafted, accepted)
+        self.stats.drafted_tokens += drafted
+        self.stats.accepted_tokens += accepted
+        self.stats.checks += 1
+
+
+def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """Return how many tokens of a draft are those that the model chose; `chosen` begins with the one after none."""
+    pairs = zip(drafts, chosen, strict=False)
+    return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+
+
+def token_cost(stepper: Stepper) -> float:
+    """Return what one more token costs in a step, as a share of the step."""
+    return DEVICE_COST if stepper.depth else HOST_COST

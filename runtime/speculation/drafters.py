@@ -1,0 +1,26 @@
+"""Keeps a session's drafter from one generation to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ortolan.runtime.speculation.drafter import Drafter, Speculator
+from ortolan.runtime.speculation.options import Speculation, check_speculation
+
+
+class Drafters:
+    """Makes drafters of one sequence; the last one knows what the sequence held before."""
+
+    def __init__(self, open_drafter: Callable[[Speculation], Drafter], vocab_size: int, token_cost: float) -> None:
+        self._open, self._vocab_size, self._token_cost = open_drafter, vocab_size, token_cost
+        self._last: tuple[Speculation, Drafter] | None = None
+
+    def start(self, speculation: Speculation | None) -> Speculator | None:
+        """Start to draft for a generation; None where nothing is to be drafted. Raises ConfigError."""
+        options = check_speculation(speculation)
+        if options is None:
+            return None
+        if self._last is None or self._last[0] != options:
+            self._last = (options, self._open(options))
+        drafter = self._last[1]
+        return Speculator(lambda: drafter, options.tokens, self._vocab_size, self._token_cost)

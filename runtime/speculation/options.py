@@ -1,0 +1,133 @@
+"""What a caller may choose about speculation: who drafts, and how many tokens at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ortolan.errors import ConfigError, ContractMismatchError, file_path, whole_number
+
+if TYPE_CHECKING:
+    from ortolan.runtime.model import Model
+    from ortolan.runtime.speculation.drafter import Drafter
+
+MOST_DRAFTED = 15  # and the token before them: steps of up to 16 tokens of a sequence are made for it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Who drafts; a drafter of your own is a subclass.
+
+    A draft is checked by one step of the model, which reads all of its tokens at once and chooses the token after each
+    by the same rule and the same random numbers as without speculation. Its longest right beginning stays. So the
+    tokens are those that the model would have chosen one by one, as far as a step of several tokens computes the same
+    logits as several steps of one.
+
+    Attributes:
+        tokens: the most that are drafted in one step, 1 to 15; fewer where drafts turn out wrong.
+    """
+
+    tokens: int = 4
+
+    def __post_init__(self) -> None:
+        given = whole_number(f"{type(self).__name__} tokens", self.tokens, 1, MOST_DRAFTED)
+        object.__setattr__(self, "tokens", given)
+
+    def check(self, model: Model) -> None:
+        """Refuse a model that cannot have this drafter, by ConfigError."""
+
+    def open(self, model: Model, max_context: int) -> Drafter:
+        """Make what drafts for one sequence of a model, of at most `max_context` tokens.
+
+        Raises:
+            ConfigError: the model cannot have this drafter.
+            CapacityError: there is no memory for it.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLookup(Speculation):
+    """Drafts what followed the sequence's last tokens where they stood before.
+
+    It costs next to nothing, and is at its best where a text repeats parts of a long document.
+
+    Attributes:
+        longest: the most last tokens that are looked up; the longest ones that are found count.
+        shortest: the fewest.
+
+    Raises:
+        ConfigError: a number is not allowed.
+
+    Source: Apoorv Saxena, "Prompt Lookup Decoding" (2023).
+    """
+
+    longest: int = 4
+    shortest: int = 2
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        object.__setattr__(self, "longest", whole_number("PromptLookup longest", self.longest, 1, 64))
+        object.__setattr__(self, "shortest", whole_number("PromptLookup shortest", self.shortest, 1, self.longest))
+
+    def open(self, model: Model, max_context: int) -> Drafter:
+        """Make an index of one sequence."""
+        from ortolan.runtime.speculation.lookup import LookupDrafter
+
+        return LookupDrafter(self.longest, self.shortest)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel(Speculation):
+    """Drafts with a smaller model of the same vocabulary.
+
+    It is opened once for each model that it drafts for, on the same device; every sequence has a session of it, with
+    caches of its own.
+
+    Attributes:
+        folder: of the smaller model, as `ortolan.load` takes it.
+
+    Raises:
+        ConfigError: a number is not allowed, or the folder has no name.
+    """
+
+    folder: str | Path
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        file_path("DraftModel folder", self.folder)
+
+    def check(self, model: Model) -> None:
+        """Open the smaller model."""
+        model.draft_model(self.folder)
+
+    def open(self, model: Model, max_context: int) -> Drafter:
+        """Start a session of the smaller model."""
+        from ortolan.runtime.speculation.draft_model import ModelDrafter
+
+        draft = model.draft_model(self.folder)
+        return ModelDrafter(draft.session(min(max_context, draft.manifest.max_context)))
+
+
+def check_same_vocabulary(model: Model, draft: Model) -> None:
+    """Refuse a draft model whose tokens mean something else. Raises ConfigError."""
+    try:
+        differ = model.tokenizer.vocabulary() != draft.tokenizer.vocabulary()
+    except ContractMismatchError:  # a folder without a tokenizer
+        differ = model.manifest.vocab_size != draft.manifest.vocab_size
+    if differ:
+        sizes = model.manifest.vocab_size, draft.manifest.vocab_size
+        raise ConfigError(
+            f"DraftModel: {draft.folder} has another vocabulary ({sizes[1]} tokens) than {model.folder} ({sizes[0]}); "
+            "choose a smaller model with the same tokenizer"
+        )
+
+
+def check_speculation(given: Speculation | None) -> Speculation | None:
+    """Return speculation options; None: no drafts. Raises ConfigError where it is something else."""
+    if given is not None and not isinstance(given, Speculation):
+        raise ConfigError(
+            f"speculation is {given!r}; it must be an ortolan.PromptLookup or an ortolan.DraftModel, or None"
+        )
+    return given

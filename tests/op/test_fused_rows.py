@@ -1,0 +1,94 @@
+"""Norms, angles and rows of the fused graph on a GPU against the float64 reference; a CPU has no kernels for them."""
+
+import devices
+import numpy as np
+import pytest
+from expand_fused import expand_fused
+from fused_cases import (
+    angle_feeds,
+    angle_outputs,
+    build_fused_model,
+    plain_norm,
+    run_fused,
+    run_model,
+)
+from tolerances import assert_as_good_as_plain
+
+from ortolan.custom_ops import reference
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 300])
+@pytest.mark.parametrize("size", [48, 104, 1151, 1152, 2048, 4096, 5376, 9000])
+def test_norm_add_is_as_good_as_plain_operators(tokens, size):
+    rng = np.random.default_rng(size)
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
+    feeds = {name: (3 * rng.standard_normal(shape)).astype(devices.element()) for name, shape in shapes.items()}
+    outputs = {"y": ((tokens, size), devices.element())}
+    y = run_fused("RmsNormAdd", feeds, outputs, epsilon=1e-6)["y"]
+    plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"].astype(np.float32)
+    assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+
+
+@pytest.mark.parametrize("size", [1152, 2048, 4096, 5376])
+def test_a_norm_does_not_depend_on_how_many_rows_there_are(size):
+    rng, tokens, few = np.random.default_rng(size), 4099, 257
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
+    feeds = {name: rng.standard_normal(shape).astype(devices.element()) for name, shape in shapes.items()}
+    whole = run_fused("RmsNormAdd", feeds, {"y": ((tokens, size), devices.element())}, epsilon=1e-6)["y"]
+    for begin in (0, 1000, tokens - few):
+        part = feeds | {name: feeds[name][begin : begin + few] for name in ("x", "residual")}
+        y = run_fused("RmsNormAdd", part, {"y": ((few, size), devices.element())}, epsilon=1e-6)["y"]
+        devices.assert_same_bits(whole[begin : begin + few], y)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+@pytest.mark.parametrize(("tokens", "pairs"), [(1, 32), (7, 5), (300, 64), (4099, 128), (0, 32)])
+def test_angles_have_the_bits_of_standard_operators(tokens, pairs, factor):
+    feeds = angle_feeds(tokens, pairs)
+    model = build_fused_model("RopeAngles", feeds, angle_outputs(feeds), {"factor": factor})
+    results = run_model(model, feeds, angle_outputs(feeds))
+    standard = run_model(expand_fused(model), feeds, angle_outputs(feeds))
+    expected = reference.rope_angles(**feeds, factor=factor)
+    for name, wide in zip(results, expected, strict=True):
+        devices.assert_same_bits(results[name], standard[name])
+        assert np.abs(results[name] - wide).max(initial=0) <= 2**-22 * factor
+
+
+ROWS = {
+    "one": (1, [0]),
+    "last-of-each": (9, [2, 2, 8]),
+    "backwards-and-twice": (5, [4, 0, 3, 0]),
+    "every": (300, list(range(300))),
+    "more-than-there-are": (3, [2, 1, 0] * 40),
+    "outside": (9, [-1, 9, 3, -(2**63), 2**63 - 1, 2**32, 2**32 + 3]),
+    "none": (9, []),
+    "of-none": (0, [0, -1]),
+}
+
+
+@pytest.mark.parametrize("size", [7, 64, 2048, 5001])
+@pytest.mark.parametrize("name", ROWS)
+def test_gathered_rows_are_copies(name, size):
+    total, indices = ROWS[name]
+    rows = np.random.default_rng(0).standard_normal((total, size)).astype(devices.element())
+    feeds = {"rows": rows, "row_indices": np.array(indices, np.int64)}
+    output = run_fused("GatherRows", feeds, {"output": ((len(indices), size), devices.element())})["output"]
+    devices.assert_same_bits(output, reference.gather_rows(**feeds))
+
+
+@pytest.mark.parametrize(("port", "shape"), [("rows", (3, 4, 2)), ("row_indices", (1, 1))])
+def test_gathering_refuses_other_ranks(port, shape):
+    feeds = {"rows": np.zeros((3, 4), devices.element()), "row_indices": np.zeros(1, np.int64)}
+    feeds[port] = np.zeros(shape, feeds[port].dtype)
+    with pytest.raises(Exception, match=f"{port}' has shape") as error:
+        run_fused("GatherRows", feeds, {"output": ((1, 4), devices.element())})
+    assert "GatherRows" in str(error.value)
+
+
+def test_angles_refuse_two_rows_of_frequencies():
+    feeds = {"positions": np.zeros(3, np.int64), "inv_freq": np.zeros((2, 4), np.float32)}
+    with pytest.raises(Exception, match="inv_freq' has shape") as error:
+        run_fused("RopeAngles", feeds, dict.fromkeys(("cosine", "sine"), ((1, 3, 4), np.dtype(np.float32))))
+    assert "RopeAngles" in str(error.value)
