@@ -137,9 +137,13 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   const int64_t rows = params.packing.num_tokens * params.num_heads;
   const int64_t places = int64_t{shape.entries} * shape.entry_rows;
   // A token finds its sequence before the kernel in front has ended, a counted strip after.
+  const int64_t resident = 8 * int64_t{launch.device.num_multiprocessors};
   const bool by_token = shape.counted_strips ? rows <= places : rows < places;
   const auto enqueue = [&](auto kernel, int columns, int threads) {
-    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : shape.entries),
+    const int64_t columns_rows = int64_t{shape.entry_rows} * (kHeadSize / columns);
+    const int64_t at_once = (resident + columns_rows - 1) / columns_rows;
+    const int64_t entries = shape.counted_strips ? std::min<int64_t>(shape.entries, at_once) : shape.entries;
+    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : entries),
                     static_cast<unsigned>(by_token ? params.num_heads : shape.entry_rows),
                     kHeadSize / columns);
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
