@@ -29,14 +29,16 @@ class Layer:
     dtype: np.dtype = field(default_factory=devices.element)
 
 
-DECODE_TOKENS = 16  # the CUDA decode kernels take a sequence with at most this many
+# The CUDA decode kernels take a sequence with at most so many: those of mma.sync, and those of wgmma.
+MMA_TOKENS, WGMMA_TOKENS = 16, 64
 
 
-def families() -> dict[str, tuple[int, int]]:
-    """Return the smallest and the largest chunk of each family of kernels, up to what LAYERS' rings allow."""
+def families(layer: Layer) -> dict[str, tuple[int, int]]:
+    """Return sizes of chunks, smallest and largest, that one family takes, up to what the layer's ring allows."""
     if devices.current() == "cpu" or devices.element() == np.float32:
         return {"all": (1, 43)}
-    return {"decode": (1, DECODE_TOKENS), "prefill": (DECODE_TOKENS + 1, 43)}
+    some = {"decode": (1, MMA_TOKENS), "few": (MMA_TOKENS + 1, 43)}
+    return some | {"prefill": (WGMMA_TOKENS + 1, 2 * WGMMA_TOKENS)} if layer.capacity >= 512 else some
 
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -130,9 +132,9 @@ LAYER_NAMES = sorted(layers())
 def test_any_fixed_chunk(name, isa):
     layer = layers()[name]
     prompt = draw_prompt(layer, 150)
-    for smallest, largest in families().values():
+    for smallest, largest in families(layer).values():
         expected = run_chunks(layer, prompt, cut(150, largest, smallest))
-        for chunk in (1, 2, 7, 19, 20, 21, 38):
+        for chunk in (1, 2, 7, 19, 20, 21, 38, 70):
             if smallest <= chunk <= largest:
                 assert_same_bits(run_chunks(layer, prompt, cut(150, chunk, smallest)), expected)
 
@@ -142,7 +144,7 @@ def test_one_block_equals_one_by_one_across_spans():
     prompt = draw_prompt(layer, 2200)
     whole = run_chunks(layer, prompt, [2200])
     assert_same_bits(run_chunks(layer, prompt, [1020, 1000, 180]), whole)
-    if len(families()) == 1:
+    if len(families(layer)) == 1:
         assert_same_bits(run_chunks(layer, prompt, [1020, *[1] * 8, 1000, *[1] * 172]), whole)
 
 
@@ -180,7 +182,7 @@ def test_a_step_of_tokens_equals_as_many_steps_of_one(size, tokens):
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[int, list[float]]:
     """Draw which family, and where in its range of sizes each chunk lies."""
-    return draw(st.integers(0, 1)), draw(st.lists(st.floats(0, 1), min_size=3, max_size=40))
+    return draw(st.integers(0, 2)), draw(st.lists(st.floats(0, 1), min_size=3, max_size=40))
 
 
 def chunks_of(tokens: int, smallest: int, largest: int, sizes: list[float]) -> list[int]:
@@ -199,11 +201,12 @@ def chunks_of(tokens: int, smallest: int, largest: int, sizes: list[float]) -> l
 @given(chunking=chunkings(), name=st.sampled_from(LAYER_NAMES), seed=st.integers(0, 3))
 def test_any_chunking(chunking, name, seed):
     family, sizes = chunking
-    smallest, largest = list(families().values())[family % len(families())]
     layer = layers()[name]
-    prompt = draw_prompt(layer, 130, seed)
-    expected = run_chunks(layer, prompt, cut(130, largest, smallest))
-    assert_same_bits(run_chunks(layer, prompt, chunks_of(130, smallest, largest, sizes)), expected)
+    ranges = list(families(layer).values())
+    smallest, largest = ranges[family % len(ranges)]
+    prompt = draw_prompt(layer, 150, seed)
+    expected = run_chunks(layer, prompt, cut(150, largest, smallest))
+    assert_same_bits(run_chunks(layer, prompt, chunks_of(150, smallest, largest, sizes)), expected)
 
 
 @settings(max_examples=25, deadline=None)

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("target")
 
 PAGE_SLOTS = 64
 CAPACITY = 2304  # whole pages; more than eight tiles of keys, as many as are merged before they are set down
-SIZES = (0, 1, 3, 16, 17, 40)  # the CUDA decode kernels take up to 16 tokens
+SIZES = (0, 1, 3, 16, 40, 65)  # the CUDA decode kernels take up to 16 tokens, or up to 64
 
 PACKINGS = {
     "mixed": [SIZES[(b * b + b // 7) % 6] for b in range(40)],
     "few among many": [16, *[0] * 17, 3, 3, 0, 5, *[1] * 10, 0, 0, 0, 2, 0, 0],
     "a token each": [1] * 40,
-    "behind a chunk": [1, 300, 0, 5, 16, 2],
+    "behind a chunk": [1, 300, 0, 5, 16, 2, 64],
 }
 
 
@@ -122,7 +122,7 @@ def in_pages(feeds: Feeds) -> Feeds:
     ],
 )
 def test_uneven_packings_over_long_caches(packing, head_size, kv_heads, group, options):
-    """Rows of several tokens fill several tiles, those of none fill none, and more than 16 belong to prefill."""
+    """Rows of several tokens fill several tiles, those of none fill none, and long ones belong to prefill."""
     tokens = PACKINGS[packing]
     rng = np.random.default_rng(3)
     per_head = rng.integers(0, CAPACITY - 300, (len(tokens), kv_heads)).tolist() if "per_head" in options else None

@@ -47,10 +47,12 @@ def test_full_attention(tokens, past):
 
 
 @pytest.mark.parametrize(
-    "tokens", [(17, 15), (33, 0, 0), (16, 16, 17), (0, 17, 17, 0), (16,) * 4 + (17,) * 3, (1,) * 40]
+    "tokens",
+    [(17, 15), (33, 0, 0), (16, 16, 17), (0, 17, 17, 0), (64, 0, 1, 65, 17), (16,) * 4 + (17,) * 3, (1,) * 40],
 )
 def test_steps_of_few_tokens_reach_every_sequence(tokens):
     check(Shape(tokens=tokens, past=[9 * b for b in range(len(tokens))], head_size=64))
+    check(Shape(tokens=tokens, past=[300 * b for b in range(len(tokens))], head_size=96))
     check(Shape(tokens=tokens, past=[9 * b for b in range(len(tokens))], head_size=128, window=WINDOW, sink=3))
 
 
@@ -67,6 +69,7 @@ def test_head_sizes_of_prompts(head_size):
         pytest.skip("the CPU kernels have one family for any number of tokens")
     check(Shape(tokens=[70, 5, 33], past=[0, 9, 130], head_size=head_size, heads=4, kv_heads=1, sink_logits=True))
     check(Shape(tokens=[40], past=[300], head_size=head_size, window=50, sink=3))
+    check(Shape(tokens=[100], past=[300], head_size=head_size, window=50, sink=3))
     check(Shape(tokens=[90, 20], past=[60, 0], head_size=head_size, page_slots=16, options={"softcap": 20.0}))
 
 

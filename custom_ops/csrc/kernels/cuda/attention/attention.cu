@@ -37,6 +37,11 @@ bool decodes_by_wgmma(int64_t head_size, const Device& device) {
   return device.compute_capability == 90 && head_size > 64 && head_size != 128 && head_size != 256;
 }
 
+// New tokens of a sequence that decode takes, at most.
+int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
+  return decodes_by_wgmma(params.cache.head_size, device) ? kSm90DecodeTokens : kDecodeTokens;
+}
+
 // Calls f.operator()<kHeadSize>() for the smallest of its instances that holds the head: what a cache's rows
 // lack becomes zeros in shared memory, and is not read.
 template <typename Function>
@@ -129,10 +134,10 @@ size_t attention_decode_workspace(const SwaAttentionParams& params, const Device
   });
 }
 
-cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch) {
+cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   return with_half_element(params.element, [&]<typename Element>() {
     return with_prefill_head_size(params.cache.head_size, [&]<int kHeadSize>() {
-      return launch_mma_prefill<Element, kHeadSize>(params, launch);
+      return launch_mma_prefill<Element, kHeadSize>(params, launch, most_decode);
     });
   });
 }
@@ -142,28 +147,29 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
   return device.compute_capability == 90 && params.element != ElementType::kFloat32 && pages_align;
 }
 
-cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch) {
+cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   return with_half_element(params.element, [&]<typename Element>() {
     // Tiles much longer than a window are mostly masked.
     const bool small_window = params.window >= 0 && params.window <= 128;
     const int64_t head_size = params.cache.head_size;
     if (head_size <= 64)
-      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch)
-                          : launch_sm90_prefill<Element, 64, 128>(params, launch);
-    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch);
+      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch, most_decode)
+                          : launch_sm90_prefill<Element, 64, 128>(params, launch, most_decode);
+    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch, most_decode);
     if (head_size <= 128)
-      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch)
-                          : launch_sm90_prefill<Element, 128, 128>(params, launch);
-    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch);
-    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch);
-    return launch_sm90_prefill<Element, 512, 64>(params, launch);
+      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch, most_decode)
+                          : launch_sm90_prefill<Element, 128, 128>(params, launch, most_decode);
+    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch, most_decode);
+    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch, most_decode);
+    return launch_sm90_prefill<Element, 512, 64>(params, launch, most_decode);
   });
 }
 
 size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
   const size_t expanded = params.packing.num_tokens > 0 ? expanded_bytes(params) : 0;
   const int64_t tokens = params.packing.num_tokens;
-  const bool decodes = tokens > 0 && (params.packing.num_sequences > 1 || tokens <= kDecodeTokens);
+  const bool decodes =
+      tokens > 0 && (params.packing.num_sequences > 1 || tokens <= most_decode_tokens(params, device));
   if (params.element == ElementType::kFloat32) return expanded;
   // Prefill asks for its counters.
   return expanded + (decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0});
@@ -181,10 +187,11 @@ cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch
     return error == cudaSuccess ? swa_attention(dense, rest) : error;
   }
   if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
-  if (tokens > kDecodeTokens) {
+  const int most_decode = most_decode_tokens(params, launch.device);
+  if (tokens > most_decode) {
     const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)
-                                  ? attention_prefill_sm90(params, launch)
-                                  : attention_prefill_mma(params, launch);
+                                  ? attention_prefill_sm90(params, launch, most_decode)
+                                  : attention_prefill_mma(params, launch, most_decode);
     if (error != cudaSuccess || params.packing.num_sequences == 1) return error;
   }
   return attention_decode(params, launch);

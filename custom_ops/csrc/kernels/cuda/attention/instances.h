@@ -6,10 +6,10 @@
 namespace ortolan::cuda {
 
 template <typename Element, int kHeadSize>
-cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch);
+cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 
 template <typename Element, int kHeadSize, int kKeyRows>
-cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch);
+cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 
 template <typename Element, int kHeadSize, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch);

@@ -36,8 +36,8 @@ struct Launch {
   unsigned* counters = nullptr;  // [kCounters], where there is a workspace: zero before and after each kernel
 };
 
-// A sequence with at most this many new tokens belongs to the decode kernel.
-constexpr int kDecodeTokens = 16;
+// A sequence with at most this many new tokens belongs to a decode kernel: of mma.sync, or of wgmma.
+constexpr int kDecodeTokens = 16, kSm90DecodeTokens = 64;
 
 // Query rows (token, head of a group) of a tile of the decode kernel's products; one pass takes a tile or
 // two.
@@ -48,9 +48,10 @@ constexpr int kDecodeTileRows = 8;
 // handles the sequences that are its own and leaves the output rows of the others alone.
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch);
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device);
-cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch);
+// `most_decode`: tokens of a sequence that decode takes, at most.
+cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device& device);
-cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch);
+cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 // float32 on the CUDA cores, for any number of tokens.
 cudaError_t attention_float32(const SwaAttentionParams& params, const Launch& launch);
 

@@ -230,7 +230,7 @@ struct CombinedRow {
   static __device__ __forceinline__ CombinedRow of_token(const SwaAttentionParams& params,
                                                          const DecodeShape& shape, int token, int head) {
     const int sequence = find_sequence(params.packing, token);
-    if (sequence < 0 || params.packing.count(sequence) > kDecodeTokens) return {};
+    if (sequence < 0 || params.packing.count(sequence) > shape.most_tokens) return {};
     const int kv_head = shape.by_group.divide(head);
     const int sequence_row = (token - static_cast<int>(params.packing.first(sequence))) * shape.group + head -
                              kv_head * shape.group;
@@ -243,7 +243,6 @@ struct CombinedRow {
   static __device__ __forceinline__ CombinedRow of_entry(const SwaAttentionParams& params,
                                                          const DecodeShape& shape, const int* holders,
                                                          int index, int row) {
-    if (shape.counted_strips && holders[shape.by_kv_heads.divide(index)] < 0) return {};
     return {DecodeEntry::of(params, shape, index, holders), index, row};
   }
   // The entry's number with the strip that the kernel before has counted for its first row; false: it has
@@ -255,26 +254,14 @@ struct CombinedRow {
   }
 };
 
-// Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
-// of a round, at most.
-template <typename Element, int kHeadSize, int kColumns, int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
-                          const __grid_constant__ DecodeShape shape,
-                          const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
-                          bool by_token) {
+// One row and kColumns columns of it; for a whole block.
+template <typename Element, int kHeadSize, int kColumns>
+__device__ __forceinline__ void combine_own(const SwaAttentionParams& params, const DecodeShape& shape,
+                                            const DecodeWorkspace& workspace, CombinedRow own,
+                                            const SpanRound& spans, int spans_at_once, bool by_token) {
   constexpr int kSpanThreads = kColumns / 4;
-  launch_dependents();  // who comes next waits for this kernel, and so for the one before
-  extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ int counted[kCountedEntries + 1];
-  const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
   const int first_column = blockIdx.z * kColumns;
-
-  // Until the wait only what the kernel before had waited for is read.
-  if (shape.counted_strips && !by_token) wait_for_previous_kernel();
-  CombinedRow own = by_token ? CombinedRow::of_token(params, shape, blockIdx.x, blockIdx.y)
-                             : CombinedRow::of_entry(params, shape, workspace.starts + shape.entries + 1,
-                                                     blockIdx.x, blockIdx.y);
   if (own.row >= own.entry.rows) {
     // One block waits even if none has work: who comes next relies on the kernel before this one.
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
@@ -294,6 +281,34 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
       own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
   if (partial.is_stored(first_span)) return;
   combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
+}
+
+// Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
+// of a round, at most. Where strips are counted there may be far fewer entries than the host must expect:
+// blocks take one after another, and none has to start for what is not there.
+template <typename Element, int kHeadSize, int kColumns, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
+                          const __grid_constant__ DecodeShape shape,
+                          const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
+                          bool by_token) {
+  launch_dependents();  // who comes next waits for this kernel, and so for the one before
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
+  const auto combine = [&](const CombinedRow& own) {
+    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, by_token);
+  };
+  // Until the wait only what the kernel before had waited for is read.
+  if (by_token) return combine(CombinedRow::of_token(params, shape, blockIdx.x, blockIdx.y));
+  const int* holders = workspace.starts + shape.entries + 1;
+  const auto row = static_cast<int>(blockIdx.y);
+  if (!shape.counted_strips) return combine(CombinedRow::of_entry(params, shape, holders, blockIdx.x, row));
+  wait_for_previous_kernel();
+  for (auto index = static_cast<int>(blockIdx.x); index < shape.entries; index += gridDim.x) {
+    if (holders[shape.by_kv_heads.divide(index)] < 0) return;  // numbers have no gaps
+    combine(CombinedRow::of_entry(params, shape, holders, index, row));
+    __syncthreads();  // what the row has read may be overwritten
+  }
 }
 
 }  // namespace ortolan::cuda

@@ -39,7 +39,7 @@ __device__ __forceinline__ int count_strips(const SwaAttentionParams& params, co
   __shared__ int counted;
   const auto row_tiles = [&](int sequence) {
     const auto tokens = static_cast<int>(params.packing.count(sequence));
-    if (tokens <= 0 || tokens > kDecodeTokens) return 0;
+    if (tokens <= 0 || tokens > shape.most_tokens) return 0;
     return (tokens * shape.group + shape.entry_rows - 1) / shape.entry_rows;
   };
   sum_up(shape.sequences, row_tiles, [&](int sequence, int tiles, int sum) {

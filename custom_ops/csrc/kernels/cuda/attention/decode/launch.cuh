@@ -49,19 +49,20 @@ inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape
 }
 
 // A shape but for what lies in shared memory: entries of `most_rows` query rows at most.
-inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& device, int most_rows,
-                                int tile_keys, PowerOfTwo span_tiles) {
+inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& device, int most_tokens,
+                                int most_rows, int tile_keys, PowerOfTwo span_tiles) {
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
-  const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, kDecodeTokens));
+  const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, most_tokens));
   DecodeShape shape{};
+  shape.most_tokens = most_tokens;
   shape.kv_heads = kv_heads;
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
   shape.entry_rows = std::min(most_rows, (shape.group * tokens + 3) / 4 * 4);
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.sequences = static_cast<int>(params.packing.num_sequences);
   if (shape.row_tiles > 1 && shape.sequences > 1)
-    shape.counted_strips = static_cast<int>(
-        most_row_tiles(shape.sequences, params.packing.num_tokens, shape.group, shape.entry_rows));
+    shape.counted_strips = static_cast<int>(most_row_tiles(shape.sequences, params.packing.num_tokens,
+                                                           most_tokens, shape.group, shape.entry_rows));
   shape.entries =
       kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
   shape.tile_keys = tile_keys;
@@ -81,8 +82,8 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
 template <int kHeadSize, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
   const int warps = decode_warps<kHeadSize>(device);
-  DecodeShape shape =
-      plan_entries(params, device, kDecodeTileRows * kRowTiles, warps * kWarpKeys<kHeadSize>, PowerOfTwo{3});
+  DecodeShape shape = plan_entries(params, device, kDecodeTokens, kDecodeTileRows * kRowTiles,
+                                   warps * kWarpKeys<kHeadSize>, PowerOfTwo{3});
   shape.warps = warps;
   fill_shared<kHeadSize, kRowTiles>(shape, device);
   return shape;
@@ -96,7 +97,7 @@ constexpr bool kHasClusters = kRowTiles == 1 && kHeadSize <= 256;
 inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
   const int64_t all = divide_up(static_cast<int32_t>(params.cache.capacity), shape.tile_keys);
   if (params.window < 0 || params.prefix_end) return static_cast<int>(all);
-  const int64_t window = (params.window + kDecodeTokens) / shape.tile_keys + 2;
+  const int64_t window = (params.window + shape.most_tokens) / shape.tile_keys + 2;
   return static_cast<int>(
       std::min(all + 1, window + divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys)));
 }
@@ -136,9 +137,13 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   const int64_t rows = params.packing.num_tokens * params.num_heads;
   const int64_t places = int64_t{shape.entries} * shape.entry_rows;
   // A token finds its sequence before the kernel in front has ended, a counted strip after.
+  const int64_t resident = 8 * int64_t{launch.device.num_multiprocessors};
   const bool by_token = shape.counted_strips ? rows <= places : rows < places;
   const auto enqueue = [&](auto kernel, int columns, int threads) {
-    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : shape.entries),
+    const int64_t columns_rows = int64_t{shape.entry_rows} * (kHeadSize / columns);
+    const int64_t at_once = (resident + columns_rows - 1) / columns_rows;
+    const int64_t entries = shape.counted_strips ? std::min<int64_t>(shape.entries, at_once) : shape.entries;
+    const dim3 grid(static_cast<unsigned>(by_token ? params.packing.num_tokens : entries),
                     static_cast<unsigned>(by_token ? params.num_heads : shape.entry_rows),
                     kHeadSize / columns);
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,

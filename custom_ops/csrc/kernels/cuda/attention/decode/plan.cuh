@@ -49,27 +49,29 @@ struct Divisor {
 };
 
 // Row tiles of all sequences together, at most: a sequence of n tokens has divide_up(n * group, rows), and
-// one of more than kDecodeTokens has none.
-constexpr int64_t most_row_tiles(int64_t sequences, int64_t tokens, int64_t group, int64_t rows) {
+// one of more than `most_tokens` has none.
+constexpr int64_t most_row_tiles(int64_t sequences, int64_t tokens, int64_t most_tokens, int64_t group,
+                                 int64_t rows) {
   const auto tiles_of = [&](int64_t n) { return (n * group + rows - 1) / rows; };
-  const int64_t held = tokens < sequences * kDecodeTokens ? tokens : sequences * kDecodeTokens;
+  const int64_t held = tokens < sequences * most_tokens ? tokens : sequences * most_tokens;
   const int64_t holders = held < sequences ? held : sequences;
   // The rows that the last tile of a sequence lacks are less than all by a multiple of what divides both.
   const int64_t packed = (held * group + holders * (rows - std::gcd(group, rows))) / rows;
   const int64_t of_tokens = held * tiles_of(1);
-  const int64_t of_sequences = sequences * tiles_of(tokens < kDecodeTokens ? tokens : kDecodeTokens);
+  const int64_t of_sequences = sequences * tiles_of(tokens < most_tokens ? tokens : most_tokens);
   const int64_t smaller = of_tokens < of_sequences ? of_tokens : of_sequences;
   return packed < smaller ? packed : smaller;
 }
-static_assert(most_row_tiles(128, 128, 4, 8) == 128);  // a token each
-static_assert(most_row_tiles(300, 300, 8, 8) == 300);
-static_assert(most_row_tiles(32, 32, 3, 8) == 32);
-static_assert(most_row_tiles(2, 17, 4, 8) == 9);         // 16 and 1
-static_assert(most_row_tiles(128, 4096, 4, 16) == 512);  // 16 each
+static_assert(most_row_tiles(128, 128, 16, 4, 8) == 128);  // a token each
+static_assert(most_row_tiles(300, 300, 16, 8, 8) == 300);
+static_assert(most_row_tiles(32, 32, 16, 3, 8) == 32);
+static_assert(most_row_tiles(2, 17, 16, 4, 8) == 9);         // 16 and 1
+static_assert(most_row_tiles(128, 4096, 16, 4, 16) == 512);  // 16 each
 
 // Sizes that the host knows.
 struct DecodeShape {
-  int group;  // query heads per kv head
+  int most_tokens;  // of a sequence: one of more is not decode's
+  int group;        // query heads per kv head
   int kv_heads;
   int warps;      // that multiply
   int stages;     // tiles in flight
@@ -86,7 +88,7 @@ struct DecodeShape {
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
   int max_spans;  // per entry
-  bool snaps;     // cuts move to the ends of spans where pieces are short; see DecodeLine
+  bool snaps;     // cuts move to the ends of spans; see DecodeLine
   bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
@@ -118,7 +120,7 @@ struct DecodeEntry {
     entry.first_row = row_tile * shape.entry_rows;
     const int tokens = static_cast<int>(params.packing.count(entry.sequence));
     entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
-    const int rows = tokens <= kDecodeTokens ? tokens * shape.group - entry.first_row : 0;
+    const int rows = tokens <= shape.most_tokens ? tokens * shape.group - entry.first_row : 0;
     entry.rows = rows < 0 ? 0 : rows < shape.entry_rows ? rows : shape.entry_rows;
     entry.last_position = entry.first_position + tokens - 1;
     entry.visibility = Visibility::of(params, sequence, entry.last_position);
@@ -195,10 +197,9 @@ struct EvenCut {
 
 // The line of all tiles, cut for all blocks.
 //
-// Partial sums of many rows are long. Where a block has few tiles of such rows, its piece ends where a span
-// does, so that every span is handed on whole.
+// Partial sums of many rows are long: where rows are many, a piece ends where a span does, so that every span
+// is handed on whole.
 struct DecodeLine {
-  static constexpr unsigned kShortPiece = 24;  // tiles
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
   EvenCut cut;
@@ -208,7 +209,7 @@ struct DecodeLine {
       : starts(starts),
         entries(shape.entries),
         cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
-        snaps(shape.snaps && cut.quotient < kShortPiece) {}
+        snaps(shape.snaps) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
@@ -245,7 +246,8 @@ template <typename Line>
 __device__ __forceinline__ int snapped_begin(const SwaAttentionParams& params, const DecodeShape& shape,
                                              const Line& line, int block) {
   const int begin = line.begin(block);
-  if (!line.snaps || block == 0 || block == shape.blocks) return begin;
+  // Behind the last tile there are no entries either, where strips are counted.
+  if (!line.snaps || block == 0 || begin >= line.first(shape.entries)) return begin;
   const int index = line.entry_of(begin);
   const DecodeEntry entry = line.entry(params, shape, index);
   const int number = begin - line.first(index);

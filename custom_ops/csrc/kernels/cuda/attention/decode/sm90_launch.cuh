@@ -12,7 +12,7 @@ namespace ortolan::cuda {
 inline int expected_rows(const SwaAttentionParams& params) {
   const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
   const int64_t tokens =
-      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
+      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kSm90DecodeTokens);
   const int64_t rows = params.num_heads / params.cache.num_kv_heads * tokens;
   constexpr int64_t kTile = kDecodeTileRows;
   return static_cast<int>(std::min<int64_t>((rows + kTile - 1) / kTile * kTile, kSm90DecodeRows));
@@ -22,8 +22,8 @@ template <int kHeadSize>
 DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& device) {
   using Shape = Sm90DecodeShape<kHeadSize>;
   constexpr int kMostStages = 12, kGoodStages = 3, kStaticBytes = 512;
-  DecodeShape shape =
-      plan_entries(params, device, expected_rows(params), Shape::kTileKeys, Shape::kSpanTiles);
+  DecodeShape shape = plan_entries(params, device, kSm90DecodeTokens, expected_rows(params), Shape::kTileKeys,
+                                   Shape::kSpanTiles);
   shape.warps = 8;
   shape.buffers = 1;
   shape.snaps = shape.entry_rows > kDecodeTileRows;

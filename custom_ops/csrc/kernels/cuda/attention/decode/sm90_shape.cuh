@@ -16,7 +16,7 @@ struct Sm90DecodeShape {
   static constexpr int kSteps = kHeadSize <= 256 ? 1 : 4;                            // of a tile
   static constexpr int kTileKeys = kKeys * kSteps;
   // Registers hold a span's sums beside those of a tile, or a longer tile's alone.
-  static constexpr PowerOfTwo kSpanTiles{kHeadSize <= 256 ? 2 : 0};
+  static constexpr PowerOfTwo kSpanTiles{kHeadSize <= 256 ? 3 : 0};
   static constexpr int kBoxes = kHeadSize / 64;               // of 64 columns, 128 bytes
   static constexpr int kBufferBytes = kKeys * kHeadSize * 2;  // keys or values of a step
   static constexpr int kQueryBytes = kSm90DecodeRows * kHeadSize * 2;

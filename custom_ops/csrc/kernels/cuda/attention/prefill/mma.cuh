@@ -210,7 +210,8 @@ struct MmaPrefill {
 
 template <typename Element, int kHeadSize>
 __global__ void __launch_bounds__(128, 2)
-    mma_prefill_kernel(const __grid_constant__ SwaAttentionParams params, int tiles, int section_heads) {
+    mma_prefill_kernel(const __grid_constant__ SwaAttentionParams params, int tiles, int section_heads,
+                       int most_decode) {
   using Shape = MmaShape<kHeadSize>;
   using Prefill = MmaPrefill<Element, kHeadSize>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(128, 2)
   launch_dependents();
   const TileAndHead block = TileAndHead::of(blockIdx.x, tiles, section_heads);
   const int head = block.head;
-  const QueryTile tile = find_query_tile(params.packing, block.tile, Shape::kRows, kDecodeTokens);
+  const QueryTile tile = find_query_tile(params.packing, block.tile, Shape::kRows, most_decode);
   if (tile.sequence < 0) return;
 
   const int64_t kv_head = head / (params.num_heads / params.cache.num_kv_heads);
@@ -275,19 +276,19 @@ __global__ void __launch_bounds__(128, 2)
 }
 
 template <typename Element, int kHeadSize>
-cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch) {
+cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   using Shape = MmaShape<kHeadSize>;
   constexpr auto kKernel = mma_prefill_kernel<Element, kHeadSize>;
   if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
     return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
+  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, most_decode);
   const dim3 blocks(static_cast<unsigned>(tiles * params.num_heads));
   return launch_overlapped(kKernel, blocks, dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
-                           static_cast<int>(tiles), static_cast<int>(heads_per_section(params)));
+                           static_cast<int>(tiles), static_cast<int>(heads_per_section(params)), most_decode);
 }
 
 // One source file per element type keeps a build parallel.
 #define ORTOLAN_INSTANTIATE_MMA_PREFILL(Element, kHeadSize) \
-  template cudaError_t launch_mma_prefill<Element, kHeadSize>(const SwaAttentionParams&, const Launch&);
+  template cudaError_t launch_mma_prefill<Element, kHeadSize>(const SwaAttentionParams&, const Launch&, int);
 
 }  // namespace ortolan::cuda

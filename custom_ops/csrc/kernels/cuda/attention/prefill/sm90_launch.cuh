@@ -10,7 +10,7 @@
 namespace ortolan::cuda {
 
 template <typename Element, int kHeadSize, int kKeyRows>
-cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch) {
+cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   const CacheLayout& cache = params.cache;
   const auto element = params.element;
@@ -29,7 +29,8 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
   if (error != cudaSuccess) return error;
   WorkQueue queue;
   queue.section_heads = static_cast<int>(heads_per_section(params));
-  const int64_t works = max_query_tiles(params.packing, Shape::kRows, kDecodeTokens) * params.num_heads;
+  const int64_t works = max_query_tiles(params.packing, Shape::kRows, most_decode) * params.num_heads;
+  queue.most_decode = most_decode;
   queue.taken = launch.counters;
   const auto clusters =
       static_cast<unsigned>(std::min<int64_t>(works, launch.device.num_multiprocessors / Shape::kBlocks));
@@ -40,6 +41,6 @@ cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& 
 // One source file per element type keeps a build parallel.
 #define ORTOLAN_INSTANTIATE_SM90_PREFILL(Element, kHeadSize, kKeyRows)                              \
   template cudaError_t launch_sm90_prefill<Element, kHeadSize, kKeyRows>(const SwaAttentionParams&, \
-                                                                         const Launch&);
+                                                                         const Launch&, int);
 
 }  // namespace ortolan::cuda

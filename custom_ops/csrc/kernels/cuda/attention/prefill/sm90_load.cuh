@@ -57,7 +57,7 @@ struct Sm90Loader {
   // Which works are the block's: found while others are loaded, as lengths take long to read.
   __device__ __forceinline__ void find_works(Shared& shared, const WorkQueue& queue) const {
     const int lane = threadIdx.x % 32;
-    const int tiles = count_query_tiles(params.packing, Shape::kRows, kDecodeTokens);
+    const int tiles = count_query_tiles(params.packing, Shape::kRows, queue.most_decode);
     const unsigned works = static_cast<unsigned>(tiles) * static_cast<unsigned>(params.num_heads);
     Ring<Shared::kWorks> work_at;
     uint32_t wanted_parity = 0;
@@ -67,7 +67,7 @@ struct Sm90Loader {
       const unsigned number = queue.take<Shape::kBlocks>(round++);
       exists = number < works;
       Sm90Work<Shape> work{};
-      if (exists) work.find(params, TileAndHead::of(number, tiles, queue.section_heads));
+      if (exists) work.find(params, TileAndHead::of(number, tiles, queue.section_heads), queue.most_decode);
       if (lane == 0) {
         shared.works[work_at.place] = work;
         shared.handed_works.full[work_at.place].arrive();

@@ -48,6 +48,7 @@ struct Sm90Maps {
 // them among themselves, to and fro, which is nearly as even.
 struct WorkQueue {
   int section_heads;
+  int most_decode;  // sequences of no more belong to decode
   unsigned* taken;  // two counters, zero between launches: works taken, blocks that have left
 
   // For a whole warp; `round`: how many the block has taken.
@@ -81,8 +82,9 @@ struct Sm90Work {
   KeyTiles visits;
 
   // For whole warps.
-  __device__ __forceinline__ void find(const SwaAttentionParams& params, const TileAndHead& place) {
-    tile = find_query_tile(params.packing, place.tile, Shape::kRows, kDecodeTokens);
+  __device__ __forceinline__ void find(const SwaAttentionParams& params, const TileAndHead& place,
+                                       int most_decode) {
+    tile = find_query_tile(params.packing, place.tile, Shape::kRows, most_decode);
     head = place.head;
     kv_head = head / static_cast<int>(params.num_heads / params.cache.num_kv_heads);
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
