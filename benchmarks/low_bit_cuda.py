@@ -4,8 +4,8 @@
 
 Few rows read every code and scale once: their figures are packed bytes over time, and the share of a copy's bandwidth.
 Each case rotates among weights that do not fit into the L2 cache, in a CUDA graph whose calls follow one another as in
-a model. Many rows take turns with FusedLinear over a bfloat16 weight of the same shape. The first result of each case is
-compared with float64 of the dequantised values.
+a model. Many rows take turns with FusedLinear over a bfloat16 weight of the same shape. The first result of each case
+is compared with float64 of the dequantised values.
 """
 
 from __future__ import annotations
