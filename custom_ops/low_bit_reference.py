@@ -36,7 +36,7 @@ def dequantize(
     scale_rows: int = 1,
 ) -> Floats:
     """Return the weight [N, I] that codes stand for, as LowBitLinear's inputs of these names describe it."""
-    wide = codes if format in ("int8", "fp8") else unpack_nibbles(codes)
+    wide = codes if format in ("int8", "fp8") else unpack_nibbles(codes.astype(np.uint8))
     rows, columns = wide.shape
     size = group_size or columns
     grouped = wide.reshape(rows, columns // size, size)
@@ -60,7 +60,7 @@ def dequantize(
 def _zero_points(packed: Array | None, format: str, groups: int) -> Floats:
     if packed is None:
         return np.full((1, 1, 1), 8.0 if format == "int4" else 128.0)
-    codes = unpack_nibbles(packed)[:, :groups] if format == "int4" else packed
+    codes = unpack_nibbles(packed.astype(np.uint8))[:, :groups] if format == "int4" else packed
     return np.asarray(codes.astype(np.float64)[:, :, None])
 
 

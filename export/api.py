@@ -301,7 +301,7 @@ def _check_published(published: Published, options: ExportOptions) -> None:
     if options.weight_format is not None:
         raise ConfigError(
             f"weight_format is {options.weight_format!r}, but the checkpoint is quantized already "
-            f"({published.method}); leave weight_format out to keep its bits, or give the checkpoint that is not quantized"
+            f"({published.method}); leave weight_format out, or give the checkpoint that is not quantized"
         )
     if options.weights == "random":
         raise ConfigError(

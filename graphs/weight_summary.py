@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
 
+from ortolan.custom_ops.low_bit_schema import LOW_BIT_OPERATORS
 from ortolan.element_types import from_onnx
 
 # Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
-_LOW_BIT = {"MatMulNBits": 1, "LowBitLinear": 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
+_OWN = "LowBitLinear"
+_LOW_BIT = {"MatMulNBits": 1, _OWN: 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
 DEFAULT_BITS = 4  # of those that pack weights into bytes
 _ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
 
@@ -82,8 +85,20 @@ def _is_weight(use: _Use) -> bool:
 def _format(use: _Use) -> str:
     if use.weight is None:
         return from_onnx(use.tensor.data_type).name
+    if use.node.op_type == _OWN:
+        kind, group, rows = (_own_attribute(use.node, name) for name in ("format", "group_size", "scale_rows"))
+        size = f"{rows} x {group}" if rows > 1 else group
+        return f"{kind} in blocks of {size}" if group else f"{kind} by row"
     block = _numbers(use.node).get("block_size", 0)
     return f"{_bits(use)} bits" + (f" in blocks of {block}" if block else "")
+
+
+def _own_attribute(node: onnx.NodeProto, name: str) -> Any:
+    """Return an attribute of a LowBitLinear."""
+    found = next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
+    if found is None:
+        found = next(a.default for op in LOW_BIT_OPERATORS for a in op.attributes if a.name == name)
+    return found.decode() if isinstance(found, bytes) else found
 
 
 def _parameters(use: _Use) -> int:
@@ -97,6 +112,8 @@ def _parameters(use: _Use) -> int:
 def _bits(use: _Use) -> int:
     """Return the bits of one parameter of a low-bit weight, several of which a byte may pack."""
     assert use.weight is not None
+    if use.node.op_type == _OWN:
+        return 4 if str(_own_attribute(use.node, "format")).endswith("4") else 8
     own = from_onnx(use.weight.data_type)
     if own.name != "uint8" or use.node.op_type == "DequantizeLinear":
         return own.bits

@@ -16,7 +16,7 @@ Stored: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]  # element type and s
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "nvfp4": 4}
 INTEGERS: tuple[Kind, ...] = ("int4", "int8")
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # that MatMulNBits has on every device
-# MatMulNBits rounds activations to 8 bits, in blocks, on the CPU: about twice as fast, see docs/quantisation.md.
+# On the CPU, MatMulNBits then rounds activations to 8 bits, which is many times faster: see docs/quantisation.md.
 ACCURACY_LEVEL = 4
 
 

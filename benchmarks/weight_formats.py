@@ -1,0 +1,131 @@
+"""Measures what low-bit weights keep: the shipped model in each format, against its own float32.
+
+Run it with the package installed: `python benchmarks/weight_formats.py`. Text: Python sources that training did not
+see, and retrieval prompts. Prints a table; with --json, writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+import ortolan
+from ortolan.cli.table import format_table
+from ortolan.retrieval import KINDS, Task, is_correct, load_corpus, make_sample, shipped_model
+
+FORMATS = {
+    "float32": {},
+    "int8, 128": {"weight_format": "int8", "group_size": 128},
+    "int8, channel": {"weight_format": "int8", "group_size": "channel"},
+    "fp8, channel": {"weight_format": "fp8"},
+    "fp8, 128 x 128": {"weight_format": "fp8", "group_size": 128},
+    "int4, 32": {"weight_format": "int4", "group_size": 32},
+    "int4, 32, asymmetric": {"weight_format": "int4", "group_size": 32, "asymmetric": True},
+    "int4, 32, nearest": {"weight_format": "int4", "group_size": 32, "quantizer": "nearest"},
+    "int4, 128": {"weight_format": "int4", "group_size": 128},
+    "int4, 128, asymmetric": {"weight_format": "int4", "group_size": 128, "asymmetric": True},
+    "int4, 128, nearest": {"weight_format": "int4", "group_size": 128, "quantizer": "nearest"},
+    "int4, 128, dense head": {"weight_format": "int4", "group_size": 128, "head_format": "dense"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """What one format keeps.
+
+    Attributes:
+        bytes: of the weights file.
+        perplexity: per byte of text, which is a token of the shipped model.
+        agreement: share of positions whose likeliest token is that of float32.
+        divergence: mean Kullback-Leibler divergence from float32, nats.
+        retrieved: share of retrieval prompts that are answered right.
+    """
+
+    name: str
+    bytes: int
+    perplexity: float
+    agreement: float
+    divergence: float
+    retrieved: float
+
+
+def read_log_probabilities(model: ortolan.Model, token_ids: list[int]) -> np.ndarray:
+    """Return log-probabilities of what follows each token but the last, [T - 1, V] float64, read one by one."""
+    session = model.session()
+    rows = [session.prefill(token_ids[:1]), *(session.step(token) for token in token_ids[1:-1])]
+    logits = np.stack(rows).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def share_retrieved(model: ortolan.Model, samples: int) -> float:
+    """Return the share of retrieval prompts, over depths and kinds, that are answered right."""
+    corpus, right = load_corpus("eval"), 0
+    for seed in range(samples):
+        task = Task(length=1024, depth=seed / max(1, samples - 1), kind=KINDS[seed % len(KINDS)], seed=seed)
+        sample = make_sample(corpus, task)
+        ids = model.session().generate(
+            model.tokenizer.encode(sample.prompt), max_new_tokens=8, sampling=ortolan.Sampling(temperature=0.0)
+        )
+        right += is_correct(sample, model.tokenizer.decode(list(ids)))
+    return right / samples
+
+
+def measure(folder: Path, options: argparse.Namespace) -> list[Quality]:
+    """Export, load and measure each format."""
+    text = "".join(sample.prompt for sample in _texts(options.tokens))
+    found, reference = [], np.zeros(0)
+    for name, given in FORMATS.items():
+        target = ortolan.export(shipped_model(), folder / name.replace(" ", ""), **given)
+        model = ortolan.load(target, device="cpu")
+        token_ids = model.tokenizer.encode(text)[: options.tokens]
+        own = read_log_probabilities(model, token_ids)
+        reference = own if name == "float32" else reference
+        found.append(
+            Quality(
+                name=name,
+                bytes=(target / "model.onnx.data").stat().st_size,
+                perplexity=float(np.exp(-own[np.arange(len(own)), token_ids[1:]].mean())),
+                agreement=float((own.argmax(1) == reference.argmax(1)).mean()),
+                divergence=float((np.exp(reference) * (reference - own)).sum(1).mean()),
+                retrieved=share_retrieved(model, options.samples),
+            )
+        )
+    return found
+
+
+def _texts(tokens: int) -> list:
+    corpus = load_corpus("eval")
+    return [make_sample(corpus, Task(length=1024, seed=seed)) for seed in range(-(-tokens // 1024))]
+
+
+def _row(quality: Quality) -> list[str]:
+    shares = [f"{quality.agreement:.2%}", f"{quality.divergence:.5f}", f"{quality.retrieved:.0%}"]
+    return [quality.name, f"{quality.bytes / 1e6:.2f}", f"{quality.perplexity:.4f}", *shares]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of text (default: 4096)")
+    parser.add_argument("--samples", type=int, default=33, help="retrieval prompts (default: 33)")
+    parser.add_argument("--json", type=Path, help="write the figures to a file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), options)
+    rows = [_row(quality) for quality in found]
+    print(f"onnxruntime {onnxruntime.__version__}, CPU; {options.tokens} tokens of text, {options.samples} prompts")
+    print(format_table(["weights", "MB", "perplexity", "same top token", "KL", "retrieved"], rows))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(quality) for quality in found], indent=2))
+
+
+if __name__ == "__main__":
+    main()
