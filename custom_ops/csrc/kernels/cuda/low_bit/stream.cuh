@@ -10,55 +10,11 @@
 // order: within a group, the groups of a warp, then warp after warp. It depends on the layer alone.
 #pragma once
 
-#include "codes.cuh"
-#include "kernels/cuda/linear/gemv.cuh"
+#include "stream_inputs.cuh"
 
 namespace ortolan::cuda {
 
-// How a launch shares the work.
-struct LowBitPlan {
-  static constexpr int kTileRows = 16;
-  static constexpr int kRowBytes = 64;  // of codes, in a step
-  static constexpr int kCodesBytes = kTileRows * kRowBytes;
-  static constexpr int kScalesBytes = kTileRows * 8;
-  static constexpr int kStageBytes = kCodesBytes + kScalesBytes + kTileRows * 4;
-  static constexpr int kTokens = 8;  // of a tensor-core product
-
-  int tiles;
-  int steps;              // of a row
-  int row_bytes;          // of codes
-  int scale_row_bytes;    // of scales
-  int zero_row_bytes;     // of zero points
-  int scale_rows_shift;   // rows that share a row of scales, a power of two
-  int step_groups;        // groups that a step holds, or 1
-  int group_steps_shift;  // steps that share a group, a power of two
-  int scale_words;        // of 4 bytes, which hold a step's scales
-  int token_stride;       // bytes between tokens' inputs
-  int turn_tiles;         // tiles whose sums wait for each other
-
-  // Of a step, in its row.
-  __device__ __forceinline__ int first_group(int step) const {
-    return (step >> group_steps_shift) * step_groups;
-  }
-  template <int kTokenTiles>
-  static constexpr int sums_bytes() {  // of a tile
-    return kGemvWarps * kTileRows * kTokens * kTokenTiles * 4;
-  }
-  template <int kTokenTiles>
-  int shared_bytes(int depth, int tokens) const {
-    return kGemvWarps * depth * kStageBytes + 2 * turn_tiles * sums_bytes<kTokenTiles>() +
-           tokens * token_stride;
-  }
-};
-
-struct LowBitStreamParams {
-  FusedLinearParams linear;
-  LowBitWeight weight;
-  LowBitPlan plan;
-  GemvPass pass;
-};
-
-// The same, where memory is read in pieces of 128 bytes.
+// As copy_async_16, where memory is read in pieces of 128 bytes.
 __device__ __forceinline__ void copy_codes(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
@@ -76,14 +32,14 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
 
 // The warp's steps, tile after tile, as it fetches or multiplies them.
 struct LowBitCursor {
-  int tile, step, first, end;
+  int tile, step, first, end, stride;
 
   __device__ __forceinline__ bool done(const LowBitPlan& plan) const { return tile >= plan.tiles; }
   // Whether the tile has changed.
   __device__ __forceinline__ bool advance() {
     if (++step < end) return false;
     step = first;
-    tile += static_cast<int>(gridDim.x);
+    tile += stride;
     return true;
   }
 };
@@ -166,83 +122,6 @@ struct LowBitFetcher {
     copy_async_commit();
   }
 };
-
-// The order of inputs within 32 columns that Codes::expand asks for: `piece` are eight columns in their
-// order.
-template <int kBits>
-__device__ __forceinline__ void store_inputs(uint32_t row, int piece, const uint4& x) {
-  if constexpr (kBits == 4) {
-    store_shared_16(row + piece * 16,
-                    make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                               __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)));
-  } else {
-    const uint32_t target = row + piece / 4 * 64 + piece % 2 * 32 + piece % 4 / 2 * 8;
-    const auto store = [](uint32_t address, uint32_t a, uint32_t b) {
-      asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(address), "r"(__byte_perm(a, b, 0x5410)),
-                   "r"(__byte_perm(a, b, 0x7632))
-                   : "memory");
-    };
-    store(target, x.x, x.y);
-    store(target + 16, x.z, x.w);
-  }
-}
-
-// Calls visit(token, piece) for pieces of the tokens' inputs, and before it fetch(token, piece) for eight
-// tokens.
-template <int kTokens, typename Fetch, typename Visit>
-__device__ __forceinline__ void each_input(int tokens, int pieces, Fetch fetch, Visit visit) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < pieces; i += kGemvThreads)
-#pragma unroll
-    for (int first = 0; first < kTokens; first += 8) {
-      uint4 x[8];
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        if (first + n < tokens) x[n] = fetch(first + n, i);
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        if (first + n < tokens) visit(first + n, i, x[n]);
-    }
-}
-
-// Brings the tokens' inputs to shared memory, normalised where the layer says so. For the whole block.
-template <typename Element, int kBits, int kTokens>
-__device__ __forceinline__ void load_low_bit_inputs(const LowBitStreamParams& p, uint32_t inputs) {
-  __shared__ float squares[kTokens][kGemvWarps];
-  const FusedLinearParams& layer = p.linear;
-  const int pieces = static_cast<int>(layer.num_inputs) / 8, tokens = p.pass.num_tokens;
-  const int padded = (p.plan.token_stride - 64) / 16;
-  const auto* source = static_cast<const uint4*>(layer.input) + int64_t{p.pass.first_token} * pieces;
-  const auto* norm = static_cast<const uint4*>(layer.norm_weight);
-  const auto fetch = [&](int token, int i) { return i < pieces ? source[token * pieces + i] : uint4{}; };
-  float factors[kTokens] = {};
-  if (norm) {
-    each_input<kTokens>(tokens, pieces, fetch, [&](int token, int, const uint4& x) {
-      factors[token] = add_products(x, x, factors[token], Element{});
-    });
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) {
-      if (token >= tokens) break;
-      factors[token] = warp_sum(factors[token]);
-      if (threadIdx.x % 32 == 0) squares[token][threadIdx.x / 32] = factors[token];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) {
-      if (token >= tokens) break;
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < kGemvWarps; ++n) sum += squares[token][n];
-      factors[token] = rsqrtf(sum / static_cast<float>(layer.num_inputs) + layer.epsilon);
-    }
-  }
-  each_input<kTokens>(tokens, padded, fetch, [&](int token, int i, const uint4& x) {
-    const bool scaled = norm && i < pieces;
-    store_inputs<kBits>(inputs + token * p.plan.token_stride, i,
-                        scaled ? scale_piece(x, factors[token], norm[i], Element{}) : x);
-  });
-  __syncthreads();
-}
 
 // Products of a tile over a warp's steps. Lane 4 g + t has the sums of rows g and g + 8 for tokens 2 t and
 // 2 t + 1 of each eight.
@@ -374,11 +253,13 @@ struct LowBitProducts {
   }
 };
 
-// Outputs of a turn's tiles, from the warps' sums [tile, warp, row, token].
-template <typename Element, LowBitFormat kFormat, int kTokenTiles>
+// Outputs of a turn's tiles, from the warps' sums [tile, warp, row, token]. Each turn begins with another
+// warp.
+template <typename Element, LowBitFormat kFormat, int kTokenTiles, int kTeams>
 __device__ __forceinline__ void finish_low_bit_turn(const LowBitStreamParams& p, const float* sums,
-                                                    int first_tile, int tiles, int rotation) {
+                                                    int first_tile, int turn) {
   constexpr int kTokens = 8 * kTokenTiles, kTileSums = kGemvWarps * 16 * kTokens;
+  constexpr int kThreads = kTeams * kGemvThreads;
   const bool gated = p.linear.activation != GatedActivation::kNone;
   const int outputs = gated ? 8 : 16, tokens = p.pass.num_tokens;
   const auto sum_of = [&](int tile, int row, int token, int64_t weight_row) {
@@ -389,10 +270,10 @@ __device__ __forceinline__ void finish_low_bit_turn(const LowBitStreamParams& p,
     return kFormat == LowBitFormat::kNvfp4 ? sum * p.weight.float_scales[weight_row] : sum;
   };
 #pragma unroll 1
-  for (int i = (static_cast<int>(threadIdx.x) + rotation * 32) % kGemvThreads; i < tiles * outputs * tokens;
-       i += kGemvThreads) {
-    const int row = i % outputs, tile = i / outputs % tiles, token = i / outputs / tiles;
-    const int64_t output = int64_t{first_tile + tile * static_cast<int>(gridDim.x)} * outputs + row;
+  for (int i = (static_cast<int>(threadIdx.x) + turn * 32) % kThreads; i < kTeams * outputs * tokens;
+       i += kThreads) {
+    const int row = i % outputs, tile = i / outputs % kTeams, token = i / outputs / kTeams;
+    const int64_t output = int64_t{first_tile + tile} * outputs + row;
     if (output >= p.linear.num_outputs) continue;
     Element residual{};
     if (p.linear.residual) residual = load_residual<Element>(p.linear, p.pass.first_token + token, output);
@@ -402,20 +283,23 @@ __device__ __forceinline__ void finish_low_bit_turn(const LowBitStreamParams& p,
   }
 }
 
-// kDepth: steps of a warp on their way.
-template <typename Kind, int kTokenTiles, int kDepth>
-__global__ void __launch_bounds__(kGemvThreads, 2)
+// kTeams: of eight warps, which take the tiles of a turn by turns; kDepth: steps of a warp on their way.
+template <typename Kind, int kTokenTiles, int kTeams, int kDepth>
+__global__ void __launch_bounds__(kTeams* kGemvThreads, 2 / kTeams)
     low_bit_stream_kernel(const __grid_constant__ LowBitStreamParams p) {
   using Element = typename Kind::Element;
   constexpr int kTileSums = LowBitPlan::sums_bytes<kTokenTiles>() / 4;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const LowBitPlan& plan = p.plan;
-  const int warp = threadIdx.x / 32;
-  const uint32_t ring = shared_address(shared_memory) + warp * kDepth * LowBitPlan::kStageBytes;
-  auto* sums = reinterpret_cast<float*>(shared_memory + kGemvWarps * kDepth * LowBitPlan::kStageBytes);
-  const uint32_t inputs = shared_address(sums) + 2 * plan.turn_tiles * kTileSums * 4;
+  const int warp = threadIdx.x / 32 % kGemvWarps, team = threadIdx.x / kGemvThreads;
+  const uint32_t ring = shared_address(shared_memory) + threadIdx.x / 32 * kDepth * LowBitPlan::kStageBytes;
+  auto* sums =
+      reinterpret_cast<float*>(shared_memory + kTeams * kGemvWarps * kDepth * LowBitPlan::kStageBytes);
+  const uint32_t inputs = shared_address(sums) + 2 * kTeams * kTileSums * 4;
   const int first = warp * plan.steps / kGemvWarps, end = (warp + 1) * plan.steps / kGemvWarps;
-  const LowBitCursor start{first < end ? static_cast<int>(blockIdx.x) : plan.tiles, first, first, end};
+  const int stride = static_cast<int>(gridDim.x) * kTeams;
+  const int own = static_cast<int>(blockIdx.x) * kTeams + team;
+  const LowBitCursor start{first < end ? own : plan.tiles, first, first, end, stride};
 
   LowBitFetcher<Kind> fetcher{p, ring, start};
   fetcher.start();
@@ -423,19 +307,16 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   for (int n = 0; n < kDepth; ++n) fetcher.fetch(n);
   launch_dependents();
   wait_for_previous_kernel();
-  load_low_bit_inputs<Element, Kind::Format::kBits, 8 * kTokenTiles>(p, inputs);
+  load_low_bit_inputs<Element, Kind::Format::kBits, 8 * kTokenTiles, kTeams>(p, inputs);
 
   LowBitProducts<Kind, kTokenTiles> products{p};
   products.prepare(inputs);
   int place = 0, turn = 0;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < plan.tiles; ++turn) {
-    float* turn_sums = sums + turn % 2 * plan.turn_tiles * kTileSums;
-    const int first_tile = tile;
-    int count = 0;
-#pragma unroll 1
-    for (; count < plan.turn_tiles && tile < plan.tiles; ++count, tile += static_cast<int>(gridDim.x)) {
-      products.start(tile);
+  for (int turn_tile = blockIdx.x * kTeams; turn_tile < plan.tiles; turn_tile += stride, ++turn) {
+    float* turn_sums = sums + turn % 2 * kTeams * kTileSums;
+    if (turn_tile + team < plan.tiles) {
+      products.start(turn_tile + team);
 #pragma unroll 1
       for (int step = first; step < end; ++step) {
         copy_async_wait<kDepth - 1>();
@@ -445,10 +326,10 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
         fetcher.fetch(place);
         if (++place == kDepth) place = 0;
       }
-      products.store(turn_sums + count * kTileSums + warp * 16 * 8 * kTokenTiles);
+      products.store(turn_sums + team * kTileSums + warp * 16 * 8 * kTokenTiles);
     }
     __syncthreads();
-    finish_low_bit_turn<Element, Kind::kFormat, kTokenTiles>(p, turn_sums, first_tile, count, turn);
+    finish_low_bit_turn<Element, Kind::kFormat, kTokenTiles, kTeams>(p, turn_sums, turn_tile, turn);
   }
 }
 

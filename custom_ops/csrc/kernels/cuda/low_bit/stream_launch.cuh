@@ -43,32 +43,32 @@ inline int resident_low_bit_blocks(int bytes, const Device& device) {
 
 // Multiplies some tokens by blocks of which a multiprocessor holds `least` at least. False, and nothing
 // launched, where it does not.
-template <typename Kind, int kTokenTiles, int kDepth>
+template <typename Kind, int kTokenTiles, int kTeams, int kDepth>
 bool launch_low_bit_tiles(const LowBitLinearParams& p, const GemvPass& pass, int least, const Launch& launch,
                           cudaError_t& error) {
-  constexpr auto kKernel = low_bit_stream_kernel<Kind, kTokenTiles, kDepth>;
-  LowBitStreamParams params{dense_params(p), p.weight, plan_low_bit(p), pass};
-  params.plan.turn_tiles = kDepth == 8 ? 2 : 1;
-  const int bytes = params.plan.shared_bytes<kTokenTiles>(kDepth, pass.num_tokens);
-  const int resident = resident_low_bit_blocks(bytes, launch.device);
+  constexpr auto kKernel = low_bit_stream_kernel<Kind, kTokenTiles, kTeams, kDepth>;
+  const LowBitStreamParams params{dense_params(p), p.weight, plan_low_bit(p), pass};
+  const int bytes = params.plan.shared_bytes<kTokenTiles>(kTeams, kDepth, pass.num_tokens);
+  const int resident = std::min(resident_low_bit_blocks(bytes, launch.device), 2 / kTeams);
   if (resident < least) return false;
-  const int blocks = std::min(params.plan.tiles, resident * launch.device.num_multiprocessors);
+  const auto blocks =
+      std::min(divide_up(params.plan.tiles, kTeams), int64_t{resident} * launch.device.num_multiprocessors);
   error = allow_shared_memory<kKernel>(launch.device);
   if (error == cudaSuccess)
-    error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kGemvThreads),
+    error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(kTeams * kGemvThreads),
                               static_cast<size_t>(bytes), launch, params);
   return true;
 }
 
-// The same, by the kernel that is likely to be the fastest; for up to 16.
+// The same, such that a multiprocessor has two teams if it can: of two blocks, or of one whose teams share
+// the inputs.
 template <typename Kind>
 bool launch_low_bit_pass(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
                          cudaError_t& error) {
-  if (pass.num_tokens > 8) return launch_low_bit_tiles<Kind, 2, 4>(p, pass, 1, launch, error);
-  return launch_low_bit_tiles<Kind, 1, 8>(p, pass, 2, launch, error) ||
-         launch_low_bit_tiles<Kind, 1, 4>(p, pass, 2, launch, error) ||
-         launch_low_bit_tiles<Kind, 1, 8>(p, pass, 1, launch, error) ||
-         launch_low_bit_tiles<Kind, 1, 4>(p, pass, 1, launch, error);
+  if (pass.num_tokens > 8) return launch_low_bit_tiles<Kind, 2, 2, 2>(p, pass, 1, launch, error);
+  return launch_low_bit_tiles<Kind, 1, 1, 5>(p, pass, 2, launch, error) ||
+         launch_low_bit_tiles<Kind, 1, 2, 5>(p, pass, 1, launch, error) ||
+         launch_low_bit_tiles<Kind, 1, 1, 5>(p, pass, 1, launch, error);
 }
 
 template <typename Kind>
