@@ -16,6 +16,14 @@ def test_options_reach_the_manifest(tmp_path, capsys):
     assert capsys.readouterr().out == f"{target}\n"
 
 
+def test_caches_of_codes_are_exported_and_shown(tmp_path, capsys):
+    target = tmp_path / "model"
+    options = ["--weights", "random", "--max-context", "512", "--cache-dtype", "fp8"]
+    assert main(["export", str(shipped_model()), str(target), *options]) == 0
+    assert main(["inspect", str(target)]) == 0
+    assert "float32, caches float8_e4m3fn" in capsys.readouterr().out
+
+
 def test_overwrite_is_needed_and_works(model_dir, tmp_path, capsys):
     target = tmp_path / "model"
     arguments = ["export", str(shipped_model()), str(target), "--weights", "random"]
@@ -32,6 +40,7 @@ def test_overwrite_is_needed_and_works(model_dir, tmp_path, capsys):
     [
         (["--dtype", "int3"], "int3"),
         (["--weights", "none"], "none"),
+        (["--cache-dtype", "int4"], "cache_dtype"),
         (["--max-context", "0"], "max_context"),
         (["--sink", "-1"], "sink"),
         (["--paged", "--page-size", "20"], "page_size"),

@@ -76,8 +76,8 @@ def test_the_three_types_have_names_of_their_own(checkpoint, tmp_path, weight_fo
     [
         ({"weight_format": "int3"}, "weight_format is 'int3'; allowed: dense"),
         ({"weight_format": ""}, "weight_format is ''; allowed: dense"),
-        ({"cache_dtype": "fp8"}, "cache_dtype is 'fp8'; allowed: float16"),
-        ({"cache_dtype": "float32"}, "cache_dtype is 'float32'; allowed: float16"),
+        ({"cache_dtype": "int4"}, "cache_dtype is 'int4'; allowed: None, 'float16'"),
+        ({"cache_dtype": "float32"}, "cache_dtype is 'float32'; allowed: None, 'float16'"),
     ],
 )
 def test_formats_and_cache_types_that_are_not_there_are_refused(checkpoint, tmp_path, options, message):
