@@ -161,7 +161,7 @@ def test_a_long_context_in_a_ring_of_wide_heads(window):
     """The rings of Gemma 4: 9,216 tokens, of which the last 1,024 come one by one, 16 by 16, or in chunks."""
     layer = Layer(window=window, capacity=window + 1024, heads=2, kv_heads=1, head_size=256)
     prompt = draw_prompt(layer, 9216)
-    decoded = [run_chunks(layer, prompt, [1024] * 8 + ways) for ways in ([1] * 1024, [DECODE_TOKENS] * 64)]
+    decoded = [run_chunks(layer, prompt, [1024] * 8 + ways) for ways in ([1] * 1024, [MMA_TOKENS] * 64)]
     read = [run_chunks(layer, prompt, ways) for ways in ([1024] * 9, [512] * 18)]
     assert_same_bits(decoded[0], decoded[1])
     assert_same_bits(read[0], read[1])
