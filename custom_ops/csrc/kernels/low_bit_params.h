@@ -9,7 +9,7 @@ namespace ortolan {
 
 enum class LowBitFormat { kInt4, kInt8, kFp8, kMxfp4, kNvfp4 };
 
-constexpr int64_t code_bits(LowBitFormat format) {
+ORTOLAN_HOST_DEVICE constexpr int64_t code_bits(LowBitFormat format) {
   return format == LowBitFormat::kInt8 || format == LowBitFormat::kFp8 ? 8 : 4;
 }
 

@@ -31,7 +31,7 @@ struct LowBitPlan {
     return (step >> group_steps_shift) * step_groups;
   }
   template <int kTokenTiles>
-  static constexpr int sums_bytes() {  // of a tile
+  static __host__ __device__ constexpr int sums_bytes() {  // of a tile
     return kGemvWarps * kTileRows * kTokens * kTokenTiles * 4;
   }
   template <int kTokenTiles>
