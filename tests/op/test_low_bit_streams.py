@@ -9,7 +9,7 @@ from tolerances import assert_as_good_as_plain
 
 from ortolan.custom_ops import low_bit_reference
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("target")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
 CASES = {
     "int4-128": LowBitCase(group_size=128, inputs=2048, outputs=72, norm=True),
