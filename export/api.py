@@ -10,7 +10,7 @@ from typing import cast
 import onnx
 
 from ortolan.element_types import COMPUTE_TYPES, cache_type
-from ortolan.errors import ConfigError, UnsupportedModelError, check_progress, file_path, one_of, truth
+from ortolan.errors import ConfigError, check_progress, file_path, one_of, truth
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
 from ortolan.export.families.base import Family
@@ -29,6 +29,7 @@ from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.packed import Published, read_quantization
 from ortolan.export.quantize import METHODS
 from ortolan.export.registry import find_family
+from ortolan.export.shapes import check_shapes
 from ortolan.export.tokenizer_files import check_tokenizer
 from ortolan.export.weights import (
     WEIGHTS_FILE,
@@ -48,7 +49,7 @@ from ortolan.graphs import (
     verify_model,
 )
 from ortolan.graphs.cached_attention import is_evictable
-from ortolan.graphs.config import GatedDeltaConfig, ModelConfig, Rope
+from ortolan.graphs.config import ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
 from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import Kind
@@ -69,9 +70,6 @@ WEIGHT_FORMATS = (DENSE, *QUANTIZED)
 HEADS = ("int8", DENSE)
 FP8_GROUP_SIZES = (128,)
 WEIGHT_KINDS = ("checkpoint", "random")
-MAX_HEAD_SIZE = 256
-MAX_CONV_TAPS = 8
-LARGE_HEAD_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +238,7 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
     context = min(own, DEFAULT_CONTEXT) if options.max_context is None else options.max_context
     options = replace(options, max_context=context)
     config = family.read(hf_config, context)
-    _check_shapes(config)
+    check_shapes(config)
     published = read_quantization(top_config)
     provider, formats = _provider(source, family, hf_config, config, options, published)
     check_tokenizer(source, is_wanted=options.weights != "random")
@@ -256,45 +254,6 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
     placed = place_weights(config, options.dtype, formats)
     name = (options.weight_format or DENSE) if published is None else published.method
     return _Parts(source, config, context, provider, options, placed, formats, name)
-
-
-def _check_shapes(config: ModelConfig) -> None:
-    for mixer in dict.fromkeys(layer.mixer for layer in config.layers):
-        if isinstance(mixer, GatedDeltaConfig):
-            _check_delta(mixer)
-        else:
-            _check_heads(mixer.num_heads, mixer.num_kv_heads, mixer.head_size)
-    for rope in config.ropes:
-        if rope.rotary_size < 2 or rope.rotary_size % 2:
-            raise UnsupportedModelError(
-                f"RoPE over {rope.rotary_size} elements of a head is not supported; it must be even"
-            )
-
-
-def _check_delta(mixer: GatedDeltaConfig) -> None:
-    if mixer.num_value_heads % mixer.num_key_heads:
-        raise UnsupportedModelError(
-            f"{mixer.num_value_heads} value heads of a gated delta network over {mixer.num_key_heads} key heads are "
-            "not supported; the key heads must divide them"
-        )
-    if mixer.key_size > MAX_HEAD_SIZE or mixer.value_size > MAX_HEAD_SIZE:
-        raise UnsupportedModelError(
-            f"heads of {mixer.key_size} and {mixer.value_size} elements in a gated delta network are not supported; "
-            f"supported: up to {MAX_HEAD_SIZE}"
-        )
-    if not 2 <= mixer.conv_taps <= MAX_CONV_TAPS:
-        raise UnsupportedModelError(
-            f"a convolution of {mixer.conv_taps} tokens is not supported; supported: 2 to {MAX_CONV_TAPS}"
-        )
-
-
-def _check_heads(heads: int, kv_heads: int, size: int) -> None:
-    if size % 8 or not (0 < size <= MAX_HEAD_SIZE or size == LARGE_HEAD_SIZE):
-        raise UnsupportedModelError(
-            f"head size {size} is not supported; supported: multiples of 8 up to {MAX_HEAD_SIZE}, and {LARGE_HEAD_SIZE}"
-        )
-    if heads % kv_heads:
-        raise UnsupportedModelError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
 
 
 def _provider(
