@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ortolan.errors import ConfigError, check_progress, whole_number
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.caches.plan import CachePlan, split_chunks
+from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.device.memory import MemoryReport
 from ortolan.runtime.eviction.evicting import Evicting
 from ortolan.runtime.generate.chain import Chain, Chosen
@@ -37,8 +37,6 @@ from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.reader import Reader
 from ortolan.runtime.steps.stepper import Logits
 from ortolan.runtime.text.streaming import TextStream, prompt_ids
-
-SCORED_ROWS = 256  # tokens of a chunk whose logits are all computed
 
 Progress = Callable[[int], object] | None
 
@@ -173,12 +171,7 @@ class Session:
             )
         tokens = self._checked(token_ids)
         self._settle()
-        result: list[TokenLogprobs] = []
-        for begin, end in split_chunks(len(tokens), min(self.plan.chunk_size, SCORED_ROWS)):
-            count = end - begin
-            step = self._reader.read_prompt(tokens[begin:end], progress, Wanted(draws=(None,) * count))
-            result += step.score(tokens[begin + 1 : end + 1].tolist(), best)
-        return result
+        return self._reader.score(tokens, best, progress)
 
     @exclusive
     def generate(

@@ -11,9 +11,11 @@ import numpy as np
 from ortolan.errors import CapacityError, ContextLengthError
 from ortolan.runtime.caches.plan import context_advice, rope_variant, split_chunks
 from ortolan.runtime.eviction.evicting import Evicting
+from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.feeder import NOTHING, Feeder, Tokens, Wanted
 from ortolan.runtime.steps.stepper import StepResult
 
+SCORED_ROWS = 256  # tokens of a chunk whose logits are all computed
 NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
@@ -63,6 +65,14 @@ class Reader:
         self._stats.prefill_seconds += time.perf_counter() - start - (self._stats.eviction_seconds - evicting)
         self._stats.prefill_tokens += len(tokens)
         self._evicting.evict_if_due()
+        return result
+
+    def score(self, tokens: Tokens, best: int, progress: Callable[[int], object] | None) -> list[TokenLogprobs]:
+        """Read tokens, and return how likely each but the first was, with the `best` most likely ones."""
+        result: list[TokenLogprobs] = []
+        for begin, end in split_chunks(len(tokens), min(self._plan.chunk_size, SCORED_ROWS)):
+            step = self.read_prompt(tokens[begin:end], progress, Wanted(draws=(None,) * (end - begin)))
+            result += step.score(tokens[begin + 1 : end + 1].tolist(), best)
         return result
 
     def decode(self, tokens: Tokens) -> StepResult:

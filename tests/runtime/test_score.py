@@ -9,7 +9,7 @@ from tolerances import SAME_LOGITS
 
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, OrtolanError
-from ortolan.runtime.session import SCORED_ROWS
+from ortolan.runtime.steps.reader import SCORED_ROWS
 
 
 @pytest.fixture(params=["full_model", "mixed_model", "paged_model"])
