@@ -108,7 +108,8 @@ class BoundOperator:
             **attributes: of the node.
         """
         operator = find_operator(name)
-        aliased = {p.name: operator.inputs[p.alias].name for p in operator.outputs if p.alias >= 0}
+        sources = {p.name: operator.inputs[p.alias].name for p in operator.outputs if p.alias >= 0}
+        aliased = {port: source for port, source in sources.items() if source in fixed}
         omitted = tuple(p.name for p in operator.outputs if p.name not in aliased and p.name not in outputs)
         layout = tuple((port, array.dtype, len(array.shape)) for port, array in {**changing, **fixed}.items())
         options = {}
@@ -168,8 +169,8 @@ def run_resident(
     operator = find_operator(name)
     bound = dict(outputs)
     for port in operator.outputs:
-        if port.alias >= 0:
-            bound[port.name] = inputs[operator.inputs[port.alias].name]
+        if port.alias >= 0 and (source := operator.inputs[port.alias].name) in inputs:
+            bound[port.name] = inputs[source]
     omitted = tuple(port.name for port in operator.outputs if port.name not in bound)
     layout = tuple((port, array.dtype, len(array.shape)) for port, array in inputs.items())
     session = _session(devices.current(), name, layout, tuple(sorted(attributes.items())), omitted)

@@ -41,7 +41,10 @@ def add_parser(commands: Any) -> None:
         "--weight-format", help="store linear weights as int4, int8, fp8 or dense (default: as the checkpoint has them)"
     )
     parser.add_argument(
-        "--group-size", type=_group_size, help="input features that share a scale: 32, 64, 128 or channel"
+        "--group-size",
+        type=_group_size,
+        help="input features that share a scale: 32, 64, 128 or channel (default: channel for fp8, else the largest "
+        "that divides all layers)",
     )
     parser.add_argument("--asymmetric", action="store_true", help="give groups of int4 or int8 zero points")
     parser.add_argument("--quantizer", default="search", help="search (default, least squared error) or nearest")

@@ -84,7 +84,9 @@ def _run_bound(
     for key, array in places.items():
         binding.bind_input(key, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
     outputs: list[np.ndarray | None] = []
-    for index, port in enumerate(operator.outputs):
+    sources = {port.name: operator.inputs[port.alias].name for port in operator.outputs if port.alias >= 0}
+    ports = [p for p in operator.outputs if not p.optional or sources.get(p.name, "") in ("", *places)]
+    for index, port in enumerate(ports):
         source = operator.inputs[port.alias].name if port.alias >= 0 else None
         how = rng.choice(("in place", "in place", "own", "free", "over"))
         like = expected[index] if isinstance(expected, list) else places[source or rng.choice(list(places))]

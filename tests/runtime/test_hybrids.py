@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from families import shared_checkpoint, shared_model
+from families import HYBRIDS, shared_checkpoint, shared_model
 from oracle_drafter import Oracle
 from parity import relative_difference
 from tolerances import SAME_LOGITS
@@ -12,7 +12,6 @@ from ortolan import Engine, Sampling, SnapKv
 from ortolan.contract import RECENT_TOKENS
 from ortolan.errors import CapacityError
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
 
