@@ -92,7 +92,7 @@ def test_a_draft_ends_before_what_is_not_a_token():
         def propose(self, tokens, count, sampling):
             return [4, 5, 131, 6][:count]
 
-    speculator = Speculator(Strange, 4, 131)
+    speculator = Speculator(Strange, Speculation(tokens=4), 131)
     assert speculator.draft([1], 4, GREEDY) == [4, 5]
     assert speculator.draft([1], 3, GREEDY) == [4, 5]
     assert speculator.draft([1], 1, GREEDY) == [4]
