@@ -255,9 +255,10 @@ def _fits(value: Any, hint: Any) -> bool:
 def _check_values(manifest: Manifest, source: str) -> None:
     """Raise ContractMismatchError for numbers that no export writes."""
     limits = manifest.rope_limits
-    least = {"vocab_size": 1, "chunk_size": 1, "snapkv_window": 0}
+    least = {"vocab_size": 1, "chunk_size": 1, "snapkv_window": 0, "hidden_size": 0}
     checks = {name: number <= getattr(manifest, name) <= MAX_LENGTH for name, number in least.items()} | {
         "sink": 0 <= manifest.sink < manifest.max_context,
+        "drafts": manifest.hidden_size > 0 or not manifest.drafts,
         "page_size": manifest.paged or manifest.page_size == 0,
         "max_context": 1 <= manifest.max_context <= MAX_LENGTH,
         "rope_limits": bool(limits) and list(limits) == sorted(limits) and limits[-1] >= manifest.max_context,

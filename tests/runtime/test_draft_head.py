@@ -200,3 +200,15 @@ def test_random_use_gives_the_same_tokens(quiet, draw_tokens):
             if plain.logical_length + len(prompt) + count > 390:
                 break
             assert list(session.generate(prompt, count, speculation=speculation)) == list(plain.generate(prompt, count))
+
+
+def test_the_command_line_drafts_and_inspects(tmp_path, capsys):
+    import json
+
+    from ortolan.cli import main
+
+    folder = shared_model(checkpoint_with_head("llama", quiet=True), **SIZES)
+    assert main(["inspect", str(folder)]) == 0
+    assert "draft head (mtp): mtp.onnx, " in capsys.readouterr().out
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_head"]["cache_bytes"] > 0

@@ -128,6 +128,8 @@ def test_a_draft_model_has_the_same_vocabulary(full_model, paged_model):
 
 
 def test_something_else_is_not_a_drafter(full_model):
-    with pytest.raises(ConfigError, match=r"speculation is 'lookup'; it must be an ortolan.PromptLookup or"):
+    with pytest.raises(
+        ConfigError, match=r"speculation is 'lookup'; it must be None, or an ortolan.PromptLookup, a DraftModel or"
+    ):
         full_model.session().generate([1, 2], speculation="lookup")
     assert issubclass(PromptLookup, Speculation)
