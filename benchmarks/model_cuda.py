@@ -110,6 +110,7 @@ def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argpa
             weight_format=options.weight_format,
             group_size=options.group_size,
             cache_dtype=options.cache_dtype,
+            quantizer="nearest",  # the search is slower to export; steps take as long
             weights="checkpoint" if (checkpoint / "model.safetensors").is_file() else "random",
         )
     return folder
