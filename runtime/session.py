@@ -356,7 +356,7 @@ class Session:
     def saved_parts(self) -> SavedParts:
         """Return what there is to save; steps under way count as written, not as read."""
         lengths = copy.deepcopy(self.state.lengths)
-        lengths.discard(self._chain.steps_ahead, self.feeder.capture_rows)
+        lengths.discard(self._chain.tokens_ahead, self.feeder.capture_rows)
         left = self._resumable()
         return SavedParts(
             manifest=self._manifest,

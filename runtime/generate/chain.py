@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from ortolan.errors import OrtolanError
 from ortolan.runtime.generate.logprobs import TokenLogprobs
@@ -17,6 +20,15 @@ from ortolan.runtime.steps.reader import Reader
 from ortolan.runtime.steps.stepper import BAD, StepResult
 
 Chosen = tuple[int, TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A step under way that feeds a token and a draft behind it; it writes tokens up to the logical length `end`."""
+
+    draft: list[int]
+    end: int
+    result: StepResult
 
 
 class Chain:
@@ -36,24 +48,31 @@ class Chain:
         self.speculator: Speculator | None = None
         self._waiting: deque[StepResult] = deque()  # steps under way, whose tokens were not taken yet
         self._checked: deque[Chosen] = deque()  # what follows the token that waits: both were right in a draft
+        self._check: Check | None = None  # behind all of these
 
     @property
-    def steps_ahead(self) -> int:
-        """Steps under way."""
-        return len(self._waiting)
+    def tokens_ahead(self) -> int:
+        """Tokens that steps under way write past those read."""
+        return len(self._waiting) if self._check is None else self._check.end - self.state.fed
 
-    def wanted(self, turn: Turn, position: int, draft: Sequence[int] = ()) -> Wanted:
-        """Say how the token at a position is chosen, from the logits of the one before it, and those after a draft."""
-        seen = [*self.state.tokens, *draft] if turn.sampling.repetition_penalty != 1.0 else []
-        known = len(seen) - len(draft)
-        draws = [turn.draw(position + i, seen[: known + i]) for i in range(1 + len(draft))]
+    def wanted(self, turn: Turn, ahead: int = 0) -> Wanted:
+        """Say how the token behind so many steps ahead is chosen, from the logits of the one before it."""
+        seen = list(self.state.tokens) if turn.sampling.repetition_penalty != 1.0 else []
+        return Wanted(draws=(turn.draw(len(self.state.tokens) + ahead, seen),), logprobs=turn.logprobs)
+
+    def wanted_after(self, turn: Turn, tokens: Sequence[int], draft: Sequence[int]) -> Wanted:
+        """Say how the token behind a sequence's tokens is chosen, and those behind each token of a draft."""
+        seen = [*tokens, *draft] if turn.sampling.repetition_penalty != 1.0 else []
+        known = len(tokens)
+        draws = [turn.draw(known + i, seen[: known + i]) for i in range(1 + len(draft))]
         return Wanted(draws=draws, logprobs=turn.logprobs)
 
     def settle(self) -> None:
         """End the chain; steps past the last token count as written, not as read."""
-        self._feeder.discard(len(self._waiting))
+        self._feeder.discard(self.tokens_ahead)
         self._waiting.clear()
         self._checked.clear()
+        self._check = None
 
     def next(self, turn: Turn) -> Chosen:
         """Feed the token that waits, where no step under way or past does, and return the one after it."""
@@ -64,11 +83,10 @@ class Chain:
             return self._checked.popleft()
         if self._waiting:
             result = self._take()
+        elif self._check is not None or self._start_check(turn):
+            return self._take_check()
         else:
-            draft = self._draft(turn)
-            if draft:
-                return self._check(turn, draft)
-            result = self._reader.decode_pending(self.wanted(turn, len(self.state.tokens)))
+            result = self._reader.decode_pending(self.wanted(turn))
         if self.speculator is not None:
             self.speculator.skip()
         return result.tokens()[0], result.logprobs()[0]
@@ -78,13 +96,17 @@ class Chain:
         feeder, stepper, pending = self._feeder, self._feeder.stepper, self.state.pending
         if len(pending) != 1:
             return  # more are left of a prompt that was saved while it was read
+        if self._check is not None:
+            return
         if self._checked or self._may_draft():
+            if stepper.depth and not self._waiting:
+                self._start_check(turn, is_early=True)
             return
         while stepper.depth and len(self._waiting) <= stepper.depth:
             ahead = len(self._waiting)
             if turn.count + ahead >= turn.max_new_tokens or not self._reader.can_go_on(ahead):
                 return
-            wanted = self.wanted(turn, len(self.state.tokens) + ahead)
+            wanted = self.wanted(turn, ahead)
             row = feeder.row(pending, ahead, wanted, 0 if ahead else None)
             if not stepper.is_ready(row):
                 return  # the token that is there does not wait for the capture
@@ -99,13 +121,40 @@ class Chain:
         tokens = self.state.tokens
         return self.speculator is not None and self.speculator.wants_to_draft(tokens, len(tokens))
 
-    def _draft(self, turn: Turn) -> list[int]:
-        """Return a draft that a step may read behind the token that waits; empty: none."""
-        speculator, tokens = self.speculator, self.state.tokens
+    def _start_check(self, turn: Turn, *, is_early: bool = False) -> bool:
+        """Enqueue the check of a draft behind the token that waits and those known to follow; returns whether it did.
+
+        Args:
+            turn: the generation.
+            is_early: whether tokens are there that do not wait for a graph to be captured.
+        """
+        tokens = [*self.state.tokens, *(token for token, _ in self._checked)] if self._checked else self.state.tokens
+        draft = self._draft(turn, tokens)
+        if not draft:
+            return False
+        ahead = len(self._checked)
+        given = np.array([*tokens[len(tokens) - ahead :], *draft], np.int64)
+        row = self._feeder.row(self._reader.with_pending(given)[ahead:], ahead, self.wanted_after(turn, tokens, draft))
+        if is_early and not self._feeder.stepper.is_ready(row):
+            return False
+        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
+        try:
+            end = self.state.fed + ahead + len(row.tokens)
+            self._check = Check(draft, end, self._feeder.run(row))
+        except BaseException:  # the step may be written, and what it chose is not known to one behind it
+            self._feeder.discard(ahead + len(row.tokens))
+            self._check = None
+            raise
+        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
+        return True
+
+    def _draft(self, turn: Turn, tokens: Sequence[int]) -> list[int]:
+        """Return a draft that a step may read behind all tokens that are known; empty: none."""
+        speculator, ahead = self.speculator, len(self._checked)
         if speculator is None or len(self.state.pending) != 1:
             return []
-        most = min(MOST_DRAFTED, turn.max_new_tokens - turn.count - 1, self._feeder.plan.chunk_size - 1)
-        while most > 0 and not self._reader.can_go_on(most):
+        most = min(MOST_DRAFTED, self._feeder.plan.chunk_size - 1, turn.max_new_tokens - turn.count - 1) - ahead
+        while most > 0 and not self._reader.can_go_on(ahead + most):
             most -= 1
         if most < 1:
             return []
@@ -114,18 +163,32 @@ class Chain:
         self._stats.decode_seconds += time.perf_counter() - start
         return draft
 
-    def _check(self, turn: Turn, draft: list[int]) -> Chosen:
-        """Check a draft; returns the token after the one that waited, and keeps those after the right ones."""
-        wanted = self.wanted(turn, len(self.state.tokens), draft)
-        result = self._reader.check_draft(draft, wanted)
-        tokens = result.tokens()
-        accepted = count_accepted(draft, tokens)
+    def _take_check(self) -> Chosen:
+        """Wait for a check; returns the token after the one that it fed, and keeps those after the right ones."""
+        check = self._check
+        assert check is not None
         assert self.speculator is not None
+        start = time.perf_counter()
+        try:
+            tokens = check.result.tokens()
+            if tokens[0] == BAD:
+                raise self._feeder.numeric_error(1)
+        except OrtolanError:
+            self.settle()
+            raise
+        draft = check.draft
+        self._feeder.count(self.state.pending)
+        self._feeder.discard(len(draft))
+        self._check = None  # an interrupt before it leaves no token to feed, and is noticed; not so the other way
+        self._stats.decode_seconds += time.perf_counter() - start
+        self._stats.decode_device_seconds += check.result.device_seconds or 0.0
+        accepted = count_accepted(draft, tokens)
         self.speculator.note(len(draft), accepted)
+        self._stats.decode_tokens += 1
         self._stats.drafted_tokens += len(draft)
         self._stats.accepted_tokens += accepted
         self._stats.draft_checks += 1
-        chosen = list(zip(tokens, result.logprobs(), strict=True))[: accepted + 1]
+        chosen = list(zip(tokens, check.result.logprobs(), strict=True))[: accepted + 1]
         if chosen[-1][0] == BAD:  # the step that feeds the token before it will say so
             del chosen[-1]
         self._checked.extend(chosen[1:])

@@ -130,5 +130,7 @@ class Generation(Iterator[int]):
         self._ready.extend(shown)
         if self.turn.can_go_on:
             self._state.tokens.append(token)
+            if self.speculator is not None:  # a check runs while the caller takes what the one before it has found
+                self._chain.fill(self.turn)
         else:
             self._chain.settle()

@@ -165,10 +165,10 @@ class CudaStepper:
     def _pick_chosen(self, rows: Sequence[Row]) -> tuple[Array, Array] | None:
         """Copy the choices of the step before that rows feed: their places among the tokens, and their values."""
         last, _ = self._last
+        if last is None or all(row.source is None for row in rows):
+            return None
         ends = np.cumsum([len(row.tokens) for row in rows])
         pairs = [(end - 1, row.source) for end, row in zip(ends, rows, strict=True) if row.source is not None]
-        if last is None or not pairs:
-            return None
         places, sources = self._device.upload(np.array(pairs, np.int64).T)
         with self._device.scope():
             return places, last.state.token_ids[sources]

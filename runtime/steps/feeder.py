@@ -174,25 +174,10 @@ class Feeder:
         assert result is not None
         return result
 
-    def check_draft(self, tokens: Tokens, wanted: Wanted) -> StepResult:
-        """Feed a token and a draft that may follow it in one step, and count the first as read, the draft as written.
-
-        Args:
-            tokens: [T], into caches that have room for them.
-            wanted: of all tokens.
-        """
-        try:
-            row = self.row(tokens, 0, wanted)
-            self._capture(row)
-            result = self.stepper.run([row])
-            if result.tokens()[0] == BAD:
-                raise self.numeric_error(1)
-        except BaseException:
-            self.discard(len(tokens))
-            raise
-        self.count([int(tokens[0])])
-        self.discard(len(tokens) - 1)
-        return result
+    def run(self, row: Row) -> StepResult:
+        """Run a step of few tokens, and first capture what it replays."""
+        self._capture(row)
+        return self.stepper.run([row])
 
     def count(self, tokens: list[int]) -> None:
         """Count tokens as read."""
@@ -250,9 +235,7 @@ class Feeder:
         reading.append(chunk)
         try:
             row = self.row(tokens, ahead, wanted)
-            if len(tokens) == 1:
-                self._capture(row)
-            chunk.result = self.stepper.run([row])
+            chunk.result = self.run(row) if len(tokens) == 1 else self.stepper.run([row])
         except OrtolanError as error:
             chunk.failure = error
         return chunk

@@ -88,17 +88,8 @@ class StepLayout:
 
     def fill(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], no_page: int) -> None:
         """Write the inputs of a step to a host block; `no_page` stands in tables past the pages in use."""
-        counts = [len(row.tokens) for row in rows]
-        used = sum(counts)
-        starts = self.query_start.view(block)
-        starts[: len(rows) + 1] = np.cumsum([0, *counts])
-        starts[len(rows) :] = used
-        for place in (self.token_ids, self.positions, self.rope_variant):
-            place.view(block)[used:] = 0
-        self.token_ids.view(block)[:used] = np.concatenate([np.asarray(row.tokens, np.int64) for row in rows])
-        self.rope_variant.view(block)[:used] = np.repeat([row.variant for row in rows], counts)
-        self._fill_logit_rows(block, rows, starts)
-        self._fill_lengths(block, rows, counts)
+        self._fill_tokens(block, rows)
+        self._fill_lengths(block, rows)
         for name, place in self.tables.items():
             table = place.view(block)
             table[:] = no_page
@@ -130,24 +121,29 @@ class StepLayout:
         inputs |= {contract.kv_len(index): lengths.view(block) for index, lengths in self.kv_len.items()}
         return inputs | {kind.block_table: self.tables[kind.name].view(block) for kind in self._manifest.cache_kinds}
 
-    def _fill_logit_rows(
-        self, block: npt.NDArray[np.uint8], rows: Sequence[Row], starts: npt.NDArray[np.int32]
-    ) -> None:
-        wanted = self.logit_rows.view(block)
-        begin = 0
-        for end, row in zip(starts[1:], rows, strict=False):
-            count = len(row.draws)
-            wanted[begin : begin + count] = range(int(end) - count, int(end))
-            begin += count
-        wanted[begin:] = 0
+    def _fill_tokens(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
+        token_ids, positions, variants = (
+            place.view(block) for place in (self.token_ids, self.positions, self.rope_variant)
+        )
+        starts, wanted = self.query_start.view(block), self.logit_rows.view(block)
+        begin = chosen = 0
+        for b, row in enumerate(rows):
+            count, draws = len(row.tokens), len(row.draws)
+            end = begin + count
+            starts[b] = begin
+            token_ids[begin:end] = row.tokens
+            positions[begin:end] = np.arange(row.logical, row.logical + count)
+            variants[begin:end] = row.variant
+            wanted[chosen : chosen + draws] = np.arange(end - draws, end)
+            begin, chosen = end, chosen + draws
+        starts[len(rows) :] = begin
+        token_ids[begin:] = positions[begin:] = variants[begin:] = 0
+        wanted[chosen:] = 0
 
-    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], counts: list[int]) -> None:
+    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
         past = self.past_len.view(block)
         past[: len(rows)] = [row.logical for row in rows]
         past[len(rows) :] = 0
-        used = sum(counts)
-        starts = self.query_start.view(block)[: len(rows)]
-        self.positions.view(block)[:used] = np.arange(used) + np.repeat(past[: len(rows)] - starts, counts)
         if len(rows) == len(past) == 1 and not rows[0].physical:
             block[self.kv_begin : self.tables_begin].view(np.int32)[:] = past[0]
             return

@@ -84,19 +84,6 @@ class Reader:
         """Feed the token that waits, and count it as decoded; where that fails, it still waits."""
         return self._decode(self.with_pending(NO_TOKENS), wanted)
 
-    def check_draft(self, draft: list[int], wanted: Wanted) -> StepResult:
-        """Feed the token that waits, which is read then, and a draft behind it, which is only written.
-
-        `can_go_on` must have allowed its last token.
-        """
-        tokens = self.with_pending(np.array(draft, np.int64))
-        start, captured = time.perf_counter(), self._stats.graph_capture_seconds
-        result = self._feeder.check_draft(tokens, wanted)
-        self._stats.decode_seconds += time.perf_counter() - start - (self._stats.graph_capture_seconds - captured)
-        self._stats.decode_device_seconds += result.device_seconds or 0.0
-        self._stats.decode_tokens += 1
-        return result
-
     def can_go_on(self, ahead: int) -> bool:
         """Say whether a step can feed one more token after `ahead` under way: nothing else must happen before it."""
         length = self._state.fed + ahead + 1

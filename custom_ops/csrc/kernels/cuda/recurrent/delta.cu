@@ -14,8 +14,10 @@ constexpr int64_t kRoundBytes = 128 << 20;  // of scratch: more rounds cost more
 
 template <typename Element, int kRows>
 cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, const Launch& launch) {
-  const bool whole = has_whole_pieces(p.value_size * sizeof(float), {p.state, p.recent_updates});
-  const int64_t most = p.packing.num_tokens < kDeltaTile ? p.packing.num_tokens : kDeltaTile;
+  const bool whole = has_whole_pieces(p.value_size * sizeof(float), {p.state, p.recent_updates}) &&
+                     has_whole_pieces(p.key_size * sizeof(float), {p.recent_keys});
+  const int64_t most =
+      std::min<int64_t>(kDeltaTile, divide_up(p.packing.num_tokens, p.packing.num_sequences));
   const dim3 grid(static_cast<unsigned>(divide_up(p.value_size, kDeltaColumns)),
                   static_cast<unsigned>(p.num_value_heads), static_cast<unsigned>(p.packing.num_sequences));
   const size_t shared_bytes = (2 * most + p.recent_tokens) * kRows * kDeltaGroups * sizeof(float);
@@ -29,8 +31,9 @@ cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, cons
   const cudaError_t error =
       whole ? launch_steps.template operator()<true>() : launch_steps.template operator()<false>();
   if (error != cudaSuccess) return error;
-  const dim3 heads(static_cast<unsigned>(p.num_key_heads), static_cast<unsigned>(p.packing.num_sequences));
-  return launch_overlapped(finish_steps<Element>, heads, dim3(kDeltaThreads), 0, launch, p);
+  const dim3 pairs(static_cast<unsigned>(divide_up(most * p.num_key_heads, kDeltaThreads / 32)),
+                   static_cast<unsigned>(p.packing.num_sequences));
+  return launch_overlapped(finish_steps<Element>, pairs, dim3(kDeltaThreads), 0, launch, p);
 }
 
 }  // namespace

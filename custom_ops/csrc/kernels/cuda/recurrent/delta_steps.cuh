@@ -13,6 +13,7 @@
 #include "delta_rows.cuh"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/ptx.cuh"
 
 namespace ortolan::cuda {
 
@@ -73,12 +74,15 @@ class DeltaSteps {
         queries_(keys + tile_tokens * kKeyStride),
         kept_keys_(queries_ + tile_tokens * kKeyStride),
         tile_tokens_(tile_tokens),
-        head_(blockIdx.y),
+        recent_(static_cast<int>(p.recent_tokens)),
+        key_size_(static_cast<int>(p.key_size)),
+        value_size_(static_cast<int>(p.value_size)),
         group_(threadIdx.x / 8),
         lane_columns_(threadIdx.x % 8 * 4),
-        column_(blockIdx.x * int64_t{kDeltaColumns} + lane_columns_) {
-    const int64_t left = p.value_size - column_;
-    columns_ = left < 0 ? 0 : left > 4 ? 4 : static_cast<int>(left);
+        column_(blockIdx.x * kDeltaColumns + lane_columns_) {
+    const int left = value_size_ - column_;
+    columns_ = left < 0 ? 0 : left > 4 ? 4 : left;
+    rows_ = p.state + p.state_row(sequence_.row, blockIdx.y) + group_ * kRows * value_size_ + column_;
   }
 
   // `reads_long`: also the tokens of sequences that keep no updates.
@@ -86,14 +90,18 @@ class DeltaSteps {
     if (sequence_.count == 0) return;
     const bool keeps = p_.keeps_updates(sequence_.count), reads = keeps || reads_long;
     load_state();
-    if (reads) load_tile(0, tile_count(0));
-    const int64_t past = sequence_.past, known = past - p_.pending(sequence_.row, past);
+    const int64_t past = sequence_.past;
+    if (past > 0) load_kept();
+    const int64_t pending = p_.pending(sequence_.row, past);
     const int64_t committed = p_.committed(sequence_.row, past, sequence_.count);
-    load_kept(known);
+    if (reads) load_tile(0, tile_count(0));
+    copy_async_wait<0>();
     __syncthreads();
-    apply_kept(known, known, committed);
-    if (committed > known || past == 0) store_state();
-    apply_kept(known, committed, past);
+    const int known = static_cast<int>(committed - (past - pending));
+    int slot = static_cast<int>(static_cast<uint32_t>(past - pending) % static_cast<uint32_t>(recent_));
+    slot = apply_kept(slot, known);
+    if (known > 0 || past == 0) store_state();
+    apply_kept(slot, static_cast<int>(pending) - known);
     if (!reads) return;
     for (int64_t first = 0; first < sequence_.count; first += tile_tokens_) {
       if (first > 0) {
@@ -107,20 +115,35 @@ class DeltaSteps {
   }
 
  private:
-  __device__ __forceinline__ float* state_row(int i) const {
-    const int64_t row = p_.state_row(sequence_.row, head_) + (group_ * kRows + i) * p_.value_size;
-    return p_.state + row + column_;
-  }
-  __device__ __forceinline__ bool has_row(int i) const { return group_ * kRows + i < p_.key_size; }
+  __device__ __forceinline__ bool has_row(int i) const { return group_ * kRows + i < key_size_; }
 
+  // States pass through L2 on their way: the next step reads them after all others of the model.
   __device__ __forceinline__ void load_state() {
+    const int columns = sequence_.past > 0 ? columns_ : 0;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      load_columns<kWhole>(state_row(i), has_row(i) && sequence_.past > 0 ? columns_ : 0, state_[i]);
+    for (int i = 0; i < kRows; ++i) {
+      const float* row = rows_ + i * value_size_;
+      const int count = has_row(i) ? columns : 0;
+      if constexpr (kWhole) {
+        const float4 four = count > 0 ? __ldcs(reinterpret_cast<const float4*>(row)) : float4{};
+        state_[i][0] = four.x, state_[i][1] = four.y, state_[i][2] = four.z, state_[i][3] = four.w;
+      } else {
+        load_columns<false>(row, count, state_[i]);
+      }
+    }
   }
   __device__ __forceinline__ void store_state() {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) store_columns<kWhole>(state_[i], has_row(i) ? columns_ : 0, state_row(i));
+    for (int i = 0; i < kRows; ++i) {
+      float* row = rows_ + i * value_size_;
+      const int count = has_row(i) ? columns_ : 0;
+      if constexpr (kWhole) {
+        const float4 four = make_float4(state_[i][0], state_[i][1], state_[i][2], state_[i][3]);
+        if (count > 0) __stcs(reinterpret_cast<float4*>(row), four);
+      } else {
+        store_columns<false>(state_[i], count, row);
+      }
+    }
   }
 
   __device__ __forceinline__ void load_key(const float* row, float (&key)[kRows]) const {
@@ -137,34 +160,48 @@ class DeltaSteps {
       for (int c = 0; c < 4; ++c) state_[i][c] = fmaf(key[i], update[c], __fmul_rn(factor, state_[i][c]));
   }
 
-  // Brings the kept updates of positions known .. past to shared memory. All loads start before their first
-  // use.
-  __device__ __forceinline__ void load_kept(int64_t known) {
-    const int count = static_cast<int>(sequence_.past - known), size = static_cast<int>(p_.key_size);
-    const int64_t head = p_.key_head(head_);
-#pragma unroll 16
-    for (int i = threadIdx.x; i < count * kKeyStride; i += kDeltaThreads) {
-      const int64_t kept = p_.kept_row(sequence_.row, known + i / kKeyStride) * p_.num_key_heads + head;
-      const int column = i % kKeyStride;
-      kept_keys_[i] = column < size ? p_.recent_keys[kept * size + column] : 0.0f;
+  // Brings all rows of kept updates to shared memory.
+  __device__ __forceinline__ void load_kept() {
+    const int64_t first = sequence_.row * recent_;
+    const float* keys = p_.recent_keys + (first * p_.num_key_heads + p_.key_head(blockIdx.y)) * key_size_;
+    const int64_t update = (first + group_) * p_.num_value_heads + blockIdx.y;
+    const float* updates = p_.recent_updates + update * value_size_ + column_;
+    float* const own_updates = &tile_.kept_updates[group_ % kMaxRecentTokens][lane_columns_];
+    const int key_rows = static_cast<int>(p_.num_key_heads) * key_size_;
+    if constexpr (kWhole) {
+      constexpr int kPieces = kKeyStride / 4;
+#pragma unroll 4
+      for (int i = threadIdx.x; i < recent_ * kPieces; i += kDeltaThreads) {
+        const int column = i % kPieces * 4;
+        const bool exists = column < key_size_;
+        copy_async_16(kept_keys_ + i * 4, keys + i / kPieces * key_rows + (exists ? column : 0), exists);
+      }
+      if (group_ < recent_)
+        copy_async_16(own_updates, columns_ > 0 ? updates : p_.recent_updates, columns_ > 0);
+    } else {
+      for (int i = threadIdx.x; i < recent_ * kKeyStride; i += kDeltaThreads) {
+        const int column = i % kKeyStride;
+        kept_keys_[i] = column < key_size_ ? keys[i / kKeyStride * key_rows + column] : 0.0f;
+      }
+      if (group_ < recent_) {
+        float four[4];
+        load_columns<false>(updates, columns_, four);
+        store_columns<true>(four, 4, own_updates);
+      }
     }
-    if (group_ < count) {
-      const int64_t kept = p_.kept_row(sequence_.row, known + group_) * p_.num_value_heads + head_;
-      float update[4];
-      load_columns<kWhole>(p_.recent_updates + kept * p_.value_size + column_, columns_, update);
-      *reinterpret_cast<float4*>(&tile_.kept_updates[group_][lane_columns_]) =
-          make_float4(update[0], update[1], update[2], update[3]);
-      if (lane_columns_ == 0) tile_.kept_factors[group_] = expf(p_.recent_decays[kept]);
-    }
+    copy_async_commit();
+    if (group_ < recent_ && lane_columns_ == 0) tile_.kept_factors[group_] = expf(p_.recent_decays[update]);
   }
-  // Applies those of positions first .. end.
-  __device__ __forceinline__ void apply_kept(int64_t known, int64_t first, int64_t end) {
-    for (int t = static_cast<int>(first - known); t < static_cast<int>(end - known); ++t) {
+  // Applies so many, from a row of the ring on; returns the row behind them.
+  __device__ __forceinline__ int apply_kept(int slot, int count) {
+    for (int t = 0; t < count; ++t) {
       float key[kRows], update[4];
-      load_key(kept_keys_ + t * kKeyStride, key);
-      load_columns<true>(&tile_.kept_updates[t][lane_columns_], 4, update);
-      apply(key, update, tile_.kept_factors[t]);
+      load_key(kept_keys_ + slot * kKeyStride, key);
+      load_columns<true>(&tile_.kept_updates[slot][lane_columns_], 4, update);
+      apply(key, update, tile_.kept_factors[slot]);
+      slot = slot + 1 == recent_ ? 0 : slot + 1;
     }
+    return slot;
   }
 
   __device__ __forceinline__ int tile_count(int64_t first) const {
@@ -175,43 +212,40 @@ class DeltaSteps {
   // A warp normalises the keys and queries of every fourth token. All its loads start before their first use.
   __device__ __forceinline__ void load_tile(int64_t first, int count) {
     constexpr int kLaneKeys = kRows * kDeltaGroups / 32;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, column = blockIdx.x * kDeltaColumns + lane;
     for (int t = threadIdx.x / 32; t < count; t += kDeltaThreads / 32) {
       const int64_t token = sequence_.first + first + t;
-      const int64_t row = token * p_.num_value_heads + head_;
-      const int64_t column = blockIdx.x * int64_t{kDeltaColumns} + lane;
-      const Element* keys = key_row<Element>(p_, p_.key, token, p_.key_head(head_));
-      const Element* queries = key_row<Element>(p_, p_.query, token, p_.key_head(head_));
+      const int64_t row = token * p_.num_value_heads + blockIdx.y;
+      const int64_t head = p_.key_head(blockIdx.y);
+      const Element* keys = key_row<Element>(p_, p_.key, token, head) + lane;
+      const Element* queries = key_row<Element>(p_, p_.query, token, head) + lane;
       float key[kLaneKeys], query[kLaneKeys];
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
-        const bool exists = i * 32 + lane < p_.key_size;
-        key[i] = exists ? to_float(keys[i * 32 + lane]) : 0.0f;
-        query[i] = exists ? to_float(queries[i * 32 + lane]) : 0.0f;
+        const bool exists = i * 32 + lane < key_size_;
+        key[i] = exists ? to_float(keys[i * 32]) : 0.0f;
+        query[i] = exists ? to_float(queries[i * 32]) : 0.0f;
       }
       const float decay = p_.decay[row], beta = p_.beta[row];
       float value = 0;
-      if (column < p_.value_size)
-        value = to_float(static_cast<const Element*>(p_.value)[row * p_.value_size + column]);
-      float squares[2] = {0, 0}, dot = 0;
+      if (column < value_size_)
+        value = to_float(static_cast<const Element*>(p_.value)[row * value_size_ + column]);
+      float sums[3] = {0, 0, 0};
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
-        squares[0] = fmaf(key[i], key[i], squares[0]);
-        squares[1] = fmaf(query[i], query[i], squares[1]);
+        sums[0] = fmaf(key[i], key[i], sums[0]);
+        sums[1] = fmaf(query[i], query[i], sums[1]);
+        sums[2] = fmaf(query[i], key[i], sums[2]);
       }
-      fold_lanes<16, 1>(squares, Add());
-      const float key_factor = length_factor(p_, squares[0]), query_factor = length_factor(p_, squares[1]);
+      fold_lanes<16, 1>(sums, Add());
+      const float key_factor = length_factor(p_, sums[0]), query_factor = length_factor(p_, sums[1]);
 #pragma unroll
       for (int i = 0; i < kLaneKeys; ++i) {
-        key[i] *= key_factor;
-        query[i] *= query_factor;
-        dot = fmaf(query[i], key[i], dot);
-        keys_[t * kKeyStride + i * 32 + lane] = key[i];
-        queries_[t * kKeyStride + i * 32 + lane] = query[i];
+        keys_[t * kKeyStride + i * 32 + lane] = key[i] * key_factor;
+        queries_[t * kKeyStride + i * 32 + lane] = query[i] * query_factor;
       }
-      dot = warp_sum(dot);
       if (lane == 0) {
-        tile_.dots[t] = dot;
+        tile_.dots[t] = sums[2] * key_factor * query_factor;
         tile_.factors[t] = expf(decay);
         tile_.betas[t] = beta;
       }
@@ -219,59 +253,79 @@ class DeltaSteps {
     }
   }
 
-  // kS and qS of this thread's columns, the same in every group.
-  __device__ __forceinline__ void sum_rows(const float (&key)[kRows], const float (&query)[kRows], int stage,
-                                           float (&sums)[8]) {
-#pragma unroll
-    for (int c = 0; c < 8; ++c) sums[c] = 0;
+  // Adds kS and qS of this thread's columns up over a warp and leaves them in shared memory. Of the four
+  // lanes that share columns each keeps two of the eight sums.
+  __device__ __forceinline__ void sum_rows(const float (&key)[kRows], const float (&query)[kRows],
+                                           int stage) {
+    float sums[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        sums[c] = fmaf(key[i], state_[i][c], sums[c]);
-        sums[4 + c] = fmaf(query[i], state_[i][c], sums[4 + c]);
+        sums[0][c] = fmaf(key[i], state_[i][c], sums[0][c]);
+        sums[1][c] = fmaf(query[i], state_[i][c], sums[1][c]);
       }
-    fold_lanes<8, 16>(sums, Add());
-    if (threadIdx.x % 32 < 8) {
+    const bool of_query = threadIdx.x & 8, last_pair = threadIdx.x & 16;
+    float four[4], pair[2];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) tile_.sums[stage][threadIdx.x / 32][c / 4][lane_columns_ + c % 4] = sums[c];
+    for (int c = 0; c < 4; ++c) {
+      const float other = __shfl_xor_sync(~0u, of_query ? sums[0][c] : sums[1][c], 8);
+      four[c] = (of_query ? sums[1][c] : sums[0][c]) + other;
     }
-    __syncthreads();
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      sums[c] = 0;
+    for (int c = 0; c < 2; ++c) {
+      const float other = __shfl_xor_sync(~0u, last_pair ? four[c] : four[2 + c], 16);
+      pair[c] = (last_pair ? four[2 + c] : four[c]) + other;
+    }
+    float* target = &tile_.sums[stage][threadIdx.x / 32][of_query][lane_columns_ + (last_pair ? 2 : 0)];
+    *reinterpret_cast<float2*>(target) = make_float2(pair[0], pair[1]);
+  }
+  // The sums over all warps, of k S (0) or q S (1).
+  __device__ __forceinline__ void total(int stage, int which, float (&sums)[4]) const {
+    load_columns<true>(&tile_.sums[stage][0][which][lane_columns_], 4, sums);
 #pragma unroll
-      for (int w = 0; w < kDeltaThreads / 32; ++w)
-        sums[c] += tile_.sums[stage][w][c / 4][lane_columns_ + c % 4];
+    for (int w = 1; w < kDeltaThreads / 32; ++w) {
+      float four[4];
+      load_columns<true>(&tile_.sums[stage][w][which][lane_columns_], 4, four);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sums[c] += four[c];
     }
   }
 
   __device__ __forceinline__ void read_tile(int64_t first, bool keeps) {
     const int count = tile_count(first);
     for (int t = 0; t < count; ++t) {
-      float key[kRows], query[kRows], sums[8], update[4];
+      float key[kRows], query[kRows], sums[4], update[4];
       load_key(keys_ + t * kKeyStride, key);
       load_key(queries_ + t * kKeyStride, query);
-      sum_rows(key, query, t % 2, sums);
+      sum_rows(key, query, t % 2);
+      __syncthreads();
+      const bool writes = group_ == t % kDeltaGroups, goes_on = !keeps || first + t + 1 < sequence_.count;
+      if (!writes && !goes_on) return;
       const float factor = tile_.factors[t], beta = tile_.betas[t];
+      total(t % 2, 0, sums);
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         update[c] = beta * fmaf(-factor, sums[c], tile_.values[t][lane_columns_ + c]);
-      if (group_ == t % kDeltaGroups) write(first + t, keeps, sums, update, factor, tile_.dots[t]);
-      if (!keeps || first + t + 1 < sequence_.count) apply(key, update, factor);
+      if (writes) {
+        total(t % 2, 1, sums);
+        write(first + t, keeps, sums, update, factor, tile_.dots[t]);
+      }
+      if (goes_on) apply(key, update, factor);
     }
   }
 
-  __device__ __forceinline__ void write(int64_t token, bool keeps, const float (&sums)[8],
+  // Writes the output from q S, and the update where it is kept.
+  __device__ __forceinline__ void write(int64_t token, bool keeps, const float (&sums)[4],
                                         const float (&update)[4], float factor, float dot) {
-    const int64_t row = (sequence_.first + token) * p_.num_value_heads + head_;
-    Element* output = static_cast<Element*>(p_.output) + row * p_.value_size + column_;
+    const int64_t row = (sequence_.first + token) * p_.num_value_heads + blockIdx.y;
+    Element* output = static_cast<Element*>(p_.output) + row * value_size_ + column_;
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      if (c < columns_) store_element(p_.scale * fmaf(dot, update[c], factor * sums[4 + c]), output + c);
+      if (c < columns_) store_element(p_.scale * fmaf(dot, update[c], factor * sums[c]), output + c);
     if (!keeps) return;
-    const int64_t kept = p_.kept_row(sequence_.row, sequence_.past + token) * p_.num_value_heads + head_;
-    store_columns<kWhole>(update, columns_, p_.recent_updates + kept * p_.value_size + column_);
+    const int64_t kept = p_.kept_row(sequence_.row, sequence_.past + token) * p_.num_value_heads + blockIdx.y;
+    store_columns<kWhole>(update, columns_, p_.recent_updates + kept * value_size_ + column_);
   }
 
   const GatedDeltaRuleParams& p_;
@@ -281,16 +335,21 @@ class DeltaSteps {
   float* queries_;    // [tile_tokens, kKeyStride]
   float* kept_keys_;  // [R, kKeyStride]
   int tile_tokens_;
-  int64_t head_;
+  int recent_;
+  int key_size_;
+  int value_size_;
   int group_;
   int lane_columns_;
-  int64_t column_;
+  int column_;
   int columns_;  // of this thread that exist
+  float* rows_;  // of the state, this thread's first one
   float state_[kRows][4];
 };
 
 template <typename Element, int kRows, bool kWhole>
-__global__ void __launch_bounds__(kDeltaThreads, kRows <= 8 ? 5 : 3)
+__global__ void __launch_bounds__(kDeltaThreads, kRows > 8 ? 3
+                                                 : kWhole  ? 5
+                                                           : 4)
     delta_steps(const GatedDeltaRuleParams p, int tile_tokens, bool reads_long) {
   extern __shared__ __align__(16) float keys[];
   __shared__ DeltaTile tile;
@@ -299,7 +358,7 @@ __global__ void __launch_bounds__(kDeltaThreads, kRows <= 8 ? 5 : 3)
   DeltaSteps<Element, kRows, kWhole>(p, tile, keys, tile_tokens).run(reads_long);
 }
 
-// Writes what blocks of delta_steps read. Grid: (key head, sequence); a warp takes every fourth token.
+// Writes what blocks of delta_steps read. Grid: (warps of pairs of token and key head, sequence).
 template <typename Element>
 __global__ void __launch_bounds__(kDeltaThreads) finish_steps(const GatedDeltaRuleParams p) {
   launch_dependents();
@@ -311,9 +370,12 @@ __global__ void __launch_bounds__(kDeltaThreads) finish_steps(const GatedDeltaRu
     p.state_len[sequence.row] = static_cast<int32_t>(
         keeps ? p.committed(sequence.row, sequence.past, sequence.count) : sequence.past + sequence.count);
   if (!keeps) return;
-  const int lane = threadIdx.x % 32, head = blockIdx.x;
-  const int group = static_cast<int>(p.num_value_heads / p.num_key_heads);
-  for (int64_t token = threadIdx.x / 32; token < sequence.count; token += kDeltaThreads / 32) {
+  constexpr int kWarps = kDeltaThreads / 32;
+  const int lane = threadIdx.x % 32, heads = static_cast<int>(p.num_key_heads);
+  const int group = static_cast<int>(p.num_value_heads) / heads,
+            pairs = static_cast<int>(sequence.count) * heads;
+  for (int pair = blockIdx.x * kWarps + threadIdx.x / 32; pair < pairs; pair += gridDim.x * kWarps) {
+    const int token = pair / heads, head = pair % heads;
     const Element* key = key_row<Element>(p, p.key, sequence.first + token, head);
     const int64_t kept = p.kept_row(sequence.row, sequence.past + token);
     const float factor = unit_factor(p, key, lane);
