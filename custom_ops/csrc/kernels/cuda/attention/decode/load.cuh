@@ -12,16 +12,20 @@ namespace ortolan::cuda {
 
 constexpr int kLoadWarps = 2;
 
-template <typename Element, int kHeadSize>
+template <typename Rows>
 struct DecodeLoad {
-  using Stage = DecodeStage<kHeadSize>;
+  using Stage = DecodeStage<Rows>;
+  using Stored = typename Rows::Stored;
+  static constexpr int kHeadSize = Rows::kHeadSize;
   static constexpr int kCopyRows = 16;
-  static constexpr int kChunks = kHeadSize / 8;  // 16-byte pieces of a row
+  static constexpr int kPiece = 16 / static_cast<int>(sizeof(Stored));  // elements of 16 bytes
+  static constexpr int kChunks = kHeadSize / kPiece;                    // such pieces of a row
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
-  const Element* cache;  // keys or values
-  uint64_t policy;       // of L2
+  const Stored* cache;  // keys or values
+  const float* scales;  // theirs, where rows have some
+  uint64_t policy;      // of L2
   int lane;
 
   // One tile, to an address in shared memory; the rows of a warp that nobody sees are left as they are.
@@ -49,10 +53,10 @@ struct DecodeLoad {
   }
 
   // Adjacent rows that all are seen, kCopyRows at a time.
-  __device__ __forceinline__ void load_rows(uint32_t target, const Element* source, int num_rows) const {
-    const uint32_t piece = (lane % kChunks % 8 ^ lane / kChunks) * 16;
+  __device__ __forceinline__ void load_rows(uint32_t target, const Stored* source, int num_rows) const {
+    const uint32_t piece = (lane % kChunks % 8 ^ Stage::turn(lane / kChunks)) * 16;
     target += lane / kChunks * Stage::kRowBytes + lane % kChunks / 8 * 128;
-    source += lane * 8;
+    source += lane * kPiece;
 #pragma unroll 1
     for (int first = 0; first < num_rows; first += kCopyRows) {
       start_copies(target, piece, source, std::make_integer_sequence<int, kCopyRows * kChunks / 32>{});
@@ -61,13 +65,17 @@ struct DecodeLoad {
     }
   }
 
+  // How pieces of a row lie, against those of the lane's first row.
+  template <int kRow>
+  static constexpr int kTurn = (kChunks < 8 ? 0 : kRow % 8) * 16;
+
   // `target` and `source` of the lane's first piece, but for the order of pieces; copies of lane 0 begin a
   // row or, where rows are longer than what all lanes copy at once, are a part of one.
   template <int... kNumbers>
-  __device__ __forceinline__ void start_copies(uint32_t target, uint32_t piece, const Element* source,
+  __device__ __forceinline__ void start_copies(uint32_t target, uint32_t piece, const Stored* source,
                                                std::integer_sequence<int, kNumbers...>) const {
     (copy_async_16_at<kNumbers * 32 / kChunks * Stage::kRowBytes + kNumbers * 32 % kChunks * 16,
-                      kNumbers * 512>(target + (piece ^ kNumbers * 32 / kChunks % 8 * 16), source, policy),
+                      kNumbers * 512>(target + (piece ^ kTurn<kNumbers * 32 / kChunks>), source, policy),
      ...);
   }
 
@@ -76,11 +84,11 @@ struct DecodeLoad {
                                            int row, uint32_t target) const {
 #pragma unroll 1
     for (; row < shape.tile_keys; row += kCopyRows) {
-      const int32_t of_warp = first + row / kWarpKeys<kHeadSize> * kWarpKeys<kHeadSize>;
-      if (!seen.hold_any(of_warp, of_warp + kWarpKeys<kHeadSize>)) continue;
+      const int32_t of_warp = first + row / Rows::kWarpKeys * Rows::kWarpKeys;
+      if (!seen.hold_any(of_warp, of_warp + Rows::kWarpKeys)) continue;
       const int32_t slot = rows.first_slot(first + row);
       const bool is_adjacent = params.cache.head_size == kHeadSize && rows.are_adjacent(slot, kCopyRows);
-      const Element* source = is_adjacent ? cache + rows.offset(slot) : nullptr;
+      const Stored* source = is_adjacent ? cache + rows.offset(slot) : nullptr;
       if (is_adjacent && seen.hold_all(first + row, first + row + kCopyRows)) {
         load_rows(target + row * Stage::kRowBytes, source, kCopyRows);
         continue;
@@ -88,16 +96,31 @@ struct DecodeLoad {
 #pragma unroll 4
       for (int n = lane; n < kCopyRows * kChunks; n += 32) {
         const int piece_row = row + n / kChunks, piece = n % kChunks;
-        const bool valid = seen.holds(first + piece_row) && piece * 8 < params.cache.head_size;
-        const Element* of_row = !valid        ? cache
-                                : is_adjacent ? source + n / kChunks * kHeadSize
-                                              : cache + rows.offset(slot + n / kChunks);
-        copy_async_16(target + Stage::place(piece_row, piece), of_row + (valid ? piece * 8 : 0), valid);
+        const bool valid = seen.holds(first + piece_row) && piece * kPiece < params.cache.head_size;
+        const Stored* of_row = !valid        ? cache
+                               : is_adjacent ? source + n / kChunks * kHeadSize
+                                             : cache + rows.offset(slot + n / kChunks);
+        copy_async_16(target + Stage::place(piece_row, piece), of_row + (valid ? piece * kPiece : 0), valid);
       }
     }
   }
 
-  // The same of a paged tile whose copies lie in one page each. Lanes look up a page each.
+  // The scales of a tile's rows; those of rows that nobody sees become zeros.
+  __device__ __forceinline__ void load_scales(const DecodeCursor& cursor, uint32_t target) const {
+    const DecodeEntry& entry = cursor.of;
+    const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
+    const SeenPositions seen = entry.seen();
+    const int32_t first = cursor.key_tile() * shape.tile_keys;
+    const int32_t slot = rows.first_slot(first);
+#pragma unroll 2
+    for (int row = lane; row < shape.tile_keys; row += 32) {
+      const bool valid = seen.holds(first + row);
+      copy_async_4(target + row * static_cast<int>(sizeof(float)),
+                   scales + (valid ? rows.number(slot + row) : 0), valid);
+    }
+  }
+
+  // Adjacent rows of a paged tile whose copies lie in one page each. Lanes look up a page each.
   __device__ __forceinline__ void load_pages(const KeyRows& rows, int32_t slot, int num_rows,
                                              uint32_t target) const {
     const auto page_slots = static_cast<int32_t>(params.cache.page_slots);
