@@ -1,24 +1,25 @@
 // Turns codes back into compute elements, for the kernels that read dense caches.
 //
-// A fixed number of blocks takes pieces of 32 slots by turns, of all expanded sequences: which those are,
+// A fixed number of blocks takes pieces of 64 slots by turns, of all expanded sequences: which those are,
 // only the device knows, and where there are none the blocks leave at once. A thread takes eight codes at a
 // time. Only slots that hold a token and that some query may see are read, and pages outside the pool are not
 // followed.
 #include <algorithm>
 
 #include "caches.h"
+#include "kernels/cuda/attention/decode/codes.cuh"
+#include "kernels/cuda/attention/key_rows.cuh"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/elements.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "kernels/low_bit_rows.h"
 
 namespace ortolan::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksEach = 4;  // of a multiprocessor
-constexpr int kSlots = 32;
+constexpr int kSlots = 64;
 constexpr int kMostTileKeys = 128;  // of the kernels that read what is expanded
 constexpr size_t kAlignment = 256;
 
@@ -30,6 +31,7 @@ struct Expansion {
   const float* scales[2];
   void* targets[2];  // [pages, Hkv, page slots, D]
   int64_t page_slots;
+  int pages;
   int sequences;
   Lengths lengths;
   const int32_t* query_start;  // [B+1]: tokens that the lengths do not count yet; null: none
@@ -39,6 +41,12 @@ struct Expansion {
 
   __device__ __forceinline__ int64_t added(int64_t sequence) const {
     return query_start ? query_start[sequence + 1] - query_start[sequence] : 0;
+  }
+  // Whether a slot's page lies in the pool.
+  __device__ __forceinline__ bool holds(const KeyRows& rows, int slot) const {
+    if (!rows.pages) return true;
+    const int page = rows.pages[slot / static_cast<int>(cache.page_slots)];
+    return 0 <= page && page < cache.num_pages;
   }
 };
 
@@ -69,31 +77,55 @@ __device__ __forceinline__ void store_values(Element* target, const float (&valu
                  Half<Element>::pack(values[4], values[5]), Half<Element>::pack(values[6], values[7]));
 }
 
-// A piece of one (sequence, kv head, role); for a whole block.
-template <typename Element>
-__device__ __forceinline__ void expand_piece(const Expansion& e, int64_t sequence, int64_t page, int head,
-                                             int role, int64_t first) {
-  const ExpandedSlots slots = ExpandedSlots::of(e, sequence, head);
-  const int pieces = static_cast<int>(e.cache.head_size / 8);
-  for (int i = threadIdx.x; i < kSlots * pieces; i += kThreads) {
-    const int64_t slot = first + i / pieces, column = i % pieces * 8;
-    if (!slots.hold(slot)) continue;
-    const int64_t source_page = e.cache.page(sequence, slot);
-    if (source_page < 0 || source_page >= e.cache.num_pages) continue;
-    const int64_t row = e.cache.row_index(sequence, head, slot);
-    const uint2 codes = *reinterpret_cast<const uint2*>(e.codes[role] + row * e.cache.head_size + column);
-    const float scale = e.scales[role][row];
-    float values[8];
+// Eight codes, times their row's scale, in the compute element type.
+template <typename Code, typename Element>
+__device__ __forceinline__ void expand_eight(Element* target, const uint2& codes, float scale) {
+  uint32_t pairs[4];
+  Halves<Code>::of_neighbours(codes.x, pairs[0], pairs[1]);
+  Halves<Code>::of_neighbours(codes.y, pairs[2], pairs[3]);
+  float values[8];
 #pragma unroll
-    for (int b = 0; b < 8; ++b)
-      values[b] = scale * code_value(e.code, (b < 4 ? codes.x >> 8 * b : codes.y >> 8 * (b - 4)) & 0xffu);
-    const int64_t target = (page * e.cache.num_kv_heads + head) * e.page_slots + slot;
-    store_values(static_cast<Element*>(e.targets[role]) + target * e.cache.head_size + column, values);
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = Half<__half>::unpack(pairs[i]);
+    values[2 * i] = scale * pair.x;
+    values[2 * i + 1] = scale * pair.y;
+  }
+  store_values(target, values);
+}
+
+// A piece of one (sequence, kv head, role); for a whole block. Several loads are on their way at a time.
+template <typename Code, typename Element>
+__device__ __forceinline__ void expand_piece(const Expansion& e, int sequence, int page, int head, int role,
+                                             int first) {
+  constexpr int kBatch = 4;
+  const ExpandedSlots slots = ExpandedSlots::of(e, sequence, head);
+  if (first >= slots.end) return;
+  const KeyRows rows(e.cache, sequence, head);
+  const int row_units = static_cast<int>(e.cache.head_size / 8), units = kSlots * row_units;
+  const int64_t target_row = (int64_t{page} * e.cache.num_kv_heads + head) * e.page_slots + first;
+  Element* target = static_cast<Element*>(e.targets[role]) + target_row * e.cache.head_size;
+  for (int begin = threadIdx.x; begin < units; begin += kBatch * kThreads) {
+    uint2 codes[kBatch];
+    float scales[kBatch];
+    bool valid[kBatch];
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int unit = begin + u * kThreads, row = unit / row_units;
+      valid[u] = unit < units && slots.hold(first + row) && e.holds(rows, first + row);
+      if (!valid[u]) continue;
+      const int64_t number = rows.number(first + row);
+      codes[u] = *reinterpret_cast<const uint2*>(e.codes[role] + number * e.cache.head_size +
+                                                 (unit - row * row_units) * 8);
+      scales[u] = e.scales[role][number];
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u)
+      if (valid[u]) expand_eight<Code>(target + (begin + u * kThreads) * 8, codes[u], scales[u]);
   }
 }
 
-template <typename Element>
-__global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ Expansion e) {
+template <typename Code, typename Element>
+__global__ void __launch_bounds__(kThreads, kBlocksEach) expand_kernel(const __grid_constant__ Expansion e) {
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, heads = static_cast<int>(e.cache.num_kv_heads);
   const auto chunks = static_cast<int>((e.cache.capacity + kSlots - 1) / kSlots);
@@ -105,13 +137,12 @@ __global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant_
     unsigned found = __ballot_sync(~0u, is_expanded);
     if (e.table && blockIdx.x == 0 && threadIdx.x < 32 && own < e.sequences)
       e.table[own] = is_expanded ? page + __popc(found & ((1u << lane) - 1)) : 0;
-    for (; found; found &= found - 1, ++page) {
+    for (; found && page < e.pages; found &= found - 1, ++page) {
       const int sequence = first + __ffs(static_cast<int>(found)) - 1;
       const auto pieces = static_cast<unsigned>(chunks * heads * e.roles);
       for (; turn < pieces; turn += gridDim.x) {
         const int chunk = static_cast<int>(turn % chunks), head_role = static_cast<int>(turn / chunks);
-        expand_piece<Element>(e, sequence, page, head_role % heads, head_role / heads,
-                              int64_t{chunk} * kSlots);
+        expand_piece<Code, Element>(e, sequence, page, head_role % heads, head_role / heads, chunk * kSlots);
       }
       turn -= pieces;
     }
@@ -141,8 +172,9 @@ cudaError_t expand(const Expansion& e, ElementType element, int64_t pages, const
   const int64_t blocks = std::min<int64_t>(pages * e.roles * e.cache.num_kv_heads * chunks,
                                            kBlocksEach * launch.device.num_multiprocessors);
   return with_element(element, [&]<typename Element>() {
-    return launch_overlapped(expand_kernel<Element>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-                             launch, e);
+    const auto kernel =
+        e.code == ElementType::kInt8 ? expand_kernel<Int8Code, Element> : expand_kernel<Float8Code, Element>;
+    return launch_overlapped(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, launch, e);
   });
 }
 
@@ -188,6 +220,7 @@ cudaError_t expand_caches(SwaAttentionParams& p, Launch& launch, int most_decode
       .scales = {p.key_scale, p.value_scale},
       .targets = {pools, pools + bytes},
       .page_slots = page_slots(p.cache),
+      .pages = static_cast<int>(pages),
       .sequences = static_cast<int>(sequences),
       .lengths = p.past_len,
       .query_start = p.packing.query_start,
@@ -217,6 +250,7 @@ cudaError_t expand_caches(SnapKvScoreParams& p, Launch& launch) {
       .scales = {p.key_scale, nullptr},
       .targets = {keys, nullptr},
       .page_slots = page_slots(p.cache),
+      .pages = static_cast<int>(p.num_sequences),
       .sequences = static_cast<int>(p.num_sequences),
       .lengths = p.kv_len,
       .query_start = nullptr,

@@ -96,18 +96,32 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
     DecodeWarp<Rows, kRowTiles> self{params, shape, shared, Logits::of(params.scale, params.softcap),
                                      warp,   lane};
     multiply_tiles(self, piece);
-  } else if (warp < shape.warps + kLoadWarps) {
-    const bool is_values = warp > shape.warps;
+  } else if (warp < shape.warps + kLoadWarps<Rows>) {
+    const int loader = warp - shape.warps;
+    const bool is_values = loader >= Rows::kLoadParts;
     const void* cache = is_values ? params.value_cache : params.key_cache;
     const float* scales = is_values ? params.value_scale : params.key_scale;
-    const DecodeLoad<Rows> self{
-        params, shape, static_cast<const typename Rows::Stored*>(cache), scales, evict_first_policy(), lane};
+    const DecodeLoad<Rows> self{params,
+                                shape,
+                                static_cast<const typename Rows::Stored*>(cache),
+                                scales,
+                                evict_first_policy(),
+                                loader % Rows::kLoadParts,
+                                lane};
     load_tiles(self, shared, piece, is_values);
   } else {
     DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace,
-                                      static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps) * 32};
+                                      static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32};
     merge_tiles(self, piece);
   }
+}
+
+// For a whole block: what short rows lack must not be NaN, as codes may be.
+template <typename Rows>
+__device__ __forceinline__ void clear_stages(const DecodeShared& shared, const DecodeShape& shape) {
+  const int bytes = shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys);
+  for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
+    store_shared_16(shared_address(shared.stages) + at, uint4{});
 }
 
 template <typename Rows, int kRowTiles, bool kClusters>
@@ -116,13 +130,15 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const DecodeShared shared = DecodeShared::of<Rows>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
-    shared.loaded[threadIdx.x].init(kLoadWarps * 32);
+    shared.loaded[threadIdx.x].init(kLoadWarps<Rows> * 32);
     shared.multiplied[threadIdx.x].init(shape.warps);
   }
   if (threadIdx.x < shape.buffers) {
     shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
+  if (DecodeLoad<Rows>::kTakesShortRows && params.cache.head_size < Rows::kHeadSize)
+    clear_stages<Rows>(shared, shape);
   if constexpr (kClusters) __syncthreads();  // else while tiles are counted
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Stored)>(params, shape);
   wait_for_previous_kernel();
@@ -141,7 +157,7 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
 
 // `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
 template <typename Rows, int kRowTiles, bool kClusters>
-__global__ void __launch_bounds__((kMaxDecodeWarps<Rows::kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
+__global__ void __launch_bounds__((kMaxDecodeWarps<Rows::kHeadSize> + kLoadWarps<Rows> + kMergeWarps) * 32, 1)
     decode_kernel(const __grid_constant__ SwaAttentionParams params,
                   const __grid_constant__ DecodeShape shape,
                   const __grid_constant__ DecodeWorkspace workspace) {

@@ -164,7 +164,7 @@ struct DecodeLaunch {
   int shared_bytes;
 
   explicit DecodeLaunch(const DecodeShape& shape)
-      : block((shape.warps + kLoadWarps + kMergeWarps) * 32),
+      : block((shape.warps + kLoadWarps<Rows> + kMergeWarps) * 32),
         shared_bytes(decode_shared_bytes<Rows, kRowTiles>(shape)) {}
 
   template <typename Kernel>

@@ -20,6 +20,7 @@ struct DenseRows {
   // Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
   // keys.
   static constexpr int kWarpKeys = kHeadSize <= 64 ? 32 : 16;
+  static constexpr int kLoadParts = 1;  // of a tile's keys, and of its values: each is loaded by a warp
   static constexpr bool kHasScales = false;
 };
 
@@ -31,6 +32,7 @@ struct CodeRows {
   using Code = Code_;
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kWarpKeys = 32;
+  static constexpr int kLoadParts = 2;
   static constexpr bool kHasScales = true;
 };
 
