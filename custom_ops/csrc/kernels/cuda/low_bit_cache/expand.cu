@@ -142,7 +142,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) expand_kernel(const __g
       const auto pieces = static_cast<unsigned>(chunks * heads * e.roles);
       for (; turn < pieces; turn += gridDim.x) {
         const int chunk = static_cast<int>(turn % chunks), head_role = static_cast<int>(turn / chunks);
-        expand_piece<Code, Element>(e, sequence, page, head_role % heads, head_role / heads, chunk * kSlots);
+        expand_piece<Code, Element>(e, sequence, e.table ? page : sequence, head_role % heads,
+                                    head_role / heads, chunk * kSlots);
       }
       turn -= pieces;
     }
@@ -197,20 +198,23 @@ CacheLayout expanded_layout(const CacheLayout& cache, int64_t pages, const int32
 
 const uint8_t* codes_of(const void* pool) { return static_cast<const uint8_t*>(pool); }
 
-size_t table_bytes(int64_t sequences) { return sequences > 1 ? aligned(sequences * sizeof(int32_t)) : 0; }
+// A page for each sequence needs no table.
+size_t table_bytes(int64_t sequences, int64_t pages) {
+  return pages < sequences ? aligned(sequences * sizeof(int32_t)) : 0;
+}
 
 }  // namespace
 
 size_t expanded_bytes(const SwaAttentionParams& p, int most_decode) {
   const int64_t pages = expanded_pages(p.packing, most_decode);
   if (!is_code(p.cache_element) || pages == 0) return 0;
-  return table_bytes(p.packing.num_sequences) + 2 * pool_bytes(p.cache, pages, p.element);
+  return table_bytes(p.packing.num_sequences, pages) + 2 * pool_bytes(p.cache, pages, p.element);
 }
 
 cudaError_t expand_caches(SwaAttentionParams& p, Launch& launch, int most_decode) {
   const int64_t sequences = p.packing.num_sequences, pages = expanded_pages(p.packing, most_decode);
   const size_t bytes = pool_bytes(p.cache, pages, p.element);
-  char* table = take_workspace(launch, table_bytes(sequences));
+  char* table = take_workspace(launch, table_bytes(sequences, pages));
   char* pools = take_workspace(launch, 2 * bytes);
   const Expansion expansion{
       .cache = p.cache,
@@ -226,7 +230,7 @@ cudaError_t expand_caches(SwaAttentionParams& p, Launch& launch, int most_decode
       .query_start = p.packing.query_start,
       .most_decode = most_decode,
       .window = p.causal && !p.prefix_end ? p.window : -1,
-      .table = sequences > 1 ? reinterpret_cast<int32_t*>(table) : nullptr,
+      .table = pages < sequences ? reinterpret_cast<int32_t*>(table) : nullptr,
   };
   p.cache = expanded_layout(p.cache, pages, expansion.table);
   p.cache_element = p.element;
