@@ -96,9 +96,7 @@ class Operator:
 def cache_outputs(alias_from: int) -> tuple[Port, Port]:
     """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
     return (
-        Port(
-            name="key_cache_out", shape="[N, Hkv, P, D]", type=CACHE, doc="The updated key cache.", alias=alias_from
-        ),
+        Port(name="key_cache_out", shape="[N, Hkv, P, D]", type=CACHE, doc="The updated key cache.", alias=alias_from),
         Port(
             name="value_cache_out",
             shape="[N, Hkv, P, D]",
