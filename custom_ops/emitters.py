@@ -529,6 +529,8 @@ def qkv_rope_append(
     sine: str = "",
     capture: str = "",
     capture_past_len: str = "",
+    key_scale: str = "",
+    value_scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -543,13 +545,13 @@ def qkv_rope_append(
 
     From the joint projection to attention: RMSNorm of each query, key and value head, RoPE (rotate-half, as
     ONNX's RotaryEmbedding with interleaved = 0) of queries and keys, RingKvAppend of keys and values, and
-    SnapKvCapture of queries, in float32 and rounded once.
+    SnapKvCapture of queries, in float32 and rounded once. Codes are those of the rounded keys and values.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token; with
             value_is_key [T, (Hq + Hkv) * D], without value heads.
-        key_cache: [N, Hkv, P, D] T1. Pool of key pages.
-        value_cache: [N, Hkv, P, D] T1. Pool of value pages.
+        key_cache: [N, Hkv, P, D] T2. Pool of key pages.
+        value_cache: [N, Hkv, P, D] T2. Pool of value pages.
         query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
             query_start[b+1].
         past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
@@ -563,8 +565,12 @@ def qkv_rope_append(
         sine: [1, T, R] tensor(float). Sines, with cosine.
         capture: [B, Wq, Hq, D] T1. Queries captured so far; absent: none are captured.
         capture_past_len: [B] tensor(int32). With capture: tokens of each sequence before the step.
+        key_scale: [N, Hkv, P] tensor(float). Scale of each row of key codes; given exactly where the caches
+            hold codes.
+        value_scale: [N, Hkv, P] tensor(float). Scale of each row of value codes; given exactly where the
+            caches hold codes.
         outputs: names of query [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D],
-            capture_out [B, Wq, Hq, D].
+            capture_out [B, Wq, Hq, D], key_scale_out [N, Hkv, P], value_scale_out [N, Hkv, P].
         name: name of the node.
         num_heads: Hq: query heads. Allowed: a positive multiple of Hkv.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
@@ -574,7 +580,7 @@ def qkv_rope_append(
         capacity: C: slots a sequence has; 0 means M * P. Allowed: 0, or at least S + W (at least S + 1
             without a window).
     """
-    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len,)
+    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len, key_scale, value_scale,)
     return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "value_norm": value_norm, "value_is_key": value_is_key, "sink": sink, "capacity": capacity})
 
 

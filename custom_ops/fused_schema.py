@@ -14,14 +14,17 @@ from ortolan.custom_ops.schema_parts import (
     INT32,
     INT64,
     KEY_CACHE,
+    KEY_SCALE,
     PAST_LEN,
     QUERY_START,
     SINK,
     VALUE_CACHE,
+    VALUE_SCALE,
     Attribute,
     Operator,
     Port,
     cache_outputs,
+    scale_outputs,
 )
 
 FUSED_OPERATORS: tuple[Operator, ...] = (
@@ -75,7 +78,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         name="QkvRopeAppend",
         doc="From the joint projection to attention: RMSNorm of each query, key and value head, RoPE (rotate-half, as "
         "ONNX's RotaryEmbedding with interleaved = 0) of queries and keys, RingKvAppend of keys and values, and "
-        "SnapKvCapture of queries, in float32 and rounded once.",
+        "SnapKvCapture of queries, in float32 and rounded once. Codes are those of the rounded keys and values.",
         inputs=(
             Port(
                 name="qkv",
@@ -84,8 +87,8 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
                 doc="Query heads, then key heads, then value heads of each token; with value_is_key "
                 "[T, (Hq + Hkv) * D], without value heads.",
             ),
-            dataclasses.replace(KEY_CACHE, type=ELEMENT),
-            dataclasses.replace(VALUE_CACHE, type=ELEMENT),
+            KEY_CACHE,
+            VALUE_CACHE,
             QUERY_START,
             PAST_LEN,
             BLOCK_TABLE,
@@ -131,11 +134,14 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
                 doc="With capture: tokens of each sequence before the step.",
                 optional=True,
             ),
+            KEY_SCALE,
+            VALUE_SCALE,
         ),
         outputs=(
             Port(name="query", shape="[T, Hq, D]", type=ELEMENT, doc="Queries, ready for attention."),
-            *cache_outputs(1, ELEMENT),
+            *cache_outputs(1),
             dataclasses.replace(CAPTURE_OUT, optional=True, alias=10),
+            *scale_outputs(12),
         ),
         attributes=(
             Attribute(

@@ -360,6 +360,8 @@ def qkv_rope_append(
     sine: Array | None = None,
     capture: Array | None = None,
     capture_past_len: Array | None = None,
+    key_scale: Array | None = None,
+    value_scale: Array | None = None,
     *,
     num_heads: int,
     epsilon: float = 1e-6,
@@ -367,10 +369,10 @@ def qkv_rope_append(
     value_is_key: int = 0,
     sink: int = 0,
     capacity: int = 0,
-) -> tuple[Floats, Array, Array] | tuple[Floats, Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Return the queries [T, Hq, D] in float64, and copies of the caches with this step's keys and values.
 
-    Where a capture buffer is given, a copy of it with this step's queries comes last.
+    Where a capture buffer is given, a copy of it with this step's queries follows, and then copies of the scales.
     """
     kv_heads, size = key_cache.shape[1], key_cache.shape[3]
     heads = qkv.astype(np.float64).reshape(len(qkv), -1, size)
@@ -383,9 +385,8 @@ def qkv_rope_append(
         key = _rms_norm(key, key_norm_weight, epsilon)
     if cosine is not None and sine is not None:
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
-    caches = ring_kv_append(
-        key, value, key_cache, value_cache, query_start, past_len, block_table, sink=sink, capacity=capacity
-    )
+    pools = key_cache, value_cache, query_start, past_len, block_table, key_scale, value_scale
+    keys, values, *scales = ring_kv_append(key, value, *pools, sink=sink, capacity=capacity)
     if capture is None or capture_past_len is None:
-        return query, caches[0], caches[1]
-    return query, caches[0], caches[1], snapkv_capture(query, capture, query_start, capture_past_len)
+        return query, keys, values, *scales
+    return query, keys, values, snapkv_capture(query, capture, query_start, capture_past_len), *scales

@@ -93,16 +93,14 @@ class Operator:
     sizes: tuple[tuple[str, str], ...] = ()
 
 
-def cache_outputs(alias_from: int, element: str = CACHE) -> tuple[Port, Port]:
+def cache_outputs(alias_from: int) -> tuple[Port, Port]:
     """Describe the two cache outputs that continue the inputs from index `alias_from` on."""
     return (
-        Port(
-            name="key_cache_out", shape="[N, Hkv, P, D]", type=element, doc="The updated key cache.", alias=alias_from
-        ),
+        Port(name="key_cache_out", shape="[N, Hkv, P, D]", type=CACHE, doc="The updated key cache.", alias=alias_from),
         Port(
             name="value_cache_out",
             shape="[N, Hkv, P, D]",
-            type=element,
+            type=CACHE,
             doc="The updated value cache.",
             alias=alias_from + 1,
         ),

@@ -1,5 +1,6 @@
 """Builds, converts, checks and describes the ONNX graphs: the decoder, and the graph that evicts from its caches."""
 
+from ortolan.graphs.cache_types import change_cache_dtype
 from ortolan.graphs.decoder import build_model, count_fusions
 from ortolan.graphs.evict import build_evict_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
@@ -24,6 +25,7 @@ __all__ = [
     "attach_external_data",
     "build_evict_model",
     "build_model",
+    "change_cache_dtype",
     "convert_model",
     "count_fusions",
     "foreign_bytes",

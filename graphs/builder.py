@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -142,7 +142,7 @@ class GraphBuilder:
         emit: Callable[..., onnx.NodeProto],
         inputs: Mapping[str, Tensor | None],
         num_outputs: int = 1,
-        skip_outputs: int = 0,
+        skipped_outputs: Collection[int] = (),
         **attributes: int | float | str,
     ) -> list[Tensor]:
         """Add one of Ortolan's operators, as its typed emitter describes it, and return its outputs.
@@ -152,12 +152,14 @@ class GraphBuilder:
             emit: the operator's typed emitter.
             inputs: tensors by port; None for an optional port that stays empty.
             num_outputs: how many outputs are asked for.
-            skip_outputs: how many outputs before those are not asked for.
+            skipped_outputs: the places among the outputs that are not asked for.
             attributes: of the operator.
         """
         given = {port: tensor for port, tensor in inputs.items() if tensor is not None}
         outputs = self._outputs(name, num_outputs)
-        all_outputs = [gs.Variable.empty() for _ in range(skip_outputs)] + outputs
+        asked = iter(outputs)
+        places = range(num_outputs + len(skipped_outputs))
+        all_outputs = [gs.Variable.empty() if place in skipped_outputs else next(asked) for place in places]
         names = {port: tensor.name for port, tensor in given.items()}
         proto = emit(**names, outputs=tuple(o.name for o in all_outputs), name=name, **attributes)
         tensors = {tensor.name: tensor for tensor in given.values()}

@@ -121,14 +121,16 @@ class CachedAttention:
         """
         captures = captures and self.evictable
         inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
+        inputs |= self._scale_ports
         if captures:
             assert self._capture is not None, "an evictable layer has a capture"
             inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
-        query, key, value, *captured = self.graph.operator(
+        query, key, value, *rest = self.graph.operator(
             f"{self.path}/QkvRopeAppend",
             emitters.qkv_rope_append,
             inputs,
-            4 if captures else 3,
+            3 + captures + len(self._scales),
+            skipped_outputs=(3,) if self._scales and not captures else (),
             num_heads=self.config.num_heads,
             epsilon=epsilon,
             value_norm=int(self.config.value_norm),
@@ -136,7 +138,8 @@ class CachedAttention:
             sink=self.options.sink,
         )
         self.updated = key, value
-        self._captured = captured[0] if captured else None
+        self._captured = rest.pop(0) if captures else None
+        self._scales = rest
         return query
 
     def capture(self, query: Tensor) -> None:

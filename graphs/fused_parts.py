@@ -63,8 +63,7 @@ class FusedParts(Parts):
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
         whole, names = ("qk", ("query", "key")) if config.value_is_key else ("qkv", ("query", "key", "value"))
-        apart = config.qk_norm == "projection" or self.options.has_code_caches
-        if apart or not self._joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
+        if config.qk_norm == "projection" or not self._joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")

@@ -80,7 +80,7 @@ class _Checker:
     def qkv(self, node: onnx.NodeProto) -> None:
         """Check a QkvRopeAppend: heads, norms, angles and caches."""
         qkv, key_cache, value_cache, *_ = _ports(node.input, 12)
-        query_norm, key_norm, cosine, sine, capture, capture_past_len = _ports(node.input, 12)[6:]
+        query_norm, key_norm, cosine, sine, capture, capture_past_len = _ports(node.input, 12)[6:12]
         if bool(cosine) != bool(sine):
             raise _mismatch(node, "cosine and sine belong together; one is missing")
         if len({bool(capture), bool(capture_past_len), bool(_ports(node.output, 4)[3])}) != 1:

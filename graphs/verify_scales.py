@@ -7,9 +7,10 @@ import onnx
 from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.element_types import CODE_TYPES, element_type
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs.verify_paged import APPENDS
 
 _CODES = frozenset(element_type(name).onnx for name in CODE_TYPES)
-_APPENDED = (2, 3)  # the scales among the outputs of RingKvAppend
+_APPENDED = {"RingKvAppend": (2, 3), "QkvRopeAppend": (4, 5)}  # the scales among an append's outputs
 _READ = (8, 9)  # and among the inputs of SwaAttention
 
 
@@ -23,8 +24,9 @@ def check_scales(graph: onnx.GraphProto) -> None:
     nodes = [node for node in graph.node if node.domain == OPERATOR_DOMAIN]
     of_cache: dict[str, list[str]] = {}
     for node in nodes:
-        if node.op_type == "RingKvAppend":
-            of_cache[node.output[0]] = [_name(node.output, port) for port in _APPENDED]
+        if node.op_type in _APPENDED:
+            cache = node.output[APPENDS[node.op_type]]
+            of_cache[cache] = [_name(node.output, port) for port in _APPENDED[node.op_type]]
     for node in nodes:
         if node.op_type != "SwaAttention":
             continue

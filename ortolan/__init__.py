@@ -96,7 +96,14 @@ _RUNTIME_NAMES = (
 _POLICY_NAMES = ("Eviction", "SnapKv")
 
 
-def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:
+def load(
+    folder: str | Path,
+    device: str | None = None,
+    *,
+    num_threads: int = 0,
+    fused: bool | None = None,
+    cache_dtype: str | None = None,
+) -> Model:
     """Open an exported model.
 
     Args:
@@ -105,16 +112,31 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        cache_dtype: of keys and values that layers keep: "fp8", "int8" or the model's dtype; None: as the model was
+            exported. The graph is changed in memory; the folder stays as it is.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused
-            has a value that is not allowed; the hub does not have the model or cannot be reached.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
+            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
         StorageError: the disk is full.
     """
     open_model: Callable[..., Model] = _imported("ortolan.runtime", "load")
-    return open_model(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
+    builders = {"evict_builder": _build_evict_graph, "decoder_builder": _build_decoder_graph}
+    return open_model(folder, device=device, num_threads=num_threads, **builders, fused=fused, cache_dtype=cache_dtype)
+
+
+def _build_decoder_graph(path: Path, manifest: Manifest) -> bytes:
+    """Build a decoder graph with caches of the manifest's type from one with others; weights stay where they are."""
+    import onnx
+
+    from ortolan import graphs
+
+    model = onnx.load(path, load_external_data=False)
+    graphs.change_cache_dtype(model, manifest)
+    graph: bytes = model.SerializeToString()
+    return graph
 
 
 def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:

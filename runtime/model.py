@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from ortolan import contract
 from ortolan.custom_ops.library import onnxruntime_problem
+from ortolan.element_types import cache_type
 from ortolan.errors import (
     CapacityError,
     ConfigError,
@@ -37,7 +39,14 @@ from ortolan.runtime.device.providers import (
     preload_cuda_libraries,
     resolve_device,
 )
-from ortolan.runtime.eviction.graphs import EvictBuilder, EvictionGraphs, check_eviction, one_eviction
+from ortolan.runtime.eviction.graphs import (
+    DecoderBuilder,
+    EvictBuilder,
+    EvictionGraphs,
+    GraphBuilders,
+    check_eviction,
+    one_eviction,
+)
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
 from ortolan.runtime.options import Sampling
@@ -74,21 +83,24 @@ class Model:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, device: Device, evict_builder: EvictBuilder | None, fused: bool | None
+        self, folder: Path, manifest: Manifest, device: Device, builders: GraphBuilders, fused: bool | None
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
         self._process = Process()
-        self.evictions = EvictionGraphs(folder, manifest, device, evict_builder)
+        self.evictions = EvictionGraphs(folder, manifest, device, builders)
         self._tokenizer: Tokenizer | None = None
         self._draft_models: dict[str, Model] = {}
         self.memory = DeviceMemory(device, manifest)
         self._head: Decoder | None = None
         file_name = self._choose_file(fused)
         self._is_fused = file_name != MODEL_FILE
-        self.decoder = self._open_graph(file_name, manifest)
+        path = folder / file_name
+        self.decoder = self._open_graph(
+            builders.decoder(path, manifest) if builders.decoder else str(path), manifest, file_name
+        )
         self.memory.note_weights()
-        _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
+        _log.info("opened %s on %s: %s, %s", path, device.name, manifest.architecture, manifest.dtype)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -296,7 +308,7 @@ class Model:
             )
         if self._head is None:
             name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
-            self._head = self._open_graph(name, manifest)
+            self._head = self._open_graph(str(self.folder / name), manifest, name)
         return self._head
 
     def open_head_drafter(self, max_context: int) -> HeadDrafter:
@@ -327,8 +339,8 @@ class Model:
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
 
-    def _open_graph(self, file_name: str, manifest: Manifest) -> Decoder:
-        session = self.device.open(str(self.folder / file_name), self.folder, captures=True)
+    def _open_graph(self, graph: str | bytes, manifest: Manifest, file_name: str) -> Decoder:
+        session = self.device.open(graph, self.folder, captures=True)
         check_graph(session, manifest, file_name)
         inputs = frozenset(each.name for each in session.get_inputs())
         return Decoder(session, manifest, inputs, itertools.count(1))
@@ -355,7 +367,9 @@ def load(
     *,
     num_threads: int = 0,
     evict_builder: EvictBuilder | None = None,
+    decoder_builder: DecoderBuilder | None = None,
     fused: bool | None = None,
+    cache_dtype: str | None = None,
 ) -> Model:
     """Open an exported model.
 
@@ -365,13 +379,15 @@ def load(
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
+        decoder_builder: builds a decoder graph with caches of another type of the folder's.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused has
-            a value that is not allowed; the hub does not have the model or cannot be reached.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
+            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
         StorageError: the disk is full.
     """
     num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
@@ -399,4 +415,14 @@ def load(
         check_device_number(number)
         preload_cuda_libraries()
         cuda = CudaBuffers(number)
-    return Model(folder, manifest, Device(provider=provider, num_threads=num_threads, cuda=cuda), evict_builder, fused)
+    builders = GraphBuilders(evict=evict_builder)
+    wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
+    if wanted != manifest.cache_dtype:
+        if decoder_builder is None:
+            raise ConfigError(
+                f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can "
+                "change them, or export it with that cache_dtype"
+            )
+        manifest = dataclasses.replace(manifest, cache_dtype=wanted)
+        builders = GraphBuilders(evict=evict_builder, decoder=decoder_builder)
+    return Model(folder, manifest, Device(provider=provider, num_threads=num_threads, cuda=cuda), builders, fused)

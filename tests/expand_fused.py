@@ -52,7 +52,7 @@ class _Expander:
         by_name |= {"GatherRows": self._gather_rows}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        inputs = [*node.input, *[""] * 12]
+        inputs = [*node.input, *[""] * 14]
         yield from by_name[node.op_type](node, inputs, attributes) if node.op_type in by_name else [node]
 
     def _constant(self, name: str, values) -> str:
@@ -135,17 +135,19 @@ class _Expander:
         for part, count, norm, output in zip(parts, heads, norms, outputs, strict=True):
             rotation = [] if part == parts[2] or not cosine else [cosine, sine]
             yield from self._heads(part, count, size, norm, rotation, attributes["epsilon"], output)
+        scales = {"key_scale": inputs[12], "value_scale": inputs[13]} if inputs[12] else {}
         yield emitters.ring_kv_append(
             *outputs[1:],
             *caches,
-            outputs=tuple(node.output[1:3]),
+            **scales,
+            outputs=(*node.output[1:3], *node.output[4:]),
             name=f"{path}/append",
             sink=attributes["sink"],
             capacity=attributes["capacity"],
         )
         if inputs[10]:
             rows = (outputs[0], inputs[10], inputs[3], inputs[11])
-            yield emitters.snap_kv_capture(*rows, outputs=tuple(node.output[3:]), name=f"{path}/capture")
+            yield emitters.snap_kv_capture(*rows, outputs=(node.output[3],), name=f"{path}/capture")
 
     def _heads(self, part, count, size, norm, rotation, epsilon, output) -> Iterator[onnx.NodeProto]:
         shape, last = self._constant(f"{part}/shape", [-1, count, size]), f"{part}/heads"

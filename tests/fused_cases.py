@@ -210,6 +210,7 @@ class QkvCase:
     capture_rows: int | None = None  # Wq; None: no capture
     value_norm: bool = False
     value_is_key: bool = False
+    code: np.dtype | None = None  # of caches; None: they hold elements
 
     @property
     def attributes(self) -> dict[str, object]:
@@ -236,6 +237,9 @@ def qkv_feeds(case: QkvCase, seed: int = 0) -> Feeds:
         "past_len": np.array(case.past, np.int32),
         **table,
     }
+    if case.code is not None:
+        feeds |= {f"{name}_cache": np.full(caches.shape, 7).astype(case.code) for name in ("key", "value")}
+        feeds |= {f"{name}_scale": np.full(caches.shape[:3], np.nan, np.float32) for name in ("key", "value")}
     feeds |= {f"{n}_norm_weight": (1 + rng.standard_normal(case.size)).astype(element) for n in case.norms}
     if case.pairs:
         angles = rng.uniform(-1e3, 1e3, (1, total, case.pairs))
@@ -249,7 +253,8 @@ def qkv_feeds(case: QkvCase, seed: int = 0) -> Feeds:
 def qkv_outputs(case: QkvCase, feeds: Feeds) -> Outputs:
     """All outputs of the operator."""
     element = feeds["qkv"].dtype
-    caches = {f"{name}_out": (feeds[name].shape, element) for name in ("key_cache", "value_cache")}
+    names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    caches = {f"{name}_out": (feeds[name].shape, feeds[name].dtype) for name in names if name in feeds}
     if case.capture_rows is not None:
         caches["capture_out"] = ((len(case.tokens), case.capture_rows, case.heads, case.size), element)
     return {"query": ((len(feeds["qkv"]), case.heads, case.size), element), **caches}

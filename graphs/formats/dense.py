@@ -43,7 +43,7 @@ class Dense:
                 "bias": parts.bias(linear.stem),
                 "residual": linear.residual,
             },
-            skip_outputs=int(linear.in_float32 and parts.options.onnx_type != FLOAT),
+            skipped_outputs=(0,) if linear.in_float32 and parts.options.onnx_type != FLOAT else (),
             epsilon=parts.config.norm_epsilon if norm is None else norm.epsilon,
             activation=linear.activation,
         )

@@ -95,7 +95,7 @@ class LowBit:
                 "bias": parts.bias(linear.stem),
                 "residual": linear.residual,
             },
-            skip_outputs=int(linear.in_float32 and parts.options.onnx_type != FLOAT),
+            skipped_outputs=(0,) if linear.in_float32 and parts.options.onnx_type != FLOAT else (),
             format=self.kind,
             group_size=self.group_size,
             scale_rows=self.scale_rows,

@@ -58,6 +58,8 @@ class Device:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = ERRORS
         options.intra_op_num_threads = self.num_threads
+        if isinstance(model, bytes):  # what it names as external data lies in the folder
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         providers: list[Any] = [self.provider]
         if self.cuda:
             options.enable_mem_pattern = False  # patterns of every prompt length would each keep their memory

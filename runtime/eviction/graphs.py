@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,32 @@ from ortolan.policies.eviction import STRUCTURE_METADATA
 from ortolan.runtime.device.opening import Device
 
 EvictBuilder = Callable[[Manifest, Eviction], bytes]
+DecoderBuilder = Callable[[Path, Manifest], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphBuilders:
+    """What builds graphs that a model folder lacks.
+
+    Attributes:
+        evict: an eviction graph for options other than the folder's; None: nothing does.
+        decoder: the decoder graph for caches of the manifest's type, of the folder's graph; None: it has that type.
+    """
+
+    evict: EvictBuilder | None = None
+    decoder: DecoderBuilder | None = None
 
 
 class EvictionGraphs:
     """The eviction graphs of one model, each opened once."""
 
-    def __init__(self, folder: Path, manifest: Manifest, device: Device, builder: EvictBuilder | None) -> None:
-        """Take the model's folder, and what builds graphs for options other than the folder's; None: nothing does."""
-        self._folder, self._manifest, self._device, self._builder = folder, manifest, device, builder
+    def __init__(self, folder: Path, manifest: Manifest, device: Device, builders: GraphBuilders) -> None:
+        """Take the model's folder, and what builds graphs for options, or caches, other than the folder's."""
+        self._folder, self._manifest, self._device, self._builder = folder, manifest, device, builders.evict
         self._sessions: dict[str, Any] = {}
         self._recorded: dict[str, Any] | None = None
-        self._has_read = False
-        if builder is None:
+        self._has_read = builders.decoder is not None  # then the folder's graph is for other caches
+        if self._builder is None:
             self._read_recorded()  # now, as `check` may be called in any thread
 
     def check(self, options: object) -> None:

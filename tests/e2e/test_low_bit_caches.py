@@ -123,6 +123,46 @@ def test_an_engine_gives_the_tokens_of_a_session(folders, cache_dtype):
         assert list(again) == expected[0], "a prefix that is used again"
 
 
+def test_an_engine_runs_twice_the_sequences_in_the_same_bytes(folders, cache_dtype):
+    budget = 2 * load(folders, None, paged=True).plan().bytes
+    prompts = [tokens_of(480, seed=count) for count in range(6)]
+    most = {}
+    for kind in (None, cache_dtype):
+        model = load(folders, kind, paged=True)
+        with ortolan.Engine(model, max_sequences=6, max_cache_bytes=budget, chunk_tokens=64) as engine:
+            for stream in [engine.submit(prompt, max_new_tokens=16) for prompt in prompts]:
+                list(stream)
+            most[kind] = engine.stats().most_running
+    assert 1 <= most[None] <= 3
+    assert most[cache_dtype] >= 2 * most[None]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_caches_that_change_when_a_model_is_loaded_are_those_of_an_export(folders, cache_dtype, paged):
+    """Logits agree to the bit: from elements to codes, from codes to elements, and from codes to other codes."""
+    tokens, options = tokens_of(150), ortolan.SnapKv(budget=40, window=8)
+    other = next(kind for kind in CACHE_TYPES if kind != cache_dtype)
+    for begun, wanted in ((None, cache_dtype), (cache_dtype, None), (other, cache_dtype)):
+        exported = load(folders, wanted, paged=paged)
+        asked = wanted or "float32"
+        model = ortolan.load(folders[begun, paged], device="cpu", num_threads=1, cache_dtype=asked)
+        assert model.manifest.cache_dtype == exported.manifest.cache_dtype
+        assert model.plan().bytes == exported.plan().bytes
+        results = []
+        for each in (exported, model):
+            session = each.session(snapkv=options)
+            results.append([session.prefill(tokens), session.step(5), session.step(7)])
+            assert session.stats.evictions == 1
+        np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_a_type_of_caches_that_a_load_does_not_know_is_refused(folders):
+    with pytest.raises(ConfigError, match=r"cache_dtype is 'int4'; allowed: .*'fp8' or 'int8'"):
+        ortolan.load(folders[None, False], device="cpu", cache_dtype="int4")
+    with pytest.raises(ConfigError, match=r"caches of float32, not int8; open it with ortolan.load"):
+        ortolan.runtime.load(folders[None, False], device="cpu", cache_dtype="int8")
+
+
 def test_options_name_what_is_allowed(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=r"cache_dtype is 'int4'; allowed: .*'fp8' or 'int8'"):
         ortolan.export(checkpoint, tmp_path / "model", cache_dtype="int4")

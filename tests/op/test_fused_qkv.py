@@ -3,6 +3,7 @@
 import dataclasses
 
 import devices
+import ml_dtypes
 import numpy as np
 import pytest
 from fused_cases import (
@@ -91,6 +92,29 @@ def test_caches_are_those_of_an_append_of_the_same_keys(name):
             devices.assert_same_bits(got["capture_out"], reference.snapkv_capture(*rows))
         for cache, want in zip(("key_cache_out", "value_cache_out"), expected, strict=True):
             devices.assert_same_bits(got[cache], want)
+
+
+@pytest.mark.parametrize("code", [np.int8, ml_dtypes.float8_e4m3fn], ids=["int8", "fp8"])
+@pytest.mark.parametrize("name", QKVS)
+def test_codes_are_those_of_an_append_of_the_rounded_rows(name, code):
+    dense = dataclasses.replace(QKVS[name], capture_rows=None)
+    whole = {"tokens": (sum(dense.tokens),), "past": (0,), "slots": 200, "sink": 0, "page_slots": 0}
+    straight = dataclasses.replace(dense, **whole)
+    case = dataclasses.replace(QKVS[name], code=np.dtype(code))
+    feeds = qkv_feeds(case)
+    rows = feeds | {k: v for k, v in qkv_feeds(straight).items() if k in POSITIONED}
+    dropped = ("block_table", "capture", "capture_past_len", "key_scale", "value_scale")
+    rows = {k: v for k, v in rows.items() if k not in dropped}
+    once = run_fused("QkvRopeAppend", rows, qkv_outputs(straight, rows), **straight.attributes)
+    key, value = (rows_of(straight, once, name) for name in ("key", "value"))
+    step = {k: feeds[k] for k in (*POSITIONED, "block_table", "key_scale", "value_scale") if k in feeds}
+    expected = reference.ring_kv_append(key, value, **step, sink=case.sink, capacity=case.slots)
+    names = ("key_cache", "value_cache", "key_scale", "value_scale")
+    for aliases in ({}, {f"{name}_out": name for name in names}):
+        results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), aliases, **case.attributes)
+        devices.assert_same_bits(results["query"], once["query"])
+        for cache, want in zip(names, expected, strict=True):
+            devices.assert_same_bits(results[f"{cache}_out"], want)
 
 
 POSITIONED = ("key_cache", "value_cache", "query_start", "past_len")

@@ -100,6 +100,17 @@ def test_qkv(norms, pairs, rows):
     np.testing.assert_array_equal(results["value_cache_out"], values)
 
 
+@pytest.mark.parametrize("rows", [None, 4])
+def test_qkv_into_codes(rows):
+    case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), sink=2, slots=32, capture_rows=rows, code=np.dtype(np.int8))
+    feeds = qkv_feeds(case)
+    results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    _, _, _, *_, key_scale, value_scale = reference.qkv_rope_append(**feeds, **case.attributes)
+    assert_as_good_as_plain(results["key_scale_out"], key_scale, key_scale)
+    devices.assert_same_bits(results["value_scale_out"], value_scale)
+    assert len(results) == (6 if rows else 5)
+
+
 @pytest.mark.parametrize("value_is_key", [False, True])
 def test_qkv_with_normalised_values(value_is_key):
     case = QkvCase(tokens=(9, 2), past=(0, 4), norms=("key",), value_norm=True, value_is_key=value_is_key)

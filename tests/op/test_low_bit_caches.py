@@ -165,6 +165,29 @@ def test_chunks_and_pages_do_not_change_a_bit(code):
             devices.assert_same_bits(np.ascontiguousarray(some_lse), np.ascontiguousarray(lse[:, begin:end]))
 
 
+def rows_alone(shape, feeds, sequence, begin, end):
+    """Attend tokens begin .. end of one sequence of a batch, by themselves."""
+    first = sum(shape.tokens[:sequence])
+    alone = dataclasses.replace(shape, tokens=(end - begin,), past=(shape.past[sequence] + begin,))
+    step = {name: array[sequence : sequence + 1] for name, array in feeds.items() if name.endswith(("cache", "scale"))}
+    step["query"] = feeds["query"][first + begin : first + end]
+    step["query_start"], step["past_len"] = np.array([0, end - begin], np.int32), np.array(alone.past, np.int32)
+    return run_attention(alone, feeds | step)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_few_tokens_have_the_same_bits_one_by_one_and_in_any_batch(code, head_size):
+    shape = Shape(tokens=(5, 40, 1), past=(300, 11, 70), head_size=head_size, capacity=384)
+    feeds = coded(attention_feeds(shape), code)
+    output, lse = run_attention(shape, feeds)
+    for sequence, begin, end in ((0, 0, 5), (0, 0, 1), (0, 3, 5), (1, 0, 40), (2, 0, 1)):
+        some, some_lse = rows_alone(shape, feeds, sequence, begin, end)
+        first = sum(shape.tokens[:sequence])
+        devices.assert_same_bits(some, output[first + begin : first + end])
+        whole_lse = np.ascontiguousarray(lse[:, first + begin : first + end])
+        devices.assert_same_bits(np.ascontiguousarray(some_lse), whole_lse)
+
+
 @pytest.mark.parametrize("kv_len", [1, 9, 64, 130])
 def test_scores_read_codes(code, kv_len):
     rng = np.random.default_rng(kv_len)

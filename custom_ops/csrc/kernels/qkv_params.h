@@ -13,9 +13,11 @@ namespace ortolan {
 // without a weight where that is asked for, in float32, and rounded once; queries go to `query`, keys and
 // values to the slots of their positions. The last Wq queries of a sequence also go to `capture`, the one at
 // position p to row p mod Wq. Rotation, where R > 0: elements i < R and i + R of a head become x_i * cos -
-// x_(i+R) * sin and x_(i+R) * cos + x_i * sin; those from 2R on stay.
+// x_(i+R) * sin and x_(i+R) * cos + x_i * sin; those from 2R on stay. Where caches hold codes, a row of them
+// is made of the rounded key or value.
 struct QkvRopeAppendParams {
   ElementType element = ElementType::kFloat32;
+  ElementType cache_element = ElementType::kFloat32;
   CacheLayout cache;
   Packing packing;
   Lengths past_len;
@@ -32,6 +34,8 @@ struct QkvRopeAppendParams {
   void* query = nullptr;                    // [T, Hq, D]
   void* key_cache = nullptr;                // [N, Hkv, P, D]
   void* value_cache = nullptr;              // [N, Hkv, P, D]
+  float* key_scale = nullptr;               // [N, Hkv, P]; null unless caches hold codes
+  float* value_scale = nullptr;             // [N, Hkv, P]; the same
   int64_t capture_rows = 0;                 // Wq; 0: no query is captured
   Lengths capture_past_len;                 // [B]: tokens of each sequence, whatever the caches hold
   void* capture = nullptr;                  // [B, Wq, Hq, D] or null

@@ -427,8 +427,8 @@ FusedLinearParams read_params(const Call<ops::FusedLinear>& call);
 
 inline constexpr Port kQkvRopeAppendInputs[] = {
     {.name = "qkv", .shape = "[T, (Hq + 2 * Hkv) * D]", .type = PortType::kElement},
-    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
-    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
     {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
     {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
     {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
@@ -438,18 +438,22 @@ inline constexpr Port kQkvRopeAppendInputs[] = {
     {.name = "sine", .shape = "[1, T, R]", .type = PortType::kFloat32, .optional = true},
     {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true},
     {.name = "capture_past_len", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
 };
 inline constexpr Port kQkvRopeAppendOutputs[] = {
     {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
-    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 1},
-    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kElement, .alias = 2},
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 1},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 2},
     {.name = "capture_out", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true, .alias = 10},
+    {.name = "key_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 12},
+    {.name = "value_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 13},
 };
 namespace ops {
 struct QkvRopeAppend {
   using Params = QkvRopeAppendParams;
-  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen }; };
-  struct Out { enum : size_t { kQuery, kKeyCacheOut, kValueCacheOut, kCaptureOut }; };
+  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale }; };
+  struct Out { enum : size_t { kQuery, kKeyCacheOut, kValueCacheOut, kCaptureOut, kKeyScaleOut, kValueScaleOut }; };
   struct Attributes {
     int64_t num_heads = 0;
     float epsilon = 1e-06f;

@@ -104,6 +104,7 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
   const int64_t num_tokens = qkv.dim(0), head_size = key_cache.dim(3);
   QkvRopeAppendParams params{};
   params.element = call.node().element;
+  params.cache_element = call.node().cache_element;
   params.packing = read_packing(call, Op::In::kQueryStart, num_tokens);
   params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
   params.cache =
@@ -121,6 +122,10 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
   params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;
   read_angles(call, num_tokens, params);
   params.query = call.output(Op::Out::kQuery, {num_tokens, params.num_heads, head_size}).data;
+  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
+  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
+  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
+  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
   const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
   params.key_cache = caches.key;
   params.value_cache = caches.value;

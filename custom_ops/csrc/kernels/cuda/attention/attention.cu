@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "decode/rows.cuh"
 #include "instances.h"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
@@ -13,8 +14,9 @@
 namespace ortolan::cuda {
 namespace {
 
-// Calls f.operator()<kHeadSize, kRowTiles>() for the smallest decode instance that holds the head.
-template <typename Function>
+// Calls f.operator()<Rows, kRowTiles>() for the smallest decode instance of a kind of rows that holds the
+// head.
+template <template <typename, int> typename Rows, typename Type, typename Function>
 auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
   // Rows that a sequence is expected to bring; one that brings more takes several entries.
   const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
@@ -22,24 +24,49 @@ auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
       std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
   const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= kDecodeTileRows;
   const int64_t head_size = params.cache.head_size;
-  if (head_size > 256) return f.template operator()<512, 1>();
   const auto with_tiles = [&]<int kHeadSize>() {
-    return one_tile ? f.template operator()<kHeadSize, 1>() : f.template operator()<kHeadSize, 2>();
+    return one_tile ? f.template operator()<Rows<Type, kHeadSize>, 1>()
+                    : f.template operator()<Rows<Type, kHeadSize>, 2>();
   };
   if (head_size <= 64) return with_tiles.template operator()<64>();
   if (head_size <= 128) return with_tiles.template operator()<128>();
   return with_tiles.template operator()<256>();
 }
 
+// Calls it for the dense rows of the element type, or for the codes of the cache.
+template <typename Function>
+auto with_decode_rows(const SwaAttentionParams& params, Function&& f) {
+  if (params.cache_element == ElementType::kInt8) return with_decode_instance<CodeRows, Int8Code>(params, f);
+  if (is_code(params.cache_element)) return with_decode_instance<CodeRows, Float8Code>(params, f);
+  return with_half_element(params.element, [&]<typename Element>() {
+    if (params.cache.head_size > 256) return f.template operator()<DenseRows<Element, 512>, 1>();
+    return with_decode_instance<DenseRows, Element>(params, f);
+  });
+}
+
+// Whether decode attention reads codes as they are: rows must be whole pieces of 16 bytes.
+bool decodes_codes(const SwaAttentionParams& params) {
+  return is_code(params.cache_element) && params.element != ElementType::kFloat32 &&
+         params.cache.head_size % 16 == 0 && params.cache.head_size <= 256;
+}
+
 // Whether decode attention goes by wgmma. Where rows have the size of an instance of the other family, that
 // one is up to 15 % faster for one token.
-bool decodes_by_wgmma(int64_t head_size, const Device& device) {
-  return device.compute_capability == 90 && head_size > 64 && head_size != 128 && head_size != 256;
+bool decodes_by_wgmma(const SwaAttentionParams& params, const Device& device) {
+  const int64_t head_size = params.cache.head_size;
+  return device.compute_capability == 90 && head_size > 64 && head_size != 128 && head_size != 256 &&
+         !decodes_codes(params);
+}
+
+// The parameters as dense kernels see them once caches are expanded, for what sizes follow from.
+SwaAttentionParams dense(SwaAttentionParams params) {
+  params.cache_element = params.element;
+  return params;
 }
 
 // New tokens of a sequence that decode takes, at most.
 int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
-  return decodes_by_wgmma(params.cache.head_size, device) ? kSm90DecodeTokens : kDecodeTokens;
+  return decodes_by_wgmma(params, device) ? kSm90DecodeTokens : kDecodeTokens;
 }
 
 // Calls f.operator()<kHeadSize>() for the smallest of its instances that holds the head: what a cache's rows
@@ -111,25 +138,25 @@ cudaError_t current_device(Device& device) {
 }
 
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
+  if (!decodes_by_wgmma(params, launch.device))
+    return with_decode_rows(params, [&]<typename Rows, int kRowTiles>() {
+      return launch_decode<Rows, kRowTiles>(params, launch);
+    });
   return with_half_element(params.element, [&]<typename Element>() {
-    if (decodes_by_wgmma(params.cache.head_size, launch.device))
-      return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
-        return launch_sm90_decode<Element, kHeadSize>(params, launch);
-      });
-    return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
-      return launch_decode<Element, kHeadSize, kRowTiles>(params, launch);
+    return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
+      return launch_sm90_decode<Element, kHeadSize>(params, launch);
     });
   });
 }
 
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device) {
+  if (!decodes_by_wgmma(params, device))
+    return with_decode_rows(params, [&]<typename Rows, int kRowTiles>() {
+      return decode_workspace_bytes<Rows, kRowTiles>(params, device);
+    });
   return with_half_element(params.element, [&]<typename Element>() {
-    if (decodes_by_wgmma(params.cache.head_size, device))
-      return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
-        return sm90_decode_workspace_bytes<Element, kHeadSize>(params, device);
-      });
-    return with_decode_instance(params, [&]<int kHeadSize, int kRowTiles>() {
-      return decode_workspace_bytes<Element, kHeadSize, kRowTiles>(params, device);
+    return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
+      return sm90_decode_workspace_bytes<Element, kHeadSize>(params, device);
     });
   });
 }
@@ -166,13 +193,16 @@ cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launc
 }
 
 size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
-  const size_t expanded = params.packing.num_tokens > 0 ? expanded_bytes(params) : 0;
   const int64_t tokens = params.packing.num_tokens;
-  const bool decodes =
-      tokens > 0 && (params.packing.num_sequences > 1 || tokens <= most_decode_tokens(params, device));
+  if (tokens == 0) return 0;
+  const int most_decode = most_decode_tokens(params, device);
+  const bool decodes = params.packing.num_sequences > 1 || tokens <= most_decode;
+  const size_t expanded = expanded_bytes(params, decodes_codes(params) ? most_decode : 0);
   if (params.element == ElementType::kFloat32) return expanded;
   // Prefill asks for its counters.
-  return expanded + (decodes ? attention_decode_workspace(params, device) : size_t{tokens > 0});
+  return expanded + (decodes
+                         ? attention_decode_workspace(decodes_codes(params) ? params : dense(params), device)
+                         : size_t{1});
 }
 
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
@@ -180,21 +210,22 @@ cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch
   if (tokens == 0) return cudaSuccess;
   const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
   if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
-  if (is_code(params.cache_element)) {
-    SwaAttentionParams dense = params;
-    Launch rest = launch;
-    const cudaError_t error = expand_caches(dense, rest);
-    return error == cudaSuccess ? swa_attention(dense, rest) : error;
-  }
-  if (params.element == ElementType::kFloat32) return attention_float32(params, launch);
   const int most_decode = most_decode_tokens(params, launch.device);
+  const bool expands_all = is_code(params.cache_element) && !decodes_codes(params);
+  SwaAttentionParams expanded = params;
+  Launch rest = launch;
+  if (is_code(params.cache_element) && (expands_all || tokens > most_decode))
+    if (const cudaError_t error = expand_caches(expanded, rest, expands_all ? 0 : most_decode);
+        error != cudaSuccess)
+      return error;
+  if (params.element == ElementType::kFloat32) return attention_float32(expanded, rest);
   if (tokens > most_decode) {
-    const cudaError_t error = attention_prefill_sm90_takes(params, launch.device)
-                                  ? attention_prefill_sm90(params, launch, most_decode)
-                                  : attention_prefill_mma(params, launch, most_decode);
+    const cudaError_t error = attention_prefill_sm90_takes(expanded, rest.device)
+                                  ? attention_prefill_sm90(expanded, rest, most_decode)
+                                  : attention_prefill_mma(expanded, rest, most_decode);
     if (error != cudaSuccess || params.packing.num_sequences == 1) return error;
   }
-  return attention_decode(params, launch);
+  return attention_decode(expands_all ? expanded : params, rest);
 }
 
 }  // namespace ortolan::cuda

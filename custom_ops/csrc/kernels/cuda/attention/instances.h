@@ -11,9 +11,9 @@ cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& l
 template <typename Element, int kHeadSize, int kKeyRows>
 cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch);
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
 template <typename Element, int kHeadSize>

@@ -14,15 +14,16 @@ namespace ortolan::cuda {
 struct KeyRows {
   const CacheLayout* cache;
   const int32_t* pages;  // of the sequence; null where it owns one page
-  int64_t head_offset;   // elements before the head's rows in a page (or in the whole cache without pages)
+  int64_t head_row;      // rows before the head's in a page (or in the whole cache without pages)
+  int64_t head_offset;   // elements before them
   int32_t capacity;
   int32_t sink;
 
   __device__ __forceinline__ KeyRows(const CacheLayout& layout, int64_t sequence, int64_t head)
       : cache(&layout),
         pages(layout.block_table ? layout.block_table + sequence * layout.pages_per_sequence : nullptr),
-        head_offset(((pages ? 0 : sequence * layout.num_kv_heads) + head) * layout.page_slots *
-                    layout.head_size),
+        head_row(((pages ? 0 : sequence * layout.num_kv_heads) + head) * layout.page_slots),
+        head_offset(head_row * layout.head_size),
         capacity(static_cast<int32_t>(layout.capacity)),
         sink(static_cast<int32_t>(layout.sink)) {}
 
@@ -43,6 +44,14 @@ struct KeyRows {
     const int32_t page = slot / page_slots;
     const int64_t page_offset = pages[page] * cache->num_kv_heads * cache->page_slots * cache->head_size;
     return page_offset + head_offset + static_cast<int64_t>(slot - page * page_slots) * cache->head_size;
+  }
+
+  // Number of that row in the pool, by which its scale is found.
+  __device__ __forceinline__ int64_t number(int32_t slot) const {
+    if (slot >= capacity) slot = wrapped(slot);
+    const int32_t page = pages ? slot / static_cast<int32_t>(cache->page_slots) : 0;
+    const int64_t first = pages ? pages[page] * cache->num_kv_heads * cache->page_slots : 0;
+    return first + head_row + slot - page * static_cast<int64_t>(cache->page_slots);
   }
 
   // Whether the rows from `slot` on lie one after another.

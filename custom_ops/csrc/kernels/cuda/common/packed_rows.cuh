@@ -21,11 +21,11 @@ __device__ __forceinline__ int64_t sequence_of(const Packing& packing, int64_t r
   return packing.first(low) <= row && row < packing.first(high) ? low : -1;
 }
 
-// Element offset of the cache row [D] to which a packed row's key and value of a kv head are appended, or -1
-// where they are not: of the rows of a chunk that share a slot only the last is, so no two writers meet. Rows
+// Number of the cache row [D] to which a packed row's key and value of a kv head are appended, or -1 where
+// they are not: of the rows of a chunk that share a slot only the last is, so no two writers meet. Rows
 // outside the packing, negative positions and pages outside the pool are not appended either.
-__device__ __forceinline__ int64_t append_offset(const CacheLayout& cache, const Packing& packing,
-                                                 const Lengths& past_len, int64_t row, int64_t head) {
+__device__ __forceinline__ int64_t append_row(const CacheLayout& cache, const Packing& packing,
+                                              const Lengths& past_len, int64_t row, int64_t head) {
   const int64_t sequence = sequence_of(packing, row);
   if (sequence < 0) return -1;
   const int64_t token = row - packing.first(sequence);
@@ -36,7 +36,14 @@ __device__ __forceinline__ int64_t append_offset(const CacheLayout& cache, const
   const int64_t slot = cache.slot(position);
   const int64_t page = cache.page(sequence, slot);
   if (page < 0 || page >= cache.num_pages) return -1;
-  return cache.row_offset(sequence, head, slot);
+  return cache.row_index(sequence, head, slot);
+}
+
+// Element offset of that row, or -1.
+__device__ __forceinline__ int64_t append_offset(const CacheLayout& cache, const Packing& packing,
+                                                 const Lengths& past_len, int64_t row, int64_t head) {
+  const int64_t number = append_row(cache, packing, past_len, row, head);
+  return number < 0 ? -1 : number * cache.head_size;
 }
 
 }  // namespace ortolan::cuda

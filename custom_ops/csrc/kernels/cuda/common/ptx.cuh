@@ -21,7 +21,14 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   copy_async_16(shared_address(shared), global, valid);
 }
 
-// The same, unconditionally, at constant distances from two addresses: one instruction.
+// The same of 4 bytes.
+__device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// The same of 16, unconditionally, at constant distances from two addresses: one instruction.
 template <int kSharedBytes, int kGlobalBytes>
 __device__ __forceinline__ void copy_async_16_at(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;\n" ::"r"(shared), "l"(global),

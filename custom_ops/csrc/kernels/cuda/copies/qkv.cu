@@ -1,5 +1,5 @@
 // QkvRopeAppend on CUDA: head norms, RoPE, the append of keys and values and the capture of queries on the
-// way from the joint projection.
+// way from the joint projection. Caches of codes get those of the rounded keys and values.
 //
 // Layout: kLanes neighbouring threads own one head of one token. A lane owns two vectors of it (a Pair),
 // those which RoPE mixes, so that no element travels between lanes; elements that are not rotated are paired
@@ -19,6 +19,7 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
 #include "kernels/cuda/common/warp.cuh"
+#include "kernels/cuda/low_bit_cache/row_scale.cuh"
 #include "kernels/cuda/operators.generated.h"
 
 namespace ortolan::cuda {
@@ -29,9 +30,9 @@ constexpr int kMaxHeadSize = 512;
 constexpr int kWarp = 32;
 
 // Blocks of the most threads that a multiprocessor must hold: 4 leave 64 registers a thread, which is enough
-// without spills; 5 spill and are slower.
-template <typename Element, int kWidth>
-constexpr int kMinBlocks = sizeof(Element) == 2 && kWidth == 8 ? 4 : 1;
+// without spills; 5 spill and are slower. Codes take more registers.
+template <typename Element, int kWidth, bool kCodes>
+constexpr int kMinBlocks = sizeof(Element) == 2 && kWidth == 8 ? (kCodes ? 3 : 4) : 1;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -44,7 +45,7 @@ __device__ __forceinline__ void round_to(__nv_bfloat16& target, float x) { targe
 template <typename Element, int kWidth>
 struct Vector {
   static constexpr int kBytes = sizeof(Element) * kWidth;
-  using Word = std::conditional_t<kBytes % 16 == 0, uint4, Element>;
+  using Word = std::conditional_t<kBytes % 16 == 0, uint4, std::conditional_t<kBytes == 8, uint2, Element>>;
   static constexpr int kWords = kBytes / sizeof(Word);
   Word words[kWords];
 
@@ -156,6 +157,44 @@ struct Angles {
   }
 };
 
+// The lanes of a warp that hold one head together.
+template <int kLanes>
+__device__ __forceinline__ unsigned lanes_of_head() {
+  const unsigned first_lane = threadIdx.x % kWarp / kLanes * kLanes;
+  return (kLanes == kWarp ? ~0u : (1u << kLanes % kWarp) - 1) << first_lane;
+}
+
+// Stores a head as codes and their scale.
+template <int kLanes, typename Element, int kWidth, int kPairs>
+__device__ __forceinline__ void store_codes(const HeadPart<Element, kWidth, kLanes, kPairs>& part,
+                                            const QkvRopeAppendParams& p, int64_t row, bool is_value,
+                                            int lane) {
+  using Part = HeadPart<Element, kWidth, kLanes, kPairs>;
+  float values[kPairs][2][kWidth], largest = 0;
+  part.unpack(values, p, lane);
+  bool is_nan = false;
+#pragma unroll
+  for (int i = 0; i < kPairs * 2 * kWidth; ++i) {
+    const float magnitude = fabsf(values[i / kWidth / 2][i / kWidth % 2][i % kWidth]);
+    is_nan |= magnitude != magnitude;
+    largest = fmaxf(largest, magnitude);
+  }
+  const unsigned lanes = lanes_of_head<kLanes>();
+  largest = fold_lanes<kLanes / 2, 1>(largest, Max(), lanes);
+  is_nan = (__ballot_sync(lanes, is_nan) & lanes) != 0;
+  const RowScale scale = RowScale::of(p.cache_element, largest, is_nan);
+  if (lane == 0) (is_value ? p.value_scale : p.key_scale)[row] = scale.value;
+  uint8_t* target = static_cast<uint8_t*>(is_value ? p.value_cache : p.key_cache) + row * p.cache.head_size;
+  Part::each_vector(p, lane, [&](int i, int side, int offset) {
+    Vector<uint8_t, kWidth> codes;
+    uint8_t bytes[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) bytes[e] = scale.code(values[i][side][e]);
+    __builtin_memcpy(codes.words, bytes, kWidth);
+    codes.store(target + offset);
+  });
+}
+
 // 1 / root of the mean square over a head, which kLanes neighbouring lanes hold.
 template <int kLanes, int kPairs, int kWidth>
 __device__ __forceinline__ float inverse_root_mean_square(const float (&values)[kPairs][2][kWidth],
@@ -166,9 +205,7 @@ __device__ __forceinline__ float inverse_root_mean_square(const float (&values)[
     const float x = values[i / kWidth / 2][i / kWidth % 2][i % kWidth];
     sum += x * x;
   }
-  const unsigned first_lane = threadIdx.x % kWarp / kLanes * kLanes;
-  const unsigned lanes = (kLanes == kWarp ? ~0u : (1u << kLanes % kWarp) - 1) << first_lane;
-  sum = fold_lanes<kLanes / 2, 1>(sum, Add(), lanes);
+  sum = fold_lanes<kLanes / 2, 1>(sum, Add(), lanes_of_head<kLanes>());
   return rsqrtf(sum / static_cast<float>(p.cache.head_size) + p.epsilon);
 }
 
@@ -198,8 +235,9 @@ __device__ __forceinline__ Element* captured(const QkvRopeAppendParams& p, int64
   return static_cast<Element*>(p.capture) + rows * p.cache.head_size;
 }
 
-template <typename Element, int kWidth, int kLanes, int kPairs>
-__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
+// `kCodes`: whether caches hold codes.
+template <typename Element, int kWidth, int kLanes, int kPairs, bool kCodes>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth, kCodes>)
     move_heads(const QkvRopeAppendParams p) {
   launch_dependents();
   using Part = HeadPart<Element, kWidth, kLanes, kPairs>;
@@ -221,7 +259,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
   const bool rotated = !is_value && p.rotary_pairs > 0;
   Angles<kWidth, kLanes, kPairs> angles;
   if (rotated) angles.load(p, token, lane);
-  Element* target = destination<Element>(p, token, head);
+  const bool is_coded = kCodes && head >= p.num_heads;
+  const int64_t kv_head = is_value ? head - p.num_heads - num_kv_heads : head - p.num_heads;
+  const int64_t row = is_coded ? append_row(p.cache, p.packing, p.past_len, token, kv_head) : -1;
+  Element* target = is_coded ? nullptr : destination<Element>(p, token, head);
   if (normed || rotated) {
     float values[kPairs][2][kWidth];
     part.unpack(values, p, lane);
@@ -230,6 +271,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks<Element, kWidth>)
 #pragma unroll
     for (int i = 0; i < kPairs * 2; ++i) part.vectors[i / 2][i % 2].pack(values[i / 2][i % 2]);
   }
+  if (is_coded && row >= 0) store_codes<kLanes>(part, p, row, is_value, lane);
   const bool captures = p.capture_rows > 0 && head < p.num_heads;
 #pragma unroll 1  // two copies of the stores take more registers
   for (bool is_copy = false; target; is_copy = true) {
@@ -244,8 +286,9 @@ cudaError_t launch_heads(const QkvRopeAppendParams& p, const Launch& launch) {
   const int64_t blocks_per_token = divide_up(threads, kMaxThreads);
   const int64_t block = divide_up(divide_up(threads, blocks_per_token), kWarp) * kWarp;
   const dim3 grid(static_cast<unsigned>(p.packing.num_tokens), static_cast<unsigned>(blocks_per_token));
-  return launch_overlapped(move_heads<Element, kWidth, kLanes, kPairs>, grid,
-                           dim3(static_cast<unsigned>(block)), 0, launch, p);
+  const auto kernel = is_code(p.cache_element) ? move_heads<Element, kWidth, kLanes, kPairs, true>
+                                               : move_heads<Element, kWidth, kLanes, kPairs, false>;
+  return launch_overlapped(kernel, grid, dim3(static_cast<unsigned>(block)), 0, launch, p);
 }
 
 template <typename Element>

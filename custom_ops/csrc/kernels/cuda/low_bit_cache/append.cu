@@ -9,7 +9,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "kernels/low_bit_rows.h"
+#include "row_scale.cuh"
 
 namespace ortolan::cuda {
 namespace {
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(32 * kWarps) append_codes_kernel(const RingKvA
   const int lane = threadIdx.x % 32, size = static_cast<int>(p.cache.head_size);
   const bool is_value = warp % 2;
   const int64_t row = warp / 2, head = row % p.cache.num_kv_heads;
-  const int64_t offset = append_offset(p.cache, p.packing, p.past_len, row / p.cache.num_kv_heads, head);
-  if (offset < 0) return;
+  const int64_t target = append_row(p.cache, p.packing, p.past_len, row / p.cache.num_kv_heads, head);
+  if (target < 0) return;
   const Element* source = static_cast<const Element*>(is_value ? p.value : p.key) + row * size;
   float largest = 0;
   bool is_nan = false;
@@ -39,13 +39,11 @@ __global__ void __launch_bounds__(32 * kWarps) append_codes_kernel(const RingKvA
   for (int step = 16; step > 0; step /= 2)
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
   is_nan = __any_sync(0xffffffffu, is_nan);
-  const float limit = largest_code(p.cache_element);
-  const float inverse = largest == 0 ? 0.0f : __fdiv_rn(limit, largest);
-  uint8_t* codes = static_cast<uint8_t*>(is_value ? p.value_cache : p.key_cache) + offset;
-  for (int d = lane; d < size; d += 32)
-    codes[d] = code_of(p.cache_element, __fmul_rn(to_float(source[d]), inverse));
+  const RowScale scale = RowScale::of(p.cache_element, largest, is_nan);
+  uint8_t* codes = static_cast<uint8_t*>(is_value ? p.value_cache : p.key_cache) + target * size;
+  for (int d = lane; d < size; d += 32) codes[d] = scale.code(to_float(source[d]));
   float* scales = is_value ? p.value_scale : p.key_scale;
-  if (lane == 0) scales[offset / size] = is_nan ? NAN : __fdiv_rn(largest, limit);
+  if (lane == 0) scales[target] = scale.value;
 }
 
 }  // namespace

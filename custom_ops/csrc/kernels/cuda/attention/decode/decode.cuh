@@ -3,13 +3,14 @@
 // Grid: one block per multiprocessor; plan.cuh says which key tiles each takes. One sequence has its
 // blocks in clusters, one per kv head, and no second kernel: see cluster.cuh. The warps of a block
 // have three trades, and wait for each other only through barriers in shared memory: load.cuh copies
-// tiles to a ring of stages, warp.cuh multiplies, merge.cuh merges. The query heads of a group
-// and a sequence's tokens are the columns of one matrix product, so keys and values are read once for up to
-// 16 of them. Order of sums: fixed by key position, within a tile and above it. Source of the split over
-// keys: Dao et al., Flash-Decoding (2023); of the packed heads: the GQA packing of FlashAttention.
+// tiles to a ring of stages, warp.cuh and code_warp.cuh multiply, merge.cuh merges. The query heads of a
+// group and a sequence's tokens are the columns of one matrix product, so keys and values are read once for
+// up to 16 of them. Order of sums: fixed by key position, within a tile and above it. Source of the split
+// over keys: Dao et al., Flash-Decoding (2023); of the packed heads: the GQA packing of FlashAttention.
 #pragma once
 
 #include "cluster.cuh"
+#include "code_warp.cuh"
 #include "load.cuh"
 #include "merge.cuh"
 #include "prefetch.cuh"
@@ -31,26 +32,27 @@ struct DecodePiece {
   int end;
 };
 
-template <typename Element, int kHeadSize, typename Line>
-__device__ __forceinline__ void load_tiles(const DecodeLoad<Element, kHeadSize>& self,
-                                           const DecodeShared& shared, const DecodePiece<Line>& piece,
-                                           bool is_values) {
-  using Stage = DecodeStage<kHeadSize>;
+template <typename Rows, typename Line>
+__device__ __forceinline__ void load_tiles(const DecodeLoad<Rows>& self, const DecodeShared& shared,
+                                           const DecodePiece<Line>& piece, bool is_values) {
+  using Stage = DecodeStage<Rows>;
   const DecodeShape& shape = self.shape;
   DecodeCursor cursor{.tile = piece.begin};
   for (; cursor.tile < piece.end; cursor.advance(shape)) {
     cursor.settle(self.params, shape, piece.line);
     shared.multiplied[cursor.stage.place].wait(cursor.stage.parity ^ 1);
-    self.load(cursor, shared_address(shared.stages) + cursor.stage.place * Stage::bytes(shape.tile_keys) +
-                          is_values * shape.tile_keys * Stage::kRowBytes);
+    const uint32_t stage = shared_address(shared.stages) + cursor.stage.place * Stage::bytes(shape.tile_keys);
+    self.load(cursor, stage + is_values * shape.tile_keys * Stage::kRowBytes);
+    if constexpr (Rows::kHasScales)
+      self.load_scales(cursor, stage + Stage::scales(shape.tile_keys, is_values));
     shared.loaded[cursor.stage.place].arrive_after_copies();
   }
   copy_async_wait<0>();
   launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
 }
 
-template <typename Element, int kHeadSize, int kRowTiles, typename Line>
-__device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kRowTiles>& self,
+template <typename Rows, int kRowTiles, typename Line>
+__device__ __forceinline__ void multiply_tiles(DecodeWarp<Rows, kRowTiles>& self,
                                                const DecodePiece<Line>& piece) {
   DecodeCursor cursor{.tile = piece.begin};
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
@@ -62,8 +64,8 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Element, kHeadSize, kR
   }
 }
 
-template <typename Element, int kHeadSize, int kRowTiles, typename Line>
-__device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRowTiles>& self,
+template <typename Rows, int kRowTiles, typename Line>
+__device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
                                             const DecodePiece<Line>& piece) {
   __shared__ TileFactors<kDecodeTileRows * kRowTiles> factors;
   DecodeCursor cursor{.tile = piece.begin};
@@ -83,7 +85,7 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Element, kHeadSize, kRow
 }
 
 // A block's piece of a line, by the trade of each warp.
-template <typename Element, int kHeadSize, int kRowTiles, typename Line>
+template <typename Rows, int kRowTiles, typename Line>
 __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
                                           const DecodeWorkspace& workspace, const DecodeShared& shared,
                                           const Line& line) {
@@ -91,68 +93,83 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
   const DecodePiece<Line> piece{line, line.begin(block), line.begin(block + 1)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < shape.warps) {
-    DecodeWarp<Element, kHeadSize, kRowTiles> self{
-        params, shape, shared, Logits::of(params.scale, params.softcap), warp, lane};
+    DecodeWarp<Rows, kRowTiles> self{params, shape, shared, Logits::of(params.scale, params.softcap),
+                                     warp,   lane};
     multiply_tiles(self, piece);
-  } else if (warp < shape.warps + kLoadWarps) {
-    const bool is_values = warp > shape.warps;
+  } else if (warp < shape.warps + kLoadWarps<Rows>) {
+    const int loader = warp - shape.warps;
+    const bool is_values = loader >= Rows::kLoadParts;
     const void* cache = is_values ? params.value_cache : params.key_cache;
-    const DecodeLoad<Element, kHeadSize> self{params, shape, static_cast<const Element*>(cache),
-                                              evict_first_policy(), lane};
+    const float* scales = is_values ? params.value_scale : params.key_scale;
+    const DecodeLoad<Rows> self{params,
+                                shape,
+                                static_cast<const typename Rows::Stored*>(cache),
+                                scales,
+                                evict_first_policy(),
+                                loader % Rows::kLoadParts,
+                                lane};
     load_tiles(self, shared, piece, is_values);
   } else {
-    DecodeMerge<Element, kHeadSize, kRowTiles> self{
-        params, shape, shared, workspace, static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps) * 32};
+    DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace,
+                                      static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32};
     merge_tiles(self, piece);
   }
 }
 
-template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
+// For a whole block: what short rows lack must not be NaN, as codes may be.
+template <typename Rows>
+__device__ __forceinline__ void clear_stages(const DecodeShared& shared, const DecodeShape& shape) {
+  const int bytes = shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys);
+  for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
+    store_shared_16(shared_address(shared.stages) + at, uint4{});
+}
+
+template <typename Rows, int kRowTiles, bool kClusters>
 __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, const DecodeShape& shape,
                                              const DecodeWorkspace& workspace) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const DecodeShared shared = DecodeShared::of<kHeadSize>(shared_memory, shape, kDecodeTileRows * kRowTiles);
+  const DecodeShared shared = DecodeShared::of<Rows>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
-    shared.loaded[threadIdx.x].init(kLoadWarps * 32);
+    shared.loaded[threadIdx.x].init(kLoadWarps<Rows> * 32);
     shared.multiplied[threadIdx.x].init(shape.warps);
   }
   if (threadIdx.x < shape.buffers) {
     shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
+  if (DecodeLoad<Rows>::kTakesShortRows && params.cache.head_size < Rows::kHeadSize)
+    clear_stages<Rows>(shared, shape);
   if constexpr (kClusters) __syncthreads();  // else while tiles are counted
-  if (shape.guesses) prefetch_first_tile(params, shape);
+  if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Stored)>(params, shape);
   wait_for_previous_kernel();
 
   if constexpr (kClusters) {
     const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
-    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
-                                             ClusterLine(params, shape, entry));
-    combine_cluster<Element, kHeadSize>(params, shape, workspace, ClusterLine(params, shape, entry),
-                                        shared.stages);
+    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, ClusterLine(params, shape, entry));
+    combine_cluster<typename Rows::Element, Rows::kHeadSize>(
+        params, shape, workspace, ClusterLine(params, shape, entry), shared.stages);
   } else {
     const int strips = count_tiles(params, shape, shared.starts);
     if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
-    sum_piece<Element, kHeadSize, kRowTiles>(params, shape, workspace, shared,
-                                             DecodeLine(shared.starts, shape));
+    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, DecodeLine(shared.starts, shape));
   }
 }
 
 // `kClusters`: of shape.cluster blocks, one per entry; else the combine kernel comes after this one.
-template <typename Element, int kHeadSize, int kRowTiles, bool kClusters>
-__global__ void __launch_bounds__((kMaxDecodeWarps<kHeadSize> + kLoadWarps + kMergeWarps) * 32, 1)
+template <typename Rows, int kRowTiles, bool kClusters>
+__global__ void __launch_bounds__((kMaxDecodeWarps<Rows::kHeadSize> + kLoadWarps<Rows> + kMergeWarps) * 32, 1)
     decode_kernel(const __grid_constant__ SwaAttentionParams params,
                   const __grid_constant__ DecodeShape shape,
                   const __grid_constant__ DecodeWorkspace workspace) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr bool kIsForOthers = kHeadSize > 256;  // sm90.cuh is for this one
+  constexpr bool kIsForOthers = Rows::kHeadSize > 256 && !Rows::kHasScales;  // sm90.cuh is for this one
 #else
   constexpr bool kIsForOthers = false;
 #endif
   if constexpr (kIsForOthers)
     refuse_architecture();
   else
-    decode_block<Element, kHeadSize, kRowTiles, kClusters>(params, shape, workspace);
+    decode_block<Rows, kRowTiles, kClusters>(params, shape, workspace);
 }
 
 }  // namespace ortolan::cuda

@@ -6,35 +6,36 @@
 
 #include "decode.cuh"
 #include "kernels/cuda/attention/instances.h"
+#include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 
 namespace ortolan::cuda {
 
-template <int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 int decode_shared_bytes(const DecodeShape& shape) {
-  return DecodeShared::bytes<kHeadSize>(shape, kDecodeTileRows * kRowTiles);
+  return DecodeShared::bytes<Rows>(shape, kDecodeTileRows * kRowTiles);
 }
 
 // As many warps as leave three stages in shared memory beside the sums of four rows; with few, fewer stages
 // will do. Sums depend on the size of a tile, so it is the same for any number of rows and sequences.
-template <int kHeadSize>
+template <typename Rows>
 int decode_warps(const Device& device) {
   constexpr int kGoodStages = 3, kOtherBytes = 4096;
-  int warps = kMaxDecodeWarps<kHeadSize>;
+  int warps = kMaxDecodeWarps<Rows::kHeadSize>;
   for (; warps > 1; warps /= 2) {
-    const int sums = warps * DecodeSums<kHeadSize>::floats(4) * static_cast<int>(sizeof(float));
-    const int stage = DecodeStage<kHeadSize>::bytes(warps * kWarpKeys<kHeadSize>);
+    const int sums = warps * DecodeSums<Rows>::floats(4) * static_cast<int>(sizeof(float));
+    const int stage = DecodeStage<Rows>::bytes(warps * Rows::kWarpKeys);
     if (std::min(kGoodStages, 1 + warps) * stage + sums + kOtherBytes <= device.shared_bytes_per_block) break;
   }
   return warps;
 }
 
 // Sets stages and buffers to what there is room for, stages first; they are 0 where not even one fits.
-template <int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 void fill_shared(DecodeShape& shape, const Device& device) {
   constexpr int kMaxStages = 6, kStaticBytes = 2048;
   const auto fits = [&] {
-    return decode_shared_bytes<kHeadSize, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
+    return decode_shared_bytes<Rows, kRowTiles>(shape) + kStaticBytes <= device.shared_bytes_per_block;
   };
   shape.buffers = 1;
   for (shape.stages = kMaxStages; shape.stages > 0 && !fits();) --shape.stages;
@@ -79,13 +80,13 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   return shape;
 }
 
-template <int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
-  const int warps = decode_warps<kHeadSize>(device);
+  const int warps = decode_warps<Rows>(device);
   DecodeShape shape = plan_entries(params, device, kDecodeTokens, kDecodeTileRows * kRowTiles,
-                                   warps * kWarpKeys<kHeadSize>, PowerOfTwo{3});
+                                   warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
-  fill_shared<kHeadSize, kRowTiles>(shape, device);
+  fill_shared<Rows, kRowTiles>(shape, device);
   return shape;
 }
 
@@ -103,11 +104,11 @@ inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape
 }
 
 // The largest cluster that is of use to each entry, or 0 where the entries do without.
-template <int kHeadSize>
+template <typename Rows>
 int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
   if (device.compute_capability < 90 || params.packing.num_sequences != 1 || shape.row_tiles != 1) return 0;
-  const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(kHeadSize, 128));
-  if (shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) < combine_bytes) return 0;
+  const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128));
+  if (shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) < combine_bytes) return 0;
   return std::min({kMaxCluster, device.num_multiprocessors / shape.entries, most_tiles(params, shape)});
 }
 
@@ -157,14 +158,14 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
 }
 
 // How a kernel of this shape is launched.
-template <int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 struct DecodeLaunch {
   dim3 block;
   int shared_bytes;
 
   explicit DecodeLaunch(const DecodeShape& shape)
-      : block((shape.warps + kLoadWarps + kMergeWarps) * 32),
-        shared_bytes(decode_shared_bytes<kHeadSize, kRowTiles>(shape)) {}
+      : block((shape.warps + kLoadWarps<Rows> + kMergeWarps) * 32),
+        shared_bytes(decode_shared_bytes<Rows, kRowTiles>(shape)) {}
 
   template <typename Kernel>
   cudaError_t enqueue(Kernel kernel, const SwaAttentionParams& params, const DecodeShape& shape,
@@ -176,12 +177,12 @@ struct DecodeLaunch {
 };
 
 // Puts the shape in clusters where that is faster and the device holds them all at once.
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
-  int cluster = largest_cluster<kHeadSize>(params, shape, device);
+  int cluster = largest_cluster<Rows>(params, shape, device);
   if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
-  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, true>;
-  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
+  constexpr auto kernel = decode_kernel<Rows, kRowTiles, true>;
+  const DecodeLaunch<Rows, kRowTiles> how(shape);
   cudaError_t error = allow_shared_memory<kernel>(device);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -195,39 +196,49 @@ cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape
   return cudaSuccess;
 }
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
-  DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, launch.device);
+  DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
   if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
-  const DecodeLaunch<kHeadSize, kRowTiles> how(shape);
-  if constexpr (kHasClusters<kHeadSize, kRowTiles>) {
-    const cudaError_t error = choose_clusters<Element, kHeadSize, kRowTiles>(params, shape, launch.device);
+  const DecodeLaunch<Rows, kRowTiles> how(shape);
+  if constexpr (kHasClusters<Rows::kHeadSize, kRowTiles>) {
+    const cudaError_t error = choose_clusters<Rows, kRowTiles>(params, shape, launch.device);
     if (error != cudaSuccess) return error;
-    if (shape.cluster)
-      return how.enqueue(decode_kernel<Element, kHeadSize, kRowTiles, true>, params, shape, launch);
+    if (shape.cluster) return how.enqueue(decode_kernel<Rows, kRowTiles, true>, params, shape, launch);
   }
-  constexpr auto kernel = decode_kernel<Element, kHeadSize, kRowTiles, false>;
+  constexpr auto kernel = decode_kernel<Rows, kRowTiles, false>;
   cudaError_t error = allow_shared_memory<kernel>(launch.device);
   if (error == cudaSuccess) error = how.enqueue(kernel, params, shape, launch);
   if (error != cudaSuccess) return error;
-  return combine_decode<Element, kHeadSize>(params, shape, DecodeWorkspace::of(launch.workspace, shape),
-                                            launch);
+  const DecodeWorkspace workspace = DecodeWorkspace::of(launch.workspace, shape);
+  if constexpr (!Rows::kHasScales)
+    return combine_decode<typename Rows::Element, Rows::kHeadSize>(params, shape, workspace, launch);
+  else
+    return with_half_element(params.element, [&]<typename Element>() {
+      return combine_decode<Element, Rows::kHeadSize>(params, shape, workspace, launch);
+    });
 }
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device) {
-  const DecodeShape shape = plan_decode<kHeadSize, kRowTiles>(params, device);
+  const DecodeShape shape = plan_decode<Rows, kRowTiles>(params, device);
   const int cluster =
-      kHasClusters<kHeadSize, kRowTiles> ? largest_cluster<kHeadSize>(params, shape, device) : 0;
+      kHasClusters<Rows::kHeadSize, kRowTiles> ? largest_cluster<Rows>(params, shape, device) : 0;
   const DecodeShape largest = cluster ? in_clusters(shape, cluster) : shape;
-  return std::max(DecodeWorkspace::bytes(shape, kHeadSize), DecodeWorkspace::bytes(largest, kHeadSize));
+  return std::max(DecodeWorkspace::bytes(shape, Rows::kHeadSize),
+                  DecodeWorkspace::bytes(largest, Rows::kHeadSize));
 }
 
-// One source file per element type keeps a build parallel.
-#define ORTOLAN_INSTANTIATE_DECODE(Element, kHeadSize, kRowTiles)                                  \
-  template cudaError_t launch_decode<Element, kHeadSize, kRowTiles>(const SwaAttentionParams&,     \
-                                                                    const Launch&);                \
-  template size_t decode_workspace_bytes<Element, kHeadSize, kRowTiles>(const SwaAttentionParams&, \
-                                                                        const Device&);
+// One source file per element type, and one per code, keep a build parallel.
+#define ORTOLAN_INSTANTIATE_DECODE(Rows, Type, kHeadSize, kRowTiles)                                  \
+  template cudaError_t launch_decode<Rows<Type, kHeadSize>, kRowTiles>(const SwaAttentionParams&,     \
+                                                                       const Launch&);                \
+  template size_t decode_workspace_bytes<Rows<Type, kHeadSize>, kRowTiles>(const SwaAttentionParams&, \
+                                                                           const Device&);
+
+// The combine kernels of codes are those of elements.
+#define ORTOLAN_COMBINE_DECODE(linkage, Element, kHeadSize)        \
+  linkage template cudaError_t combine_decode<Element, kHeadSize>( \
+      const SwaAttentionParams&, const DecodeShape&, const DecodeWorkspace&, const Launch&);
 
 }  // namespace ortolan::cuda

@@ -25,9 +25,10 @@ struct alignas(16) TileFactors {
   float total[kRows];
 };
 
-template <typename Element, int kHeadSize, int kRowTiles>
+template <typename Rows, int kRowTiles>
 struct DecodeMerge {
-  using Sums = DecodeSums<kHeadSize>;
+  using Sums = DecodeSums<Rows>;
+  static constexpr int kHeadSize = Rows::kHeadSize;
   static constexpr int kRows = kDecodeTileRows * kRowTiles;
   static constexpr int kColumns = kHeadSize < kMergeThreads ? 1 : kHeadSize / kMergeThreads;  // of a thread
   static constexpr int kQuads = kRows / 4 * kHeadSize / kColumns / kMergeThreads;             // of a thread
@@ -151,8 +152,9 @@ struct DecodeMerge {
       if (row >= entry.rows) return;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        entry.store_row<Element>(params, shape, row, column(c), {factors.maximum[row], factors.total[row]},
-                                 reinterpret_cast<const float*>(&sums[q][c])[r]);
+        entry.store_row<typename Rows::Element>(params, shape, row, column(c),
+                                                {factors.maximum[row], factors.total[row]},
+                                                reinterpret_cast<const float*>(&sums[q][c])[r]);
     }
   }
 };

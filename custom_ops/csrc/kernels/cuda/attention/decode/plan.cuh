@@ -16,19 +16,20 @@
 // sequences: the device counts them, and a table says that other number, the holder, of each.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <numeric>
+#include <type_traits>
 
 #include "kernels/cuda/attention/key_tiles.cuh"
 #include "kernels/cuda/common/kernels.h"
 #include "kernels/cuda/common/softmax.cuh"
+#include "rows.cuh"
 
 namespace ortolan::cuda {
 
 constexpr int kMostSpanTiles = 8;
-// Keys of a tile, per warp: the smaller the head, the more of a warp's work is the same for any number of
-// keys.
-template <int kHeadSize>
-constexpr int kWarpKeys = kHeadSize <= 64 ? 32 : 16;
 
 // Division by a number that the host knows, of numbers below 2^31.
 // Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
@@ -101,6 +102,16 @@ struct DecodeShape {
   }
 };
 
+template <typename Element>
+__device__ __forceinline__ void store_output(const SwaAttentionParams& params, int64_t index, float value) {
+  if constexpr (!std::is_same_v<Element, AnyHalf>)
+    static_cast<Element*>(params.output)[index] = Element(value);
+  else if (params.element == ElementType::kFloat16)
+    store_output<__half>(params, index, value);
+  else
+    store_output<__nv_bfloat16>(params, index, value);
+}
+
 // Of one entry: its sequence's rows and the tiles that they visit.
 struct DecodeEntry {
   int sequence;
@@ -170,8 +181,8 @@ struct DecodeEntry {
       params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
           denominator.lse;
     if (column < params.cache.head_size)
-      static_cast<Element*>(params.output)[row_number(params, shape, row) * params.cache.head_size + column] =
-          Element(sum * denominator.inverse);
+      store_output<Element>(params, row_number(params, shape, row) * params.cache.head_size + column,
+                            sum * denominator.inverse);
   }
 };
 

@@ -10,7 +10,8 @@
 namespace ortolan::cuda {
 
 // A block's first tile: its keys by one thread, its values by another. For shapes with one length for all
-// entries and caches without pages.
+// entries and caches without pages. `kElementBytes`: of caches.
+template <int kElementBytes>
 __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& params,
                                                     const DecodeShape& shape) {
   const auto thread = static_cast<int>(threadIdx.x) - shape.warps * 32;
@@ -31,7 +32,6 @@ __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& pa
   const int32_t first = tiles.at(tile % count) * shape.tile_keys, slot = rows.first_slot(first);
   const int32_t num_rows = min(min(shape.tile_keys, last + 1 - first), rows.capacity - slot);
   const auto* cache = static_cast<const char*>(thread == 0 ? params.key_cache : params.value_cache);
-  constexpr int kElementBytes = 2;
   prefetch_bulk(cache + rows.offset(slot) * kElementBytes,
                 static_cast<uint32_t>(num_rows * params.cache.head_size * kElementBytes));
 }

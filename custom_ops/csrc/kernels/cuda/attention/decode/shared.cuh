@@ -6,24 +6,35 @@
 
 namespace ortolan::cuda {
 
-// A stage holds a tile's keys and then its values. Of each eight 16-byte pieces of a row, 128 bytes, the
-// order depends on the row, so that a column of eight rows is spread over all banks.
-template <int kHeadSize>
+// A stage holds a tile's keys, then its values, then the scales of both where rows have some. Of each eight
+// 16-byte pieces, 128 bytes of a row or of two, the order depends on the row, so that a column of eight rows
+// is spread over all banks.
+template <typename Rows>
 struct DecodeStage {
-  static constexpr int kRowBytes = kHeadSize * 2;
+  static constexpr int kRowBytes = Rows::kHeadSize * static_cast<int>(sizeof(typename Rows::Stored));
+  static constexpr int kScaleBytes = Rows::kHasScales ? static_cast<int>(sizeof(float)) : 0;
 
-  static __host__ __device__ constexpr int bytes(int tile_keys) { return 2 * tile_keys * kRowBytes; }
+  static __host__ __device__ constexpr int bytes(int tile_keys) {
+    return 2 * tile_keys * (kRowBytes + kScaleBytes);
+  }
+  // Where scales of keys, or of values, lie in a stage.
+  static __host__ __device__ constexpr int scales(int tile_keys, bool is_values) {
+    return tile_keys * (2 * kRowBytes + is_values * kScaleBytes);
+  }
 
+  // What the numbers of a row's pieces are combined with, by exclusive or.
+  static __device__ __forceinline__ int turn(int row) { return kRowBytes < 128 ? row / 2 % 4 : row % 8; }
   // Where a piece of a row lies, from the tile's first row; rows are counted from a multiple of 8.
   static __device__ __forceinline__ int place(int row, int piece) {
-    return row * kRowBytes + piece / 8 * 128 + (piece % 8 ^ row % 8) * 16;
+    return row * kRowBytes + piece / 8 * 128 + (piece % 8 ^ turn(row)) * 16;
   }
 };
 
 // The sums of one warp's keys of a tile, in float32: [quads of rows, columns, 4].
-template <int kHeadSize>
+template <typename Rows>
 struct DecodeSums {
-  static constexpr int kQuadFloats = 4 * kHeadSize + 16;  // quads lie in different banks
+  // Quads lie in different banks; a warp's columns are neighbours, or every other one of codes.
+  static constexpr int kQuadFloats = 4 * Rows::kHeadSize + (Rows::kHasScales ? 4 : 16);
 
   static __host__ __device__ constexpr int floats(int entry_rows) { return entry_rows / 4 * kQuadFloats; }
   static __device__ __forceinline__ int at(int quad, int column) { return quad * kQuadFloats + column * 4; }
@@ -40,22 +51,21 @@ struct DecodeShared {
   Barrier* merged;        // [buffers]: and have been read
   int* starts;            // [DecodeShape::table_size]
 
-  template <int kHeadSize>
+  template <typename Rows>
   static __host__ __device__ int bytes(const DecodeShape& shape, int rows) {
-    const int warp_floats = DecodeSums<kHeadSize>::floats(shape.entry_rows) + 2 * rows;
-    return shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys) +
+    const int warp_floats = DecodeSums<Rows>::floats(shape.entry_rows) + 2 * rows;
+    return shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) +
            shape.buffers * shape.warps * warp_floats * static_cast<int>(sizeof(float)) +
            2 * (shape.stages + shape.buffers) * static_cast<int>(sizeof(Barrier)) +
            shape.table_size() * static_cast<int>(sizeof(int));
   }
-  template <int kHeadSize>
+  template <typename Rows>
   static __device__ __forceinline__ DecodeShared of(unsigned char* memory, const DecodeShape& shape,
                                                     int rows) {
     const int buffered_warps = shape.buffers * shape.warps;
     DecodeShared shared{.stages = memory};
-    shared.sums =
-        reinterpret_cast<float*>(memory + shape.stages * DecodeStage<kHeadSize>::bytes(shape.tile_keys));
-    shared.maxima = shared.sums + buffered_warps * DecodeSums<kHeadSize>::floats(shape.entry_rows);
+    shared.sums = reinterpret_cast<float*>(memory + shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys));
+    shared.maxima = shared.sums + buffered_warps * DecodeSums<Rows>::floats(shape.entry_rows);
     shared.totals = shared.maxima + buffered_warps * rows;
     shared.loaded = reinterpret_cast<Barrier*>(shared.totals + buffered_warps * rows);
     shared.multiplied = shared.loaded + shape.stages;

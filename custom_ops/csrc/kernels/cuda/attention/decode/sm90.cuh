@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Sm90DecodeShape<kHeadSize>::kThreads, 1)
     fence_async_proxy();
   }
   __syncthreads();
-  if (shape.guesses) prefetch_first_tile(params, shape);
+  if (shape.guesses) prefetch_first_tile<sizeof(Element)>(params, shape);
   wait_for_previous_kernel();
 
   if constexpr (kClusters) {

@@ -13,15 +13,17 @@
 
 namespace ortolan::cuda {
 
-template <typename Element, int kHeadSize, int kRowTiles>
-struct DecodeWarp {
-  using Stage = DecodeStage<kHeadSize>;
-  using Sums = DecodeSums<kHeadSize>;
+// What such warps have in common, whatever their rows are.
+template <typename Rows, int kRowTiles>
+struct DecodeWarpBase {
+  using Stage = DecodeStage<Rows>;
+  using Sums = DecodeSums<Rows>;
+  static constexpr int kHeadSize = Rows::kHeadSize;
   static constexpr int kRows = kDecodeTileRows * kRowTiles;
   static constexpr int kSteps = kHeadSize / 16;
   // Columns of the sums in registers at once.
   static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 ? 64 : 128;
-  static constexpr int kKeys = kWarpKeys<kHeadSize>;
+  static constexpr int kKeys = Rows::kWarpKeys;
   static constexpr int kKeyTiles = kKeys / 16;
   using LogitTile = float[kRowTiles][4];              // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
   using Weights = uint32_t[kRowTiles][kKeyTiles][2];  // right operands of products
@@ -49,7 +51,108 @@ struct DecodeWarp {
     shared.merged[cursor.buffer.place].wait(cursor.buffer.parity ^ 1);
   }
 
+  __device__ __forceinline__ void take_positions(const DecodeEntry& entry) {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        positions[t][e] = entry.first_position + entry.token(shape, t * 8 + lane % 4 * 2 + e);
+  }
+
+  // First position of the warp's keys.
+  __device__ __forceinline__ int32_t first_key(const DecodeCursor& cursor) const {
+    return cursor.key_tile() * shape.tile_keys + warp * kKeys;
+  }
+
+  // Leaves the sums of no keys, where no query sees one of the warp's; returns whether that is so.
+  __device__ __forceinline__ bool skip(const DecodeCursor& cursor, int32_t first) const {
+    if (cursor.of.seen().hold_any(first, first + kKeys)) return false;
+    shared.multiplied[cursor.stage.place].arrive_once(lane);
+    wait_merged(cursor);
+    if (lane < kRows) {
+      shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
+      shared.totals[state(cursor.buffer.place) + lane] = 0;
+    }
+    clear_sums(cursor.of.rows, cursor.buffer.place);
+    return true;
+  }
+
+  // Sets logits to -inf where the query does not see the key.
+  __device__ __forceinline__ void mask_logits(LogitTile& z, const DecodeEntry& entry, int32_t first) const {
+    if (entry.seen_by_each().hold_all(first, first + 16)) return;
+#pragma unroll
+    for (int n = 0; n < 2 * kRowTiles; ++n) {
+      const SeenPositions own = entry.visibility.of_query(positions[n / 2][n % 2]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (!own.holds(first + half * 8 + lane / 4)) z[n / 2][half * 2 + n % 2] = -INFINITY;
+    }
+  }
+
+  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
+  template <typename Operation>
+  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
+    const bool is_second = lane & 4;
+    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
+    return fold_lanes<8, 16>(value, operation);
+  }
+
+  // Of a value as reduce() leaves it: that of queries lane % 4 * 2 and + 1.
+  __device__ __forceinline__ void spread(float (&pair)[2], float mine) const {
+    const float other = __shfl_xor_sync(~0u, mine, 4);
+    pair[0] = lane & 4 ? other : mine;
+    pair[1] = lane & 4 ? mine : other;
+  }
+
+  __device__ __forceinline__ void store_states(const SoftmaxState (&states)[kRowTiles], int buffer) const {
+    if (lane >= 8) return;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const int row = state(buffer) + t * 8 + lane % 4 * 2 + lane / 4;
+      shared.maxima[row] = states[t].maximum;
+      shared.totals[row] = states[t].total;
+    }
+  }
+
+  // Column of a value of the n-th left row of the sums' products. Two adjacent columns of codes are rows 8
+  // apart of a product.
+  __device__ __forceinline__ int column(int n) const {
+    return Rows::kHasScales ? n / 2 * 16 + lane / 4 * 2 + n % 2 : n * 8 + lane / 4;
+  }
+
+  __device__ __forceinline__ void store_sums(const float (&o)[kPassColumns / 16][4], int pass, int tile,
+                                             int rows, int buffer) const {
+    const int row = tile * 8 + lane % 4 * 2;
+    if (row / 4 * 4 >= rows) return;
+    float* sums = shared.sums + (buffer * shape.warps + warp) * Sums::floats(shape.entry_rows) +
+                  Sums::at(row / 4, pass + column(0)) + row % 4;
+#pragma unroll
+    for (int n = 0; n < kPassColumns / 8; ++n)
+      *reinterpret_cast<float2*>(sums + (column(n) - column(0)) * 4) =
+          make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
+  }
+
+  __device__ __forceinline__ void clear_sums(int rows, int buffer) const {
+    const float none[kPassColumns / 16][4] = {};
+#pragma unroll 1
+    for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
+#pragma unroll 1
+      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, buffer);
+  }
+};
+
+template <typename Rows, int kRowTiles>
+struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
+  using Base = DecodeWarpBase<Rows, kRowTiles>;
+  using Element = typename Rows::Element;
+  using Base::kHeadSize, Base::kKeyTiles, Base::kPassColumns, Base::kSteps;
+  using Base::lane, Base::logits, Base::params, Base::query, Base::shape, Base::shared;
+  using typename Base::LogitTile;
+  using typename Base::Stage;
+  using typename Base::Weights;
+
   __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
+    this->take_positions(entry);
     const auto* source = static_cast<const Element*>(params.query);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
@@ -63,31 +166,18 @@ struct DecodeWarp {
         const bool is_there = has_row && column < params.cache.head_size;
         query[t][k / 2][k % 2] = is_there ? *reinterpret_cast<const uint32_t*>(line + column) : 0;
       }
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        positions[t][e] = entry.first_position + entry.token(shape, t * 8 + lane % 4 * 2 + e);
     }
   }
 
   // Sums of one tile's keys, and each row's maximum and denominator over them.
   __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
-    const DecodeEntry& entry = cursor.of;
-    const int32_t first = cursor.key_tile() * shape.tile_keys + warp * kKeys;
-    if (!entry.seen().hold_any(first, first + kKeys)) {
-      shared.multiplied[cursor.stage.place].arrive_once(lane);
-      wait_merged(cursor);
-      if (lane < kRows) {
-        shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
-        shared.totals[state(cursor.buffer.place) + lane] = 0;
-      }
-      clear_sums(entry.rows, cursor.buffer.place);
-      return;
-    }
+    const int32_t first = this->first_key(cursor);
+    if (this->skip(cursor, first)) return;
     LogitTile z[kKeyTiles] = {};
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
-      multiply_keys(z[m], keys(cursor.stage.place) + m * 16 * Stage::kRowBytes);
-      finish_logits(z[m], entry, first + m * 16);
+      multiply_keys(z[m], this->keys(cursor.stage.place) + m * 16 * Stage::kRowBytes);
+      finish_logits(z[m], cursor.of, first + m * 16);
     }
     Weights weights;
     SoftmaxState states[kRowTiles];
@@ -120,22 +210,7 @@ struct DecodeWarp {
 #pragma unroll
       for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
     }
-    if (entry.seen_by_each().hold_all(first, first + 16)) return;
-#pragma unroll
-    for (int n = 0; n < 2 * kRowTiles; ++n) {
-      const SeenPositions own = entry.visibility.of_query(positions[n / 2][n % 2]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (!own.holds(first + half * 8 + lane / 4)) z[n / 2][half * 2 + n % 2] = -INFINITY;
-    }
-  }
-
-  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
-  template <typename Operation>
-  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
-    const bool is_second = lane & 4;
-    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
-    return fold_lanes<8, 16>(value, operation);
+    this->mask_logits(z, entry, first);
   }
 
   // `states`: of rows t * 8 + lane % 4 * 2 + lane / 4, in the first 8 lanes.
@@ -146,9 +221,9 @@ struct DecodeWarp {
       float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
 #pragma unroll
       for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
-      const float maximum = reduce(highest[0], highest[1], Max());
-      const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
-      const float base[2] = {lane & 4 ? other : mine, lane & 4 ? mine : other};
+      const float maximum = this->reduce(highest[0], highest[1], Max());
+      float base[2];
+      this->spread(base, finite_max(maximum));
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -159,24 +234,14 @@ struct DecodeWarp {
           sums[0] += low;
           sums[1] += high;
         }
-      states[t] = {maximum, reduce(sums[0], sums[1], Add())};
-    }
-  }
-
-  __device__ __forceinline__ void store_states(const SoftmaxState (&states)[kRowTiles], int buffer) const {
-    if (lane >= 8) return;
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) {
-      const int row = state(buffer) + t * 8 + lane % 4 * 2 + lane / 4;
-      shared.maxima[row] = states[t].maximum;
-      shared.totals[row] = states[t].total;
+      states[t] = {maximum, this->reduce(sums[0], sums[1], Add())};
     }
   }
 
   __device__ __forceinline__ void multiply_values(const Weights& weights,
                                                   const SoftmaxState (&states)[kRowTiles],
                                                   const DecodeCursor& cursor) const {
-    const uint32_t rows = values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
+    const uint32_t rows = this->values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
     const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
@@ -196,31 +261,13 @@ struct DecodeWarp {
       }
       if (pass + kPassColumns >= kHeadSize) shared.multiplied[cursor.stage.place].arrive_once(lane);
       if (pass == 0) {
-        wait_merged(cursor);
-        store_states(states, cursor.buffer.place);
+        this->wait_merged(cursor);
+        this->store_states(states, cursor.buffer.place);
       }
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) store_sums(o[t], pass, t, cursor.of.rows, cursor.buffer.place);
+      for (int t = 0; t < kRowTiles; ++t)
+        this->store_sums(o[t], pass, t, cursor.of.rows, cursor.buffer.place);
     }
-  }
-
-  __device__ __forceinline__ void store_sums(const float (&o)[kPassColumns / 16][4], int pass, int tile,
-                                             int rows, int buffer) const {
-    const int row = tile * 8 + lane % 4 * 2;
-    if (row / 4 * 4 >= rows) return;
-    float* sums = shared.sums + (buffer * shape.warps + warp) * Sums::floats(shape.entry_rows) +
-                  Sums::at(row / 4, pass + lane / 4) + row % 4;
-#pragma unroll
-    for (int n = 0; n < kPassColumns / 8; ++n)
-      *reinterpret_cast<float2*>(sums + n * 32) = make_float2(o[n / 2][n % 2 * 2], o[n / 2][n % 2 * 2 + 1]);
-  }
-
-  __device__ __forceinline__ void clear_sums(int rows, int buffer) const {
-    const float none[kPassColumns / 16][4] = {};
-#pragma unroll 1
-    for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
-#pragma unroll 1
-      for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, buffer);
   }
 };
 
