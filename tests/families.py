@@ -293,12 +293,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"model_type": "olmo3", "head_dim": None, "hidden_size": 64, "sliding_window": 12},
 }
 
-HYBRIDS = (
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "olmo_hybrid",
-)  # with layers that keep a state instead of keys and values
+# With layers that keep a state instead of keys and values.
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 
 
 def tiny_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
