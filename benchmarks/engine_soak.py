@@ -161,7 +161,9 @@ def vars_of(record: Any) -> dict[str, int]:
 def is_sound(report: dict[str, Any]) -> bool:
     """Say whether a soak found nothing wrong."""
     outcomes = set(report["outcomes"]) <= {"length", "cancelled"}
-    clean = report["memory_after"] == report["memory_before"] and not report["memory_after"]["held_bytes"]
+    before, after = report["memory_before"], report["memory_after"]
+    unheld = after["kept_bytes"] + after["free_bytes"]
+    clean = unheld == after["pool_bytes"] == before["pool_bytes"] and not after["held_bytes"]
     return outcomes and clean and not report["differences"] and not report["unfinished"]
 
 

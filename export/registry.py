@@ -26,6 +26,7 @@ from ortolan.export.families import (
     muse_glimmer,
     olmo2,
     olmo3,
+    olmo_hybrid,
     olmoe,
     phi3,
     qwen2,
@@ -43,7 +44,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         *(cohere2, exaone4, gemma2, gemma3, gemma3_vision, gpt_oss, granite, granite_swa, granitemoe, granitemoe_swa),
         *(laguna, llama, mellum, ministral, ministral3, mistral, mistral3_vision, mixtral, muse_glimmer, olmo2, olmo3),
-        *(olmoe, phi3, qwen2, qwen3, qwen3_moe, qwen3_next, smollm3),
+        *(olmo_hybrid, olmoe, phi3, qwen2, qwen3, qwen3_moe, qwen3_next, smollm3),
     )
 } | {family.architecture: family for family in (*gemma4.FAMILIES, *qwen3_5.FAMILIES)}
 
@@ -61,10 +62,16 @@ CONVERTIBLE = frozenset(
 
 # What a family would need that Ortolan does not have, with the keys of config.json that say so.
 _GEMMA3N = "its layers keep several hidden states (altup_num_inputs) and have low-rank branches (laurel_rank)"
+_MAMBA2 = "it has Mamba-2 layers (mamba_n_heads, mamba_num_heads or layer_types), whose recurrence is not implemented"
 REFUSED = {
+    "BambaForCausalLM": _MAMBA2,
+    "FalconH1ForCausalLM": _MAMBA2,
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": _GEMMA3N,
+    "GraniteMoeHybridForCausalLM": _MAMBA2,
+    "Mamba2ForCausalLM": _MAMBA2,
     "MiMoV2FlashForCausalLM": "the heads of its values are smaller than those of its keys (v_head_dim, head_dim)",
+    "NemotronHForCausalLM": _MAMBA2,
 }
 
 

@@ -99,8 +99,7 @@ class CheckpointWeights:
                 used |= self._published.check(self._checkpoint, self._sources[name], shape)
                 continue
             tensors = self._tensors(name)
-            each = shape if len(tensors) == 1 else (math.prod(shape[:-1]) // len(tensors), shape[-1])
-            for source in tensors:
+            for source, each in zip(tensors, self._part_shapes(tensors, shape), strict=True):
                 used.add(source.name)
                 self._check_tensor(source, (*each[:-2], *each[:-3:-1]) if source.transposed else each)
         tied = {"lm_head.weight"} if config.tied_embeddings else set()
@@ -109,6 +108,15 @@ class CheckpointWeights:
             raise CheckpointError(
                 f"the checkpoint has {len(left)} tensors that its config does not explain, e.g. {', '.join(left[:3])}"
             )
+
+    def _part_shapes(self, tensors: list[Source], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """List the shapes of the tensors that hold a weight: with their own rows, where these are all of its rows."""
+        if len(tensors) == 1:
+            return [shape]
+        wanted = math.prod(shape[:-1])
+        entries = [self._checkpoint.entries.get(source.name) for source in tensors]
+        rows = [entry.shape[0] if entry is not None and entry.shape else 0 for entry in entries]
+        return [(each if sum(rows) == wanted else wanted // len(tensors), shape[-1]) for each in rows]
 
     def _check_tensor(self, source: Source, shape: tuple[int, ...]) -> None:
         entry = self._checkpoint.entries.get(source.name)

@@ -127,6 +127,8 @@ class GatedDeltaConfig:
         num_value_heads: Hv, a multiple of Hk.
         value_size: Dv.
         conv_taps: K, tokens that the causal convolution before it sees, itself included.
+        beta_scale: the most that a new value counts; above 1 the state may have negative eigenvalues.
+        norm_epsilon: of the gated norm; None takes the model's.
         kind: of mixer, a key of `ortolan.graphs.mixers.MIXERS`.
     """
 
@@ -135,6 +137,8 @@ class GatedDeltaConfig:
     num_value_heads: int
     value_size: int
     conv_taps: int
+    beta_scale: float = 1.0
+    norm_epsilon: float | None = None
     kind: str = "gated_delta"
 
     window: ClassVar[int] = -1
@@ -224,11 +228,13 @@ class LayerConfig:
 
     Attributes:
         scaled: whether a learned scalar multiplies what the layer returns.
+        norm_placement: of this layer; None takes the model's.
     """
 
     mixer: Any  # a MixerConfig, which names its kind
     mlp: Any  # a MlpConfig, or the options of another kind, which names itself by `kind`
     scaled: bool = False
+    norm_placement: NormPlacement | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +293,10 @@ class ModelConfig:
     drafts: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def placement(self, index: int) -> NormPlacement:
+        """Return where one layer has its norms."""
+        return self.layers[index].norm_placement or self.norm_placement
 
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):

@@ -113,7 +113,7 @@ def _join_hidden(parts: Parts, embedded: Tensor) -> Tensor:
 def _add_layer(parts: Parts, index: int, hidden: Tensor) -> Tensor:
     """Add one layer, [T, hidden] -> [T, hidden]."""
     layer = parts.config.layers[index]
-    if parts.config.norm_placement == "parallel":
+    if parts.config.placement(index) == "parallel":
         normed = parts.norm(f"layers.{index}/attention_norm", hidden)
         hidden = MIXERS[layer.mixer.kind].add(parts, index, normed, hidden)
         return MLPS[layer.mlp.kind].add(parts, index, normed, hidden)
@@ -130,7 +130,7 @@ def _scale(parts: Parts, index: int, hidden: Tensor) -> Tensor:
 
 def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Tensor) -> Tensor:
     """Add what is done to a normalised hidden state, and the residual."""
-    path, placement = f"layers.{index}", parts.config.norm_placement
+    path, placement = f"layers.{index}", parts.config.placement(index)
     x: Tensor | Normed = hidden if placement == "post" else parts.norm(f"{path}/{name}_norm", hidden)
     if placement == "pre" and parts.config.residual_scale == 1.0:
         return kind.add(parts, index, x, hidden)

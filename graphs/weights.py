@@ -13,12 +13,12 @@ from ortolan.graphs.mlps import MLPS
 KINDS = ("weight", "bias")
 
 
-def norm_names(config: ModelConfig) -> tuple[str, ...]:
+def norm_names(config: ModelConfig, index: int) -> tuple[str, ...]:
     """Name the hidden-size norms of one layer."""
     before = ("attention_norm", "mlp_norm")
     after = ("attention_post_norm", "mlp_post_norm")
     names = {"pre": before, "post": after, "sandwich": before + after, "parallel": before[:1]}
-    return names[config.norm_placement]
+    return names[config.placement(index)]
 
 
 def weight_shapes(config: ModelConfig) -> Shapes:
@@ -36,7 +36,9 @@ def weight_shapes(config: ModelConfig) -> Shapes:
     for index, layer in enumerate(config.layers):
         mixer, mlp = MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind]
         inside = mixer.weights(layer.mixer, hidden) | mlp.weights(layer.mlp, hidden)
-        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config)} | layer_inputs.layer_shapes(config)
+        inside |= {f"{name}.weight": (hidden,) for name in norm_names(config, index)} | layer_inputs.layer_shapes(
+            config
+        )
         inside |= {"scale": (1,)} if layer.scaled else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     return shapes | {"final_norm.weight": (hidden,)} | shared

@@ -85,6 +85,11 @@ class FakePages:
         assert UNWRITTEN not in tokens, "an empty slot is read"
         return tokens
 
+    def copy(self, name: str, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages, as many as both have."""
+        for left, right in zip(source, target, strict=False):
+            self._slots[name][right] = self._slots[name][left]
+
     def forget(self, name: str, pages: Sequence[int]) -> None:
         """Empty pages."""
         self._slots[name][list(pages)] = UNWRITTEN
@@ -212,6 +217,12 @@ class FakePools:
         for name, pages in sequence.pages.items():
             self._pages.forget(name, pages)
 
+    def copy(self, source: dict[str, list[int]], target: dict[str, list[int]]) -> None:
+        """Copy what is written over."""
+        for kind in self._pages.plan.kinds:
+            if not kind.grows:
+                self._pages.copy(kind.name, source[kind.name], target[kind.name])
+
     def evict(self, sequence: TokenSequence) -> None:
         """Keep what `keep_of` says."""
         pages, lengths = sequence.pages["full"], sequence.lengths
@@ -294,7 +305,6 @@ def expected_tokens(
 
 def make_plan(manifest: Manifest, pages: int, *, max_sequences: int = 4, chunk_tokens: int = 24) -> CachePlan:
     """Plan pools with a given number of full-attention pages."""
-    generous = plan_pools(manifest, max_sequences, None, chunk_tokens)
-    rings = sum(kind.bytes for kind in generous.kinds if not kind.grows)
-    page_bytes = next(kind.page_bytes for kind in generous.kinds if kind.grows)
-    return plan_pools(manifest, max_sequences, rings + pages * page_bytes, chunk_tokens)
+    plan = plan_pools(manifest, max_sequences, None, chunk_tokens)
+    kinds = [dataclasses.replace(kind, num_pages=pages) if kind.grows else kind for kind in plan.kinds]
+    return dataclasses.replace(plan, kinds=tuple(kinds))

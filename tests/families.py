@@ -279,10 +279,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"model_type": "olmo2", "head_dim": None, "hidden_size": 64},
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        "head_dim": None,
+        "hidden_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
     "olmo3": {"model_type": "olmo3", "head_dim": None, "hidden_size": 64, "sliding_window": 12},
 }
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # with layers that keep a state instead of keys and values
+# With layers that keep a state instead of keys and values.
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 
 
 def tiny_checkpoint(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:

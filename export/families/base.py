@@ -29,8 +29,8 @@ class Source:
             periods, come first in the weight, and so on. Empty: all rows, as they are.
         period: of `strides`.
         squeezed: whether the tensor has a second axis of one element that the weight does not have.
-        parts: tensors of equal shapes whose rows, one tensor after the other, are those of the weight; they are read
-            from checkpoints without the tensor `name`.
+        parts: tensors whose rows, one tensor after the other, are those of the weight; they are read from checkpoints
+            without the tensor `name`.
     """
 
     name: str
@@ -164,7 +164,7 @@ def llama_sources(config: ModelConfig, norms: dict[str, str] = LLAMA_NORMS, *, p
         for ours, theirs in _LINEARS.items():
             for kind in ("weight", "bias"):
                 sources[f"layers.{i}.{ours}.{kind}"] = Source(name=f"model.layers.{i}.{theirs}.{kind}")
-        for ours in norm_names(config):
+        for ours in norm_names(config, i):
             sources[f"layers.{i}.{ours}.weight"] = Source(
                 name=f"model.layers.{i}.{norms[ours]}.weight", plus_one=plus_one
             )

@@ -53,8 +53,8 @@ def read_hybrid(
         normalise: whether the shares of a token's experts are divided by their sum.
     """
     config = HfConfig({**DEFAULTS, **config.keys})
-    attention, delta = _read_attention(config), _read_delta(config)
-    mixers: list[MixerConfig] = [attention if kind == FULL else delta for kind in _layer_types(config)]
+    attention, delta = _read_attention(config), read_delta(config)
+    mixers: list[MixerConfig] = [attention if kind == FULL else delta for kind in read_layer_types(config)]
     layers = tuple(
         LayerConfig(mixer=mixer, mlp=_read_experts(config, normalise=normalise) if is_mixture else read_mlp(config))
         for mixer, is_mixture in zip(mixers, mixtures, strict=True)
@@ -70,7 +70,8 @@ def _read_attention(config: HfConfig) -> AttentionConfig:
     return read_attention(config, qk_norm="head", output_gate="sigmoid")
 
 
-def _read_delta(config: HfConfig) -> GatedDeltaConfig:
+def read_delta(config: HfConfig, **differences: Any) -> GatedDeltaConfig:
+    """Read a gated delta network; `differences` are its other fields."""
     if config.activation("hidden_act") != "silu":
         raise UnsupportedModelError(
             f"config.json: hidden_act is {config.get('hidden_act')!r}; layers of {LINEAR} are supported with silu"
@@ -81,10 +82,12 @@ def _read_delta(config: HfConfig) -> GatedDeltaConfig:
         num_value_heads=config.integer("linear_num_value_heads", 32),
         value_size=config.integer("linear_value_head_dim", 128),
         conv_taps=config.integer("linear_conv_kernel_dim", 4),
+        **differences,
     )
 
 
-def _layer_types(config: HfConfig) -> list[str]:
+def read_layer_types(config: HfConfig) -> list[str]:
+    """List which layers have a state and which attend; at least one attends."""
     count, interval = config.integer("num_hidden_layers"), config.integer("full_attention_interval", 4)
     default = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     types = config.sequence("layer_types", str, default)

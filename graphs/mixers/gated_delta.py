@@ -1,6 +1,7 @@
 """A gated delta network: projections, a causal convolution, the gated delta rule, and a gated norm.
 
-    q, k, v = CausalConv(qkv(x));  decay = -exp(a_log) * softplus(decay(x) + dt_bias);  beta = sigmoid(beta(x))
+    q, k, v = CausalConv(qkv(x));  decay = -exp(a_log) * softplus(decay(x) + dt_bias)
+    beta = beta_scale * sigmoid(beta(x))
     y = output(RMSNorm(GatedDeltaRule(q, k, v, decay, beta)) * silu(gate(x)))
 
 Source: transformers' modeling_qwen3_next.py, `Qwen3NextGatedDeltaNet`; arXiv 2412.06464.
@@ -80,7 +81,7 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
         f"{path}/GatedDeltaRule",
         emitters.gated_delta_rule,
         {"query": query, "key": key, "value": value}
-        | {"decay": _decay(parts, index, decay), "beta": _beta(parts, path, beta)}
+        | {"decay": _decay(parts, index, decay), "beta": _beta(parts, path, config, beta)}
         | {role: state.inputs[role] for role in STATES}
         | step,
         num_outputs=1 + len(STATES),
@@ -114,9 +115,13 @@ def _decay(parts: Parts, index: int, given: Tensor) -> Tensor:
     return graph.node(f"{path}/Mul", "Mul", [rate, graph.node(f"{path}/Softplus", "Softplus", [wide])])
 
 
-def _beta(parts: Parts, path: str, given: Tensor) -> Tensor:
+def _beta(parts: Parts, path: str, config: GatedDeltaConfig, given: Tensor) -> Tensor:
     """Compute how much of a new value is written, [T, Hv] float32."""
-    return parts.in_float32(f"{path}/beta/Cast", parts.graph.node(f"{path}/beta/Sigmoid", "Sigmoid", [given]))
+    beta = parts.in_float32(f"{path}/beta/Cast", parts.graph.node(f"{path}/beta/Sigmoid", "Sigmoid", [given]))
+    if config.beta_scale == 1.0:
+        return beta
+    scale = parts.graph.constant(f"{path}/beta/scale", config.beta_scale, np.float32)
+    return parts.graph.node(f"{path}/beta/Mul", "Mul", [beta, scale])
 
 
 def _finish(
@@ -124,7 +129,8 @@ def _finish(
 ) -> Tensor:
     """Add the gated norm of each head and the output projection."""
     graph, shape = parts.graph, (0, config.num_value_heads, config.value_size)
-    normed = parts.value(Normed(read, f"{path}/norm", parts.config.norm_epsilon))
+    epsilon = parts.config.norm_epsilon if config.norm_epsilon is None else config.norm_epsilon
+    normed = parts.value(Normed(read, f"{path}/norm", epsilon))
     gated = parts.gate(f"{path}/gate", graph.reshape(f"{path}/gate/Reshape", gate, shape), normed, "silu")
     flat = graph.reshape(f"{path}/Reshape", gated, (0, config.num_value_heads * config.value_size))
     return parts.linear(f"{path}/output", flat, residual)

@@ -87,7 +87,6 @@ class FullCache(_AttentionCache):
 
     name = "full"
     grows = True
-    is_shareable = True
 
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
         """Return the slots of the whole context, or of what evictions leave and a chunk."""
@@ -121,7 +120,6 @@ class RingCache(_AttentionCache):
 
     name = "ring"
     grows = False
-    is_shareable = False
 
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
         """Return the slots that a window and a step need: at most the context's."""

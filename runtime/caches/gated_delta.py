@@ -28,7 +28,6 @@ class GatedDeltaState:
 
     name = "gated_delta"
     grows = False
-    is_shareable = False
     needs_clear = True  # files hold all of it, and what no step has written yet may be anything
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:

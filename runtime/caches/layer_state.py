@@ -84,13 +84,11 @@ class LayerState(Protocol):
     Attributes:
         name: of the kind, as `LayerPlan.kind` has it.
         grows: whether a sequence takes more slots as it gets longer.
-        is_shareable: whether pages hold what any sequence with the same tokens would write, so that they can be shared.
-        needs_clear: whether a sequence must find its state cleared when it begins.
+            needs_clear: whether a sequence must find its state cleared when it begins.
     """
 
     name: str
     grows: bool
-    is_shareable: bool
     needs_clear: bool
 
     def tensors(self, index: int, layer: LayerInfo, manifest: Manifest) -> tuple[TensorSpec, ...]:

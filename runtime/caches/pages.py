@@ -22,10 +22,13 @@ DIGEST_BYTES = 16
 
 
 class PrefixIndex:
-    """Maps the contents of whole pages, by a digest of all tokens up to their end, to pages."""
+    """Maps what pages hold, by a digest of all tokens up to their end, to pages.
+
+    A cache that grows has a page for each digest. Of what is written over, a digest stands for all pages of a snapshot.
+    """
 
     def __init__(self) -> None:
-        self._pages: dict[bytes, int] = {}
+        self._pages: dict[bytes, tuple[int, ...]] = {}
         self._digests: dict[int, bytes] = {}
 
     def __contains__(self, page: int) -> bool:
@@ -34,26 +37,31 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def add(self, digest: bytes, page: int) -> None:
-        """Note what a page holds; where another page is known to hold the same, that one stays."""
-        if digest not in self._pages and page not in self._digests:
-            self._pages[digest] = page
-            self._digests[page] = digest
+    def add(self, digest: bytes, *pages: int) -> None:
+        """Note what pages hold; where others are known to hold the same, those stay."""
+        if digest not in self._pages and not any(page in self._digests for page in pages):
+            self._pages[digest] = pages
+            self._digests |= dict.fromkeys(pages, digest)
 
     def forget(self, page: int) -> None:
-        """Take a page out, because its contents are about to change."""
-        digest = self._digests.pop(page, None)
+        """Take a page out, because its contents are about to change, with the others of its digest."""
+        digest = self._digests.get(page)
         if digest is not None:
-            del self._pages[digest]
+            for each in self._pages.pop(digest):
+                del self._digests[each]
+
+    def get(self, digest: bytes) -> tuple[int, ...]:
+        """Return the pages of a digest; none where it is not known."""
+        return self._pages.get(digest, ())
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Return the pages of the longest known prefix of a chain of digests."""
-        pages = []
+        pages: list[int] = []
         for digest in digests:
-            page = self._pages.get(digest)
-            if page is None:
+            found = self._pages.get(digest)
+            if found is None:
                 break
-            pages.append(page)
+            pages += found
         return pages
 
 

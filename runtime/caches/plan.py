@@ -16,6 +16,7 @@ REMAKE = "make its folder again with a larger max_context (--max-context of `ort
 CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
 STEPS_AHEAD = 2  # decode steps on CUDA that may be under way when another is run; rings hold room for all of them
 CUDA_CHUNK = 16_384  # tokens of a prefill step; larger steps spare kernels' beginnings and ends, and take more memory
+SNAPSHOT_SHARE = 8  # of the bytes for full attention, one part is for snapshots of rings and states
 CUDA_GROWTH_ROOM = 1024  # slots; each growth captures the decode graph anew
 
 
@@ -57,7 +58,7 @@ class KindPlan:
         num_pages: N, pages of the pool.
         page_bytes: of one page, in all layers of the kind.
         grows: whether a sequence takes more pages as it gets longer; others keep what they have.
-        is_shareable: whether pages can serve other sequences that begin alike.
+        snapshot_pages: of `num_pages`, those planned for snapshots beside what running sequences need.
     """
 
     name: str
@@ -67,7 +68,7 @@ class KindPlan:
     num_pages: int
     page_bytes: int
     grows: bool = True
-    is_shareable: bool = True
+    snapshot_pages: int = 0
 
     @property
     def bytes(self) -> int:
@@ -120,8 +121,15 @@ class CachePlan:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether pages can serve other sequences: what is written over cannot, so only where all kinds can."""
-        return bool(self.kinds) and all(kind.is_shareable for kind in self.kinds)
+        """Whether prompts can begin with what others have read: pages are shared, what is written over is copied."""
+        return any(kind.grows for kind in self.kinds)
+
+    @property
+    def snapshot_spacing(self) -> int:
+        """Tokens whose keys and values take as many bytes as a snapshot of what is written over; 0: nothing is."""
+        grown = sum(kind.page_bytes for kind in self.kinds if kind.grows)
+        copied = sum(kind.table_pages * kind.page_bytes for kind in self.kinds if not kind.grows)
+        return -(-copied // grown) * self.page_size if grown else 0
 
     def sequence_bytes(self, length: int) -> int:
         """Return the bytes of the pages that hold a sequence of `length` tokens, without an eviction."""
@@ -206,13 +214,15 @@ def plan_pools(
     """Divide a number of bytes among the page pools of many sequences.
 
     Rings take what `max_sequences` sequences need, or fewer: as many as leave the full-attention pool a quarter
-    of `max_context` for each, and room for one sequence of that length. That pool gets the rest, at most what all
-    sequences can use.
+    of `max_context` for each, and room for one sequence of that length. The same goes for recurrent states. Snapshots
+    of both get up to an eighth of what is left, at most one for each sequence. The full-attention pool gets the rest,
+    at most what all sequences can use.
 
     Args:
         manifest: of a paged model.
         max_sequences: most sequences that run at once.
-        max_cache_bytes: of all pools together; None takes what `max_sequences` of the longest sequences need.
+        max_cache_bytes: of all pools together; None takes what `max_sequences` of the longest sequences need, and
+            their snapshots.
         chunk_tokens: most tokens of a step; None takes the manifest's chunk size.
         max_context: longest sequence; None takes the manifest's.
         cuda: round rings up to whole tiles of the CUDA kernels.
@@ -309,7 +319,6 @@ def _pool(manifest: Manifest, kind: CacheKind, plan: CachePlan) -> KindPlan:
         num_pages=0,
         page_bytes=per_page * min(manifest.page_size, first.capacity),
         grows=state.grows,
-        is_shareable=state.is_shareable,
     )
 
 
@@ -318,21 +327,34 @@ def _divide(plan: CachePlan, sequences: int, max_bytes: int | None) -> list[Kind
     context, kinds = plan.max_context, plan.kinds
     fixed = sum(kind.pages_for(context) * kind.page_bytes for kind in kinds if not kind.grows)  # of one sequence
     full = sum(kind.pages_for(context) * kind.page_bytes for kind in kinds if kind.grows)
-    budget = sequences * (fixed + full) if max_bytes is None else max_bytes
-    ringed = _ringed_sequences(sequences, fixed, full, budget) if fixed else sequences
-    left = budget - ringed * fixed
+    if max_bytes is None:
+        ringed, snapshots = sequences, _snapshots(sequences, fixed, sequences * full)
+        budget = sequences * (fixed + full) + snapshots * fixed
+    else:
+        budget = max_bytes
+        ringed = _ringed_sequences(sequences, fixed, full, budget) if fixed else sequences
+        left = budget - ringed * fixed
+        snapshots = min(_snapshots(sequences, fixed, left if full else 0), max(0, left - full) // max(fixed, 1))
+    left = budget - (ringed + snapshots) * fixed
     divided = []
     for kind in kinds:
-        wanted = ringed * kind.pages_for(context)
+        per_sequence = kind.pages_for(context)
+        wanted = (ringed + snapshots) * per_sequence
         if kind.grows:
-            wanted = min(sequences * kind.pages_for(context), left // kind.page_bytes)
+            wanted = min(sequences * per_sequence, left // kind.page_bytes)
         if wanted < 1 or left < 0:
             raise CapacityError(
                 f"max_cache_bytes {budget} is too few: a page of {kind.name!r} takes {kind.page_bytes} bytes, and the "
                 f"rings and states of one sequence {fixed}; a sequence of {context} tokens takes {fixed + full}"
             )
-        divided.append(dataclasses.replace(kind, num_pages=wanted))
+        spare = 0 if kind.grows else snapshots * per_sequence
+        divided.append(dataclasses.replace(kind, num_pages=wanted, snapshot_pages=spare))
     return divided
+
+
+def _snapshots(sequences: int, fixed: int, left: int) -> int:
+    """Return how many snapshots of `fixed` bytes get room in the bytes that are left for full attention."""
+    return min(sequences, left // SNAPSHOT_SHARE // fixed) if fixed and left > 0 else 0
 
 
 def _ringed_sequences(sequences: int, fixed: int, full: int, budget: int) -> int:

@@ -218,9 +218,15 @@ class SequenceCaches:
             kind_of(self.store.manifest.layers[index]).restore(self.view(index, lengths), copies)
 
     def copy_from(self, other: SequenceCaches) -> None:
-        """Take over the contents of another sequence's pages, which are as many and as large as this one's."""
+        """Take over the contents of another sequence's pages, which are as many and as large as this one's.
+
+        Kinds that this one has no pages of stay out of it.
+        """
         with self.buffers.scope():
             for index, tensors in self.store.tensors.items():
+                kind = self.store.kind(index)
+                if kind is not None and kind.name not in self.pages:
+                    continue
                 mine, others = list(self.page_numbers(index)), list(other.page_numbers(index))
                 for role, array in tensors.items():
                     array[mine] = other.store.tensors[index][role][others]

@@ -31,6 +31,7 @@ class EngineStats:
         fed_tokens: prompts' and generated ones, those read anew included.
         generated_tokens: tokens chosen.
         reused_tokens: tokens of prompts that were not read because pages held them already.
+        snapshots: copies of rings and recurrent states that were kept for prompts that begin alike.
         evictions: sequences evicted.
         preemptions: times a sequence gave its pages back for an older one.
         most_running: most requests that had pages at once.
@@ -44,6 +45,7 @@ class EngineStats:
     fed_tokens: int = 0
     generated_tokens: int = 0
     reused_tokens: int = 0
+    snapshots: int = 0
     evictions: int = 0
     preemptions: int = 0
     most_running: int = 0
@@ -81,7 +83,10 @@ class EngineCore:
         """Return a copy of the counters."""
         scheduler = self.scheduler
         return dataclasses.replace(
-            self._stats, reused_tokens=scheduler.reused_tokens, preemptions=scheduler.preemptions
+            self._stats,
+            reused_tokens=scheduler.reused_tokens,
+            snapshots=scheduler.prefixes.snapshots,
+            preemptions=scheduler.preemptions,
         )
 
     def add(self, request: Request) -> None:
@@ -216,7 +221,7 @@ class EngineCore:
 
     def _offer_prefix(self, ran: Ran) -> None:
         if ran.pages is ran.chunk.sequence.pages:  # else it gave them back meanwhile
-            self.scheduler.offer_prefix(ran.chunk.sequence, ran.chunk.end)
+            self.scheduler.prefixes.offer(ran.chunk.sequence, ran.chunk.end)
 
     def _advance(self, ran: Sequence[Ran]) -> None:
         self.scheduler.advance(tuple(each.chunk for each in ran))
@@ -237,8 +242,17 @@ class EngineCore:
                 return []
             left = [chunk for chunk in chunks if chunk.sequence in self._requests]
             return [ran for chunk in left for ran in self._run([chunk])]
+        for chunk in chunks:
+            self._keep_state(chunk)
         begins = itertools.accumulate((len(row.draws) for row in rows), initial=0)
         return [Ran(chunk, chunk.sequence.pages, result, begin) for chunk, begin in zip(chunks, begins, strict=False)]
+
+    def _keep_state(self, chunk: Chunk) -> None:
+        """Copy what is written over, behind a chunk that was enqueued, where a snapshot is due."""
+        self.scheduler.prefixes.finish_resume(chunk.sequence)
+        snapshot = chunk.sequence.snapshot
+        if snapshot is not None and snapshot.length == chunk.end:
+            self.pools.copy(chunk.sequence.pages, snapshot.pages)
 
     def _row(self, chunk: Chunk) -> Row:
         sequence, request = chunk.sequence, self._requests[chunk.sequence]
@@ -250,6 +264,8 @@ class EngineCore:
             request.close()
         if chunk.begin == 0:
             self.pools.begin(sequence)
+        if sequence.resumes:
+            self.pools.copy(sequence.resumes, sequence.pages)
         tokens = [*sequence.tokens[chunk.begin : chunk.end], *chunk.draft]
         return Row(
             tokens=tokens,
@@ -286,7 +302,7 @@ class EngineCore:
             return True
         place = ran.chunk.end - 1
         message = f"the logits after position {place} contain NaN or infinity; export the model with a wider dtype"
-        self.scheduler.forget_prefix(ran.chunk.sequence)
+        self.scheduler.prefixes.forget(ran.chunk.sequence)
         self._fail(self._requests[ran.chunk.sequence], NumericError(message))
         return False
 

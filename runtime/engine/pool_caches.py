@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ class PoolCaches:
     def begin(self, sequence: TokenSequence) -> None:
         """Clear what a sequence must find cleared when it reads its first token."""
         SequenceCaches(self._store, sequence.pages).clear(sequence.lengths)
+
+    def copy(self, source: Mapping[str, Sequence[int]], target: Mapping[str, Sequence[int]]) -> None:
+        """Copy the contents of pages of rings and states, in their order, as many as both have."""
+        names = [kind.name for kind in self._plan.kinds if not kind.grows]
+        counts = {name: min(len(source[name]), len(target[name])) for name in names}
+        sources, targets = ({name: each[name][:count] for name, count in counts.items()} for each in (source, target))
+        SequenceCaches(self._store, targets).copy_from(SequenceCaches(self._store, sources))
 
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths.

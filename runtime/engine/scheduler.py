@@ -20,8 +20,8 @@ from bisect import insort
 from dataclasses import dataclass
 
 from ortolan.errors import CapacityError
-from ortolan.runtime.caches.pages import PagePool, PrefixIndex, chain_digests, extend_chain
 from ortolan.runtime.caches.plan import CachePlan, rope_variant
+from ortolan.runtime.engine.prefixes import Prefix, Prefixes
 from ortolan.runtime.engine.sequence import TokenSequence
 
 PENDING = -1  # in place of a token that the device has chosen and the host not seen yet
@@ -53,6 +53,7 @@ class Scheduler:
     """Holds the page pools and all unfinished sequences.
 
     Attributes:
+        prefixes: what the pools hold of beginnings.
         pools: pages of each kind.
         preemptions: how often a sequence gave its pages back.
         reused_tokens: tokens of prompts that were not read because pages held them already.
@@ -63,8 +64,8 @@ class Scheduler:
         self.preemptions = 0
         self.reused_tokens = 0
         self._overcommit = overcommit
-        self._index = PrefixIndex() if plan.shares_prefixes else None
-        self.pools = {kind.name: PagePool(kind.name, kind.num_pages, self._index) for kind in plan.kinds}
+        self.prefixes = Prefixes(plan)
+        self.pools = self.prefixes.pools
         self._waiting: list[TokenSequence] = []  # by number
         self._admitted: list[TokenSequence] = []  # by number
 
@@ -94,19 +95,12 @@ class Scheduler:
             self._waiting.remove(sequence)
         if sequence in self._admitted:
             self._admitted.remove(sequence)
-        self._release_pages(sequence)
-
-    def forget_prefix(self, sequence: TokenSequence) -> None:
-        """Offer a sequence's pages to nobody: what they hold is spoiled."""
-        if self._index is not None:
-            for pages in sequence.pages.values():
-                for page in pages:
-                    self._index.forget(page)
+        self.prefixes.release(sequence)
 
     def restart(self, sequence: TokenSequence) -> None:
         """Take an admitted sequence's pages away and let it wait, to read all its tokens anew."""
         self._admitted.remove(sequence)
-        self._release_pages(sequence)
+        self.prefixes.release(sequence)
         sequence.start_over()
         insort(self._waiting, sequence, key=_number)
 
@@ -123,27 +117,14 @@ class Scheduler:
             room -= self._plan_chunk(chunks, sequence, room)
         while room > 0 and self._waiting and preempted == self.preemptions and self._admit(self._waiting[0]):
             room -= self._plan_chunk(chunks, self._admitted[-1], room)
+        for chunk in chunks.values():
+            self.prefixes.plan_snapshot(chunk.sequence, chunk.end, self._admitted)
         return tuple(chunks.values())
 
     def advance(self, chunks: tuple[Chunk, ...]) -> None:
         """Take note that a step was run, or is under way."""
         for chunk in chunks:
             chunk.sequence.lengths.advance(chunk.end - chunk.sequence.fed)
-
-    def offer_prefix(self, sequence: TokenSequence, length: int) -> None:
-        """Offer the pages of a sequence's first `length` tokens to others; these tokens were fed, and are sound.
-
-        Eviction moves rows within its sequence's pages, so those stay private.
-        """
-        if self._index is None or sequence.eviction is not None or sequence.evicted_at:
-            return
-        (kind,) = self.plan.kinds
-        size = self.plan.page_size
-        while (sequence.published + 1) * size <= length:
-            begin = sequence.published * size
-            sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
-            self._index.add(sequence.digest, sequence.pages[kind.name][sequence.published])
-            sequence.published += 1
 
     def release_evicted(self, sequence: TokenSequence) -> None:
         """Release the pages past what an eviction has left of a sequence."""
@@ -156,7 +137,7 @@ class Scheduler:
         """Add at most `room` tokens of a sequence to the step; returns their number."""
         if sequence not in self._admitted:  # gave way to an older one in this step
             return 0
-        end = sequence.chunk_end(room)
+        end = self.prefixes.chunk_end(sequence, sequence.chunk_end(room))
         if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
             return 0
         samples = end == len(sequence.tokens)
@@ -205,9 +186,13 @@ class Scheduler:
         if sequence.is_stored and self._variant(sequence) != sequence.variant:
             sequence.start_over()  # all its keys are to be rotated anew
         sequence.variant = self._variant(sequence)
-        prefix = self._known_prefix(sequence)
-        if len(self._admitted) == self.plan.max_sequences or not self._fits(sequence, prefix):
+        if len(self._admitted) == self.plan.max_sequences:
             return False
+        prefix = self.prefixes.find(sequence)
+        if not self._fits(sequence, prefix):
+            prefix = Prefix()  # which needs no pages for a snapshot and its copy at once
+            if not self._fits(sequence, prefix):
+                return False
         self._waiting.remove(sequence)
         insort(self._admitted, sequence, key=_number)
         sequence.pages = {kind.name: [] for kind in self.plan.kinds}
@@ -215,38 +200,24 @@ class Scheduler:
             for kind in self.plan.kinds:
                 count = kind.pages_for(sequence.slots_at(kind, sequence.fed))
                 sequence.pages[kind.name] += [self.pools[kind.name].take() for _ in range(count)]
-        if prefix:
-            (kind,) = self.plan.kinds
-            for page in prefix:
-                self.pools[kind.name].share(page)
-            sequence.pages[kind.name] += prefix
-            sequence.lengths.advance(len(prefix) * self.plan.page_size)
-            self.reused_tokens += sequence.fed
-            self.offer_prefix(sequence, sequence.fed)
+        self.prefixes.begin(sequence, prefix)
+        self.reused_tokens += prefix.length
         return True
 
-    def _fits(self, sequence: TokenSequence, prefix: list[int]) -> bool:
+    def _fits(self, sequence: TokenSequence, prefix: Prefix) -> bool:
         """Say whether a waiting sequence can be promised all its pages, and given those of its known tokens."""
         for kind in self.plan.kinds:
-            pool = self.pools[kind.name]
-            free = pool.available - sum(not pool.holders(page) for page in prefix)
-            promised = sum(other.most_pages(kind) - len(other.pages[kind.name]) for other in self._admitted)
+            pool, shared = self.pools[kind.name], prefix.shared.get(kind.name, ())
+            used = (*shared, *prefix.copied.get(kind.name, ()))
+            free = pool.available - sum(not pool.holders(page) for page in used)
             credit = (self._overcommit - 1.0) * pool.num_pages  # may be infinite
             if sequence.is_unrepeatable:
                 credit = 0.0
-            if promised + sequence.most_pages(kind) - len(prefix) > free + credit:
+            if self.prefixes.promised(kind, self._admitted) + sequence.most_pages(kind) - len(shared) > free + credit:
                 return False
-            if sequence.known_pages(kind) - len(prefix) > free:
+            if sequence.known_pages(kind) - len(shared) > free:
                 return False
         return True
-
-    def _known_prefix(self, sequence: TokenSequence) -> list[int]:
-        """Return pages that hold the beginning of a sequence; its last token is fed in any case, for its logits."""
-        if self._index is None or sequence.eviction is not None or sequence.is_stored:
-            return []
-        size = self.plan.page_size
-        whole = (len(sequence.tokens) - 1) // size
-        return self._index.find(list(chain_digests(sequence.tokens, size, whole, _root(sequence))))
 
     def _restart_where_rope_changes(self) -> None:
         """Restart sequences that have outgrown their RoPE variant: all their keys are to be rotated anew."""
@@ -257,13 +228,6 @@ class Scheduler:
 
     def _variant(self, sequence: TokenSequence) -> int:
         return rope_variant(self.plan.rope_limits, min(len(sequence.tokens), sequence.max_length))
-
-    def _release_pages(self, sequence: TokenSequence) -> None:
-        """Release a sequence's pages, the last first: of a kept prefix the end is given out before the beginning."""
-        for name, pages in sequence.pages.items():
-            while pages:
-                self.pools[name].release(pages.pop())
-        sequence.pages = {}
 
 
 def check_fits(plan: CachePlan, sequence: TokenSequence) -> None:
@@ -289,8 +253,3 @@ def check_fits(plan: CachePlan, sequence: TokenSequence) -> None:
 
 def _number(sequence: TokenSequence) -> int:
     return sequence.number
-
-
-def _root(sequence: TokenSequence) -> bytes:
-    """Return what a chain of digests begins with: keys differ between RoPE variants."""
-    return bytes([sequence.variant])

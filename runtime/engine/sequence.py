@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import KindPlan
 from ortolan.runtime.state.sequence import SequenceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy of what is written over, on its way to the prefix index.
+
+    Attributes:
+        length: tokens that were read.
+        pages: of each kind of rings and states, which the copy is made to.
+    """
+
+    length: int
+    pages: dict[str, list[int]]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,6 +36,10 @@ class TokenSequence(SequenceState):
         draft: tokens that may follow the known ones, which the next step checks.
         digest: of the pages that the prefix index knows.
         published: their number.
+        marks: lengths at which snapshots are wanted, ascending.
+        snapshot_at: length of the last snapshot, or of the one that the sequence began with.
+        snapshot: to be filled behind the chunk that ends there; None: none is under way.
+        resumes: pages of each kind of rings and states that are to be copied to the sequence's before it reads on.
     """
 
     number: int
@@ -34,6 +51,10 @@ class TokenSequence(SequenceState):
     draft: tuple[int, ...] = ()
     digest: bytes = b""
     published: int = 0
+    marks: tuple[int, ...] = ()
+    snapshot_at: int = 0
+    snapshot: Snapshot | None = None
+    resumes: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def needs_one(self) -> bool:
@@ -99,5 +120,5 @@ class TokenSequence(SequenceState):
         self.lengths.clear()
         self.is_stored = False
         self.draft = ()
-        self.published = 0
+        self.published, self.snapshot_at = 0, 0
         self.digest = b""

@@ -147,6 +147,20 @@ def test_prefixes_serve_later_requests(graph):
         assert_same(model, prompt, tokens)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_snapshots_serve_later_requests(graph, family):
+    """Rings and recurrent states are copied on the device, between steps that are enqueued behind each other."""
+    model = open_device(family, "float32", graph, page_size=16, sink=0)
+    prefix = draw_tokens(450)
+    prompts = [[*prefix, *draw_tokens(count, seed=count)] for count in (0, 5, 20)]
+    with Engine(model, 4, chunk_tokens=64) as engine:
+        results = [serve(engine, [prompt], 12)[0] for prompt in prompts]
+        assert engine.stats().reused_tokens == 2 * 448
+        assert engine.memory().held_bytes == 0
+    for prompt, tokens in zip(prompts, results, strict=True):
+        assert_same(model, prompt, tokens)
+
+
 def test_a_pool_larger_than_the_device_is_refused(model):
     free, total = model.device.cuda.memory()
     with pytest.raises(CapacityError):

@@ -143,6 +143,12 @@ def test_sinks_reach_every_layer(checkpoint, tmp_path):
     [
         ({"architectures": ["DbrxForCausalLM"]}, UnsupportedModelError, r"DbrxForCausalLM; supported: Cohere2F"),
         ({"architectures": ["MiMoV2FlashForCausalLM"]}, UnsupportedModelError, r"MiMoV2FlashForCausalLM: .*v_head_dim"),
+        (
+            {"architectures": ["GraniteMoeHybridForCausalLM"]},
+            UnsupportedModelError,
+            r"Hybrid\w+: .*Mamba-2 .*mamba_n_heads",
+        ),
+        ({"architectures": ["Mamba2ForCausalLM"]}, UnsupportedModelError, "Mamba2ForCausalLM: .*Mamba-2"),
         ({"architectures": ["Gemma3nForCausalLM"]}, UnsupportedModelError, "Gemma3nForCausalLM: .*altup_num_inputs"),
         ({"architectures": ["NemotronForCausalLM"]}, UnsupportedModelError, "`ortolan convert` makes a model folder"),
         ({"architectures": ...}, UnsupportedModelError, "none"),

@@ -101,12 +101,19 @@ def test_a_shared_prefix_changes_no_token(paged_model, draw_tokens, assert_same)
         assert_same(paged_model, prompt, tokens)
 
 
-def test_no_prefix_is_shared_where_rings_overwrite(paged_mixed_model, draw_tokens):
+def test_a_prefix_of_rings_is_copied_and_changes_no_token(paged_mixed_model, draw_tokens, assert_same):
+    """The rings have gone round when the snapshot is made, and go on behind it."""
+    prefix = draw_tokens(450)
+    prompts = [[*prefix, *draw_tokens(count, seed=count)] for count in (0, 5, 20, 40)]
     with Engine(paged_mixed_model, 4, chunk_tokens=64) as engine:
-        first, second = (engine.submit(draw_tokens(100), 10).result() for _ in range(2))
-        assert engine.stats().reused_tokens == 0
-        assert engine.memory().kept_bytes == 0
-    assert first == second
+        spacing = engine.plan.snapshot_spacing
+        results = [engine.submit(prompt, 12, ignore_eos=True).result() for prompt in prompts]
+        assert spacing < 448
+        assert engine.stats().snapshots > 0
+        assert engine.stats().reused_tokens >= 2 * 448
+        assert engine.memory().held_bytes == 0
+    for prompt, tokens in zip(prompts, results, strict=True):
+        assert_same(paged_mixed_model, prompt, tokens)
 
 
 def test_sampling_draws_as_a_session_does(endless, draw_tokens):
@@ -189,11 +196,13 @@ def test_a_soak_reports_what_is_wrong(soak, paged_model, draw_tokens, assert_sam
     wrong = [*tokens[:3], (tokens[3] + 1) % 131, *tokens[4:]]
     job = soak.Job(draw_tokens(20), 5, None, None, wrong)
     assert "token 3" in soak.find_difference(paged_model, job, {})
-    clean = {"held_bytes": 0, "free_bytes": 9}
+    clean = {"pool_bytes": 9, "held_bytes": 0, "kept_bytes": 0, "free_bytes": 9}
     report = {"outcomes": {"length": 1}, "memory_before": clean, "memory_after": clean, "unfinished": []}
     assert soak.is_sound(report | {"differences": {}})
     assert not soak.is_sound(report | {"differences": {0: "token 3"}})
     assert not soak.is_sound(report | {"differences": {}, "memory_after": clean | {"held_bytes": 8}})
+    assert not soak.is_sound(report | {"differences": {}, "memory_after": clean | {"free_bytes": 8}})
+    assert soak.is_sound(report | {"differences": {}, "memory_after": clean | {"kept_bytes": 1, "free_bytes": 8}})
 
 
 @pytest.mark.parametrize(

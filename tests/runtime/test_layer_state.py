@@ -25,7 +25,6 @@ class RunningSum:
 
     name = "running_sum"
     grows = False
-    is_shareable = False
     needs_clear = True
 
     def tensors(self, index, layer, manifest):

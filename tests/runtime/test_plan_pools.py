@@ -62,7 +62,25 @@ def test_plans_fit_their_bytes_and_serve(windows, page_size, sink, sequences, ch
 
 def test_without_a_limit_all_sequences_fit():
     plan = plan_pools(make_model([-1, 20, 20]), 5, None, 100, 1000)
-    assert plan.bytes == 5 * plan.sequence_bytes(1000)
+    snapshots = sum(kind.snapshot_pages * kind.page_bytes for kind in plan.kinds)
+    assert plan.bytes == 5 * plan.sequence_bytes(1000) + snapshots
+
+
+def test_snapshots_get_an_eighth_of_what_full_attention_has():
+    manifest = make_model([-1, 20, 20])
+    plan = plan_pools(manifest, 5, None, 100, 1000)
+    full, ring = plan.kinds
+    one = ring.pages_for(1000) * ring.page_bytes
+    assert (full.snapshot_pages, full.num_pages) == (0, 5 * full.pages_for(1000))
+    count = full.bytes // 8 // one
+    assert 1 <= count < 5
+    assert ring.snapshot_pages == count * ring.pages_for(1000)
+    assert ring.num_pages == (5 + count) * ring.pages_for(1000)
+    bounded = plan_pools(manifest, 5, plan.bytes // 2, 100, 1000)
+    assert bounded.bytes <= plan.bytes // 2
+    assert 0 < bounded.kinds[1].snapshot_pages * ring.page_bytes <= bounded.bytes // 8
+    smallest = plan_pools(manifest, 5, plan.sequence_bytes(1000), 100, 1000)
+    assert smallest.kinds[1].snapshot_pages == 0  # the longest sequence comes first
 
 
 def test_rings_leave_room_for_full_attention():

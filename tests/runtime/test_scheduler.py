@@ -22,7 +22,7 @@ ADAKV = Eviction(policy="adakv", budget=8, window=4, sink=1)
 def make_plan(pages=24, *, rings=0, max_sequences=4, chunk_tokens=10, rope_limits=(64,)):
     kinds = [KindPlan(name="full", window=-1, page_size=PAGE, table_pages=16, num_pages=pages, page_bytes=100)]
     if rings:
-        ring = {"window": 6, "table_pages": 4, "grows": False, "is_shareable": False}
+        ring = {"window": 6, "table_pages": 4, "grows": False}
         kinds.append(KindPlan(name="window_6", page_size=PAGE, num_pages=rings, page_bytes=30, **ring))
     return CachePlan(
         max_sequences=max_sequences,
@@ -61,6 +61,7 @@ class Driver:
         self.plan = plan
         self.finished = []
         self.log = []
+        self.rings = {}  # the same of rings: (kind, page, row) -> token
         self.contents = {}  # what each slot of the full pool holds: (page, row) -> token
 
     def step(self):
@@ -78,7 +79,11 @@ class Driver:
             self.check_chunk(chunk)
         scheduler.advance(chunks)
         for chunk in chunks:
-            scheduler.offer_prefix(chunk.sequence, chunk.end)
+            scheduler.prefixes.finish_resume(chunk.sequence)
+            if (snapshot := chunk.sequence.snapshot) is not None:
+                assert snapshot.length == chunk.end
+                self.copy(chunk.sequence.pages, snapshot.pages)
+            scheduler.prefixes.offer(chunk.sequence, chunk.end)
             self.finish_chunk(chunk)
         self.check_pages()
         return chunks
@@ -92,6 +97,8 @@ class Driver:
             assert len(set(pages)) == len(pages)
         if sequence.is_stored:
             self.load(sequence)
+        self.copy(sequence.resumes, sequence.pages)
+        self.check_rings(chunk)
         if sequence.evicted_at:
             return
         for position in range(chunk.begin, chunk.end):
@@ -102,8 +109,31 @@ class Driver:
             page = sequence.pages["full"][position // PAGE]
             assert self.contents[page, position % PAGE] == (sequence.tokens[position], sequence.variant)
 
+    def check_rings(self, chunk):
+        """Write and read the rings of a chunk, slot by slot."""
+        sequence = chunk.sequence
+        for kind in [kind for kind in self.plan.kinds if not kind.grows]:
+            for position in range(chunk.begin, chunk.end):
+                self.rings[self.ring_slot(kind, sequence, position)] = sequence.tokens[position]
+            for position in range(max(0, chunk.end - kind.window), chunk.end):
+                assert self.rings[self.ring_slot(kind, sequence, position)] == sequence.tokens[position]
+
+    def ring_slot(self, kind, sequence, position):
+        slot = position % (kind.table_pages * PAGE)
+        return kind.name, sequence.pages[kind.name][slot // PAGE], slot % PAGE
+
+    def copy(self, source, target):
+        for kind in [kind for kind in self.plan.kinds if not kind.grows and kind.name in source]:
+            for before, after in zip(source[kind.name], target[kind.name], strict=False):
+                assert before != after
+                for row in range(PAGE):
+                    self.rings[kind.name, after, row] = self.rings.get((kind.name, before, row))
+
     def load(self, sequence):
         sequence.is_stored = False
+        for kind in [kind for kind in self.plan.kinds if not kind.grows]:
+            for position in range(max(0, sequence.fed - kind.window), sequence.fed):
+                self.rings[self.ring_slot(kind, sequence, position)] = sequence.tokens[position]
         for position in range(sequence.fed if not sequence.evicted_at else 0):
             page = sequence.pages["full"][position // PAGE]
             self.contents[page, position % PAGE] = (sequence.tokens[position], sequence.variant)
@@ -128,6 +158,7 @@ class Driver:
     def check_pages(self):
         for name, pool in self.scheduler.pools.items():
             holders = collections.Counter(p for s in self.scheduler.admitted for p in s.pages[name])
+            holders += collections.Counter(p for s in self.scheduler.admitted for p in s.resumes.get(name, ()))
             assert [pool.holders(p) for p in range(pool.num_pages)] == [holders[p] for p in range(pool.num_pages)]
             assert pool.free + pool.kept + pool.held == pool.num_pages
         assert all(not s.pages for s in self.scheduler.waiting)
@@ -359,14 +390,71 @@ def test_shared_prefixes_are_read_once():
     assert driver.scheduler.pools["full"].kept > 0
 
 
-@pytest.mark.parametrize("why", ["ring", "eviction"])
-def test_prefixes_are_private_where_pages_are_written_over(why):
-    driver = Driver(make_plan(40, rings=12 if why == "ring" else 0, chunk_tokens=64))
+def test_prefixes_are_private_where_pages_are_compacted():
+    driver = Driver(make_plan(40, chunk_tokens=64))
     for number in range(2):
-        driver.scheduler.add(make_sequence(number, range(30), eviction=SNAPKV if why == "eviction" else None))
+        driver.scheduler.add(make_sequence(number, range(30), eviction=SNAPKV))
         driver.drain()
     assert driver.scheduler.reused_tokens == 0
     assert driver.scheduler.pools["full"].kept == 0
+
+
+def run_all(driver, prompts, begin=0):
+    """Run prompts one after another; returns where each was first read from."""
+    for number, prompt in enumerate(prompts, begin):
+        driver.scheduler.add(make_sequence(number, prompt))
+        driver.drain()
+    return [next(b for step in driver.log for n, b, _ in step if n == number) for number in range(begin, number + 1)]
+
+
+def test_a_snapshot_lies_at_the_end_of_a_prompt():
+    """A ring of four pages takes as much as two pages of the others (spacing: 8 tokens)."""
+    driver = Driver(make_plan(40, rings=12, chunk_tokens=64))
+    assert driver.plan.snapshot_spacing == 8
+    turn = list(range(30))
+    assert run_all(driver, [turn, turn, [*turn, 77, 78], turn[:29], turn[:28], turn[:9]]) == [0, 28, 28, 28, 0, 0]
+    assert driver.scheduler.prefixes.snapshots == 3  # at 28, of the first prompt; at 24 and 8, of the last two
+
+
+def test_prompts_that_part_leave_a_snapshot_where_they_do():
+    """The first prompt leaves pages, the second a snapshot where it leaves them, and all later ones begin there."""
+    driver = Driver(make_plan(60, rings=20, chunk_tokens=64))
+    system = list(range(22))
+    tails = [[100 * tail + i for i in range(11)] for tail in range(1, 6)]
+    assert run_all(driver, [[*system, *tail] for tail in tails]) == [0, 0, 20, 20, 20]
+
+
+def test_chunks_leave_snapshots_while_pages_are_free():
+    driver = Driver(make_plan(60, rings=20, chunk_tokens=10))
+    prompt = list(range(50))
+    run_all(driver, [prompt])
+    assert [end for step in driver.log for _, _, end in step][:6] == [8, 16, 24, 32, 42, 48]
+    assert driver.scheduler.prefixes.snapshots == 5  # the last took the place of the first
+    assert run_all(driver, [[*prompt[:20], 99], [*prompt[:30], 99, 98]], 1) == [16, 24]
+
+
+def test_snapshots_take_no_page_that_is_promised():
+    """Two sequences may need all pages of both rings, so nothing is left to copy to; once one ends, there is."""
+    driver = Driver(make_plan(60, rings=8, chunk_tokens=64, max_sequences=2))
+    for number in range(2):
+        driver.scheduler.add(make_sequence(number, 30))
+    driver.drain()
+    assert driver.scheduler.prefixes.snapshots == driver.scheduler.preemptions == 0
+    run_all(driver, [list(range(30))], 2)
+    assert driver.scheduler.prefixes.snapshots == 1
+    assert driver.scheduler.pools["window_6"].kept == 4
+
+
+def test_a_snapshot_without_room_for_its_copy_is_left_alone():
+    driver = Driver(make_plan(60, rings=8, chunk_tokens=64, max_sequences=2))
+    turn = list(range(30))
+    run_all(driver, [turn])
+    driver.scheduler.add(make_sequence(1, 20, new=30))
+    driver.step()
+    driver.scheduler.add(make_sequence(2, turn))
+    driver.drain()
+    assert next(b for step in driver.log for n, b, _ in step if n == 2) == 0
+    assert driver.scheduler.preemptions == 0
 
 
 def test_pages_are_offered_once_they_are_known_to_be_sound():
@@ -376,11 +464,11 @@ def test_pages_are_offered_once_they_are_known_to_be_sound():
     scheduler.add(sequence)
     scheduler.advance(scheduler.next_step())
     assert (sequence.fed, sequence.published) == (9, 0)
-    scheduler.offer_prefix(sequence, 7)
+    scheduler.prefixes.offer(sequence, 7)
     assert sequence.published == 1
-    scheduler.offer_prefix(sequence, 9)
+    scheduler.prefixes.offer(sequence, 9)
     assert sequence.published == 2
-    scheduler.forget_prefix(sequence)
+    scheduler.prefixes.forget(sequence)
     scheduler.remove(sequence)
     assert scheduler.pools["full"].kept == 0
 
