@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -33,10 +31,10 @@ class ExpertLayers:
             stored, endings = self._layout.describe(Tensors(checkpoint, stem), (rows, columns))
             found.append(stored)
             names |= {stem + ending for ending in (*endings, *self._layout.idle)}
-        stored = common_format(found, [columns] * len(found), _stems(source)[0])
-        # Where gate and up share a stack, a block of one must not reach into the other.
-        aligned = math.gcd(stored.scale_rows, rows) if rows < shape[1] else stored.scale_rows
-        return replace(stored, scale_rows=aligned), names
+        stored = common_format(found, [columns] * len(found), source.name)
+        if rows % stored.scale_rows and rows < shape[1]:
+            raise UnsupportedModelError(f"{source.name}: a block of scales would hold rows of a gate and of its factor")
+        return stored, names
 
     def pieces(
         self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], stored: LowBit
@@ -49,13 +47,9 @@ class ExpertLayers:
             yield {port: np.concatenate([part[port] for part in parts]) for port in parts[0]}
 
     def _read(self, checkpoint: Checkpoint, stem: str, shape: tuple[int, int], stored: LowBit) -> dict[str, Array]:
-        """Read a layer in the format of all: each of its scales as often, and zero points, as that has them."""
-        tensors = Tensors(checkpoint, stem)
-        arrays, own = self._layout.read(tensors, shape), self._layout.describe(tensors, shape)[0]
-        if own.scale_rows != stored.scale_rows:
-            count = -(-shape[0] // stored.scale_rows)
-            arrays["float_scales"] = arrays["float_scales"].repeat(own.scale_rows // stored.scale_rows, axis=0)[:count]
-        if stored.zero_points and not own.zero_points:
+        """Read a layer; where others have zero points, it has those in the middle."""
+        arrays = self._layout.read(Tensors(checkpoint, stem), shape)
+        if stored.zero_points and "zero_points" not in arrays:
             middle = 0x88 if stored.bits == 4 else 0x80
             width = -(-stored.groups(shape[1]) * stored.bits // 8)
             arrays["zero_points"] = np.full((shape[0], width), middle, np.uint8)
@@ -69,10 +63,11 @@ def common_format(found: Sequence[LowBit], columns: Sequence[int], name: str) ->
         UnsupportedModelError: there is none.
     """
     kinds = {stored.kind for stored in found}
+    blocks = {stored.scale_rows for stored in found}
     sizes = {stored.group_size for stored in found}
     if len(sizes) > 1:  # a whole row may be a group of the size that others have
         sizes = {stored.group_size or width for stored, width in zip(found, columns, strict=True)}
-    if len(kinds) > 1 or len(sizes) > 1:
+    if max(len(kinds), len(blocks), len(sizes)) > 1:
         raise UnsupportedModelError(
             f"{name}: the experts of this mixture are stored in different ways ({', '.join(sorted(kinds))}; groups of "
             f"{', '.join(map(str, sorted(sizes)))}); supported: one for all"
@@ -81,7 +76,7 @@ def common_format(found: Sequence[LowBit], columns: Sequence[int], name: str) ->
         kind=kinds.pop(),
         group_size=sizes.pop(),
         zero_points=any(stored.zero_points for stored in found),
-        scale_rows=math.gcd(*(stored.scale_rows for stored in found)),
+        scale_rows=blocks.pop(),
     )
 
 
