@@ -82,12 +82,13 @@ def export(
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
-        weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8" or "fp8";
-            None: as the checkpoint publishes them.
+        weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8", "fp8" or
+            "mxfp4", and experts of mixtures likewise, while their routers stay dense; None: as the checkpoint
+            publishes them.
         cache_dtype: of keys and values that layers keep: None for the `dtype`, or "fp8" or "int8", half the bytes of a
             16-bit type, with a float32 scale beside each row of a kv head.
-        group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128), or "channel".
-            None takes "channel" for fp8, else the largest that divides all layers.
+        group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128; of mxfp4:
+            32), or "channel". None takes "channel" for fp8, else the largest that divides all layers.
         asymmetric: give each group of int4 or int8 a zero point.
         quantizer: "search" for the scale of least squared error, or "nearest" for that of the largest magnitude.
         head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
@@ -181,9 +182,9 @@ def _files(
     else:
         part = checkpoint.only(MODULE) if config.drafts else checkpoint.part({}, (MODULE, *family.unread(config)))
         sources = head_sources(family, config) if config.drafts else family.sources(config)
-        if published is not None:
-            formats = published.formats(part, sources, config)
-        provider = CheckpointWeights(part, sources, config, published)
+        packed = None if published is None else published.weights(part, sources, config)
+        formats = formats if packed is None else packed.formats
+        provider = CheckpointWeights(part, sources, config, packed)
     if shared is not None:
         formats = with_shared(formats, shared)
     return ModelFiles(

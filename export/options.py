@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,13 +12,13 @@ from ortolan.export.folder import CacheOptions, check_numbers
 from ortolan.export.quantize import METHODS
 from ortolan.graphs import GraphOptions
 from ortolan.graphs.formats.low_bit import Kind
-from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, Wish
+from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, Wish
 
 DENSE = "dense"
-QUANTIZED = ("int4", "int8", "fp8")
+QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
 WEIGHT_FORMATS = (DENSE, *QUANTIZED)
 HEADS = ("int8", DENSE)
-FP8_GROUP_SIZES = (128,)
+FLOAT_GROUP_SIZES: Mapping[str | None, tuple[int | str, ...]] = {"fp8": (128, CHANNEL), "mxfp4": (MXFP4_GROUP,)}
 WEIGHT_KINDS = ("checkpoint", "random")
 
 
@@ -60,12 +61,12 @@ class ExportOptions(CacheOptions):
             if given:
                 raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")
             return
-        sizes = FP8_GROUP_SIZES if self.weight_format == "fp8" else GROUP_SIZES
-        if self.group_size is not None and self.group_size not in (*sizes, CHANNEL):
-            allowed = ", ".join(map(str, sizes))
-            raise ConfigError(f'group_size is {self.group_size!r}; allowed: {allowed}, or "{CHANNEL}"')
-        if self.asymmetric and self.weight_format == "fp8":
-            raise ConfigError("asymmetric is for int4 and int8; fp8 has no zero points")
+        sizes = FLOAT_GROUP_SIZES.get(self.weight_format, (*GROUP_SIZES, CHANNEL))
+        if self.group_size is not None and self.group_size not in sizes:
+            allowed = ", ".join(f'or "{size}"' if size == CHANNEL else str(size) for size in sizes)
+            raise ConfigError(f"group_size is {self.group_size!r}; allowed: {allowed}")
+        if self.asymmetric and self.weight_format in FLOAT_GROUP_SIZES:
+            raise ConfigError(f"asymmetric is for int4 and int8; {self.weight_format} has no zero points")
 
     @property
     def wish(self) -> Wish | None:
