@@ -14,7 +14,6 @@ constexpr int64_t kSliceBytes = int64_t{384} << 20;  // of what the pairs of a s
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Where wgmma kernels would be asked first.
 bool is_grouped(const MoeExpertsParams& p) {
   const int64_t row_bits = (p.hidden_size | p.inner_size) * 2;
   return p.element != ElementType::kFloat32 && p.num_tokens * p.top_k > kFewPairs && p.inner_size > 0 &&
@@ -57,8 +56,10 @@ cudaError_t multiply(const MoeExpertsParams& p, const ExpertSlices& slices, cons
                         [&]<typename Element>() { return launch_pair_experts<Element>(p, scratch, launch); });
   const cudaError_t error = launch_expert_lists(p, scratch, launch);
   if (error != cudaSuccess) return error;
-  return with_half_element(
-      p.element, [&]<typename Element>() { return launch_grouped_experts<Element>(p, scratch, launch); });
+  return with_half_element(p.element, [&]<typename Element>() {
+    return launch.device.compute_capability == 90 ? launch_experts_sm90<Element>(p, scratch, launch)
+                                                  : launch_grouped_experts<Element>(p, scratch, launch);
+  });
 }
 
 }  // namespace

@@ -13,6 +13,13 @@ __device__ __forceinline__ float gate_product(const MoeExpertsParams& p, float g
   return gate / (1.0f + expf(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
 }
 
+// The same for results that are rounded to 16 bits.
+__device__ __forceinline__ float gate_product_nearly(const MoeExpertsParams& p, float gate, float factor) {
+  if (p.activation != GatedActivation::kClampedSiluMul) return activate_nearly(p.activation, gate) * factor;
+  gate = clamp_above(gate, p.limit);
+  return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
+}
+
 // Element `index` of an optional tensor, or 0.
 template <typename Element>
 __device__ __forceinline__ float element_at(const void* values, int64_t index) {

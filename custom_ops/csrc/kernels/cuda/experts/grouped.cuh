@@ -230,6 +230,9 @@ template <typename Element, int kRows, bool kGated>
 __global__ void __launch_bounds__(kGroupedThreads, 2)
     grouped_kernel(const __grid_constant__ MoeExpertsParams p,
                    const __grid_constant__ ExpertScratch scratch) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  refuse_architecture();  // sm90.cuh takes all of it
+#else
   using Product = GroupedProduct<Element, kRows, kGated>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   launch_dependents();
@@ -248,37 +251,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 2)
     product.store_inner();
   else
     product.store_products();
-}
-
-// y = residual + the sum of a token's products, in the order of its choices; a thread has four features.
-template <typename Element>
-__global__ void __launch_bounds__(kGroupedThreads)
-    combine_kernel(const __grid_constant__ MoeExpertsParams p, const float* products) {
-  launch_dependents();
-  wait_for_previous_kernel();
-  const int64_t place = (int64_t{blockIdx.x} * kGroupedThreads + threadIdx.x) * 4;
-  if (place >= p.num_tokens * p.hidden_size) return;
-  const int64_t token = place / p.hidden_size, column = place % p.hidden_size;
-  float y[4] = {};
-  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair) {
-    if (!exists(p, p.experts[pair])) continue;
-    const float4 product = *reinterpret_cast<const float4*>(products + pair * p.hidden_size + column);
-    const float weight = p.weights[pair];
-    y[0] += weight * product.x;
-    y[1] += weight * product.y;
-    y[2] += weight * product.z;
-    y[3] += weight * product.w;
-  }
-  if (p.residual) {
-    const uint2 residual = *reinterpret_cast<const uint2*>(static_cast<const Element*>(p.residual) + place);
-    const float2 low = Half<Element>::unpack(residual.x), high = Half<Element>::unpack(residual.y);
-    y[0] += low.x;
-    y[1] += low.y;
-    y[2] += high.x;
-    y[3] += high.y;
-  }
-  *reinterpret_cast<uint2*>(static_cast<Element*>(p.y) + place) =
-      make_uint2(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]));
+#endif
 }
 
 template <typename Element, int kRows, bool kGated>
@@ -311,11 +284,7 @@ cudaError_t launch_grouped_experts(const MoeExpertsParams& p, const ExpertScratc
                             : pairs_per_expert <= 96
                                 ? launch_grouped_products<Element, 64>(p, scratch, launch)
                                 : launch_grouped_products<Element, 128>(p, scratch, launch);
-  if (error != cudaSuccess) return error;
-  const int64_t threads = p.num_tokens * p.hidden_size / 4;
-  return launch_overlapped(combine_kernel<Element>,
-                           dim3(static_cast<unsigned>(divide_up(threads, kGroupedThreads))),
-                           dim3(kGroupedThreads), 0, launch, p, static_cast<const float*>(scratch.products));
+  return error != cudaSuccess ? error : launch_combine(p, scratch, launch);
 }
 
 }  // namespace ortolan::cuda

@@ -1,4 +1,4 @@
-// Groups the pairs of token and choice by expert: a stable counting sort.
+// Groups the pairs of token and choice by expert, by a stable counting sort, and their inputs.
 //
 // A block per expert counts the pairs of the experts before its own, which says where its list begins, and
 // then writes its list in ascending order. No block waits for another. Experts that do not exist have no
@@ -11,7 +11,7 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 1024, kGatherThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
 // The sum over the block, in every thread; `sums` [kWarps] is free once all threads have passed the next
@@ -57,7 +57,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A block's inputs: those of one pair, in pieces of 16 bytes.
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(const __grid_constant__ MoeExpertsParams p, const __grid_constant__ ExpertScratch scratch,
+                  int pieces) {
+  launch_dependents();
+  wait_for_previous_kernel();
+  const int64_t place = blockIdx.x;
+  if (place >= scratch.offsets[p.num_experts]) return;  // what is left has no expert
+  const auto* source = static_cast<const uint4*>(p.x) + scratch.order[place] / p.top_k * pieces;
+  auto* target = reinterpret_cast<uint4*>(scratch.products) + place * pieces;
+  for (int i = threadIdx.x; i < pieces; i += kGatherThreads) target[i] = source[i];
+}
+
 }  // namespace
+
+cudaError_t launch_gather_inputs(const MoeExpertsParams& p, const ExpertScratch& scratch,
+                                 const Launch& launch) {
+  return launch_overlapped(gather_kernel, dim3(static_cast<unsigned>(p.num_tokens * p.top_k)),
+                           dim3(kGatherThreads), 0, launch, p, scratch,
+                           static_cast<int>(p.hidden_size * element_bytes(p.element) / 16));
+}
 
 cudaError_t launch_expert_lists(const MoeExpertsParams& p, const ExpertScratch& scratch,
                                 const Launch& launch) {
