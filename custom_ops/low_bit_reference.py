@@ -1,16 +1,24 @@
-"""LowBitLinear in NumPy and float64, the oracle of its kernels' tests."""
+"""LowBitLinear and LowBitExperts in NumPy and float64, the oracle of their kernels' tests."""
 
 # ruff: noqa: A002, arguments are named after the attributes of the operator
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.custom_ops.expert_reference import moe_experts
 from ortolan.custom_ops.reference import Array, Floats, fused_linear
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+WEIGHT_PORTS = ("codes", "scales", "zero_points", "scale_codes", "float_scales")
+CODED = tuple(f"{name}_{port}" for name in ("gate_up", "down") for port in WEIGHT_PORTS)
 
 
 def unpack_nibbles(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -93,3 +101,24 @@ def low_bit_linear(
         scale_rows=scale_rows,
     )
     return fused_linear(x, weight, norm_weight, bias, residual, epsilon=epsilon, activation=activation)
+
+
+def dequantize_experts(feeds: Mapping[str, Array], name: str, **options: Any) -> Floats:
+    """Return the weights [E, rows, columns] of LowBitExperts's inputs that begin with `name`_."""
+    ports = {port: feeds[f"{name}_{port}"] for port in WEIGHT_PORTS if f"{name}_{port}" in feeds}
+    each = [
+        dequantize(**{port: values[expert] for port, values in ports.items()}, **options)
+        for expert in range(len(ports["codes"]))
+    ]
+    return np.stack(each)
+
+
+def low_bit_experts(*, format: str = "int4", group_size: int = 0, scale_rows: int = 1, **call: Any) -> Floats:
+    """Return what MoeExperts returns for the weights that LowBitExperts's inputs stand for, [T, H]; nothing is rounded.
+
+    `call` holds LowBitExperts's inputs by name, and the attributes that MoeExperts has.
+    """
+    options = {"format": format, "group_size": group_size, "scale_rows": scale_rows}
+    weights = {name: dequantize_experts(call, name, **options) for name in ("gate_up", "down")}
+    others = {name: value for name, value in call.items() if not name.startswith(CODED)}
+    return moe_experts(**weights, **others)

@@ -1,10 +1,92 @@
-"""The operator of low-bit weights, as `ortolan.custom_ops.schema` lists it."""
+"""The operators of low-bit weights, as `ortolan.custom_ops.schema` lists it."""
 
 from __future__ import annotations
 
+from ortolan.custom_ops.expert_schema import MOE_EXPERTS
 from ortolan.custom_ops.schema_parts import ELEMENT, EPSILON, FLOAT, UINT8, Attribute, Operator, Port
 
+FORMAT = Attribute(
+    name="format",
+    default="int4",
+    choices=("int4", "int8", "fp8", "mxfp4", "nvfp4"),
+    enumeration="LowBitFormat",
+    allowed='"int4", "int8", "fp8", "mxfp4" or "nvfp4"',
+    doc="What codes and scales mean.",
+)
+SCALE_ROWS = Attribute(
+    name="scale_rows", default=1, least=1, allowed="1 or more", doc="fp8: rows that share a float scale."
+)
+
+
+def stacked_ports(name: str, rows: str, columns: str, symbol: str) -> tuple[Port, ...]:
+    """Describe a weight [E, rows, columns] of few bits: its codes, and what comes with them; `symbol` counts groups."""
+    return (
+        Port(
+            name=f"{name}_codes",
+            shape=f"[E, {rows}, {columns} / 2] or [E, {rows}, {columns}]",
+            type=UINT8,
+            doc="Codes of 4 or 8 bits of each expert's weight.",
+        ),
+        Port(
+            name=f"{name}_scales",
+            shape=f"[E, {rows}, {symbol}]",
+            type=ELEMENT,
+            doc="int4, int8: a scale per group.",
+            optional=True,
+        ),
+        Port(
+            name=f"{name}_zero_points",
+            shape=f"[E, {rows}, ceil({symbol} / 2)] or [E, {rows}, {symbol}]",
+            type=UINT8,
+            doc="int4 (two in a byte), int8: a zero point per group.",
+            optional=True,
+        ),
+        Port(
+            name=f"{name}_scale_codes",
+            shape=f"[E, {rows}, {symbol}]",
+            type=UINT8,
+            doc="mxfp4, nvfp4: a scale per group.",
+            optional=True,
+        ),
+        Port(
+            name=f"{name}_float_scales",
+            shape=f"[E, ceil({rows} / scale_rows), {symbol}] or [E, {rows}, 1]",
+            type=FLOAT,
+            doc="fp8: a scale per block; nvfp4: one per row.",
+            optional=True,
+        ),
+    )
+
+
+GATE_UP = stacked_ports("gate_up", "2 * I", "H", "Gh")
+DOWN = stacked_ports("down", "H", "I", "Gi")
+X, EXPERTS, WEIGHTS, _, _, GATE_UP_BIAS, DOWN_BIAS, RESIDUAL = MOE_EXPERTS.inputs
+
 LOW_BIT_OPERATORS: tuple[Operator, ...] = (
+    Operator(
+        name="LowBitExperts",
+        doc="MoeExperts over weights of few bits: each expert's gate_up [2 * I, H] and down [H, I] as LowBitLinear "
+        "describes a weight, one behind the other; Gh = H / group_size and Gi = I / group_size groups, one if that is "
+        "0. Both have one format. Sums are float32; the inner rows and y are rounded to T1. Only the chosen experts' "
+        "weights are read. Deterministic. What a token's result may depend on is as in MoeExperts. An expert outside "
+        "0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.",
+        inputs=(X, EXPERTS, WEIGHTS, GATE_UP[0], DOWN[0], *GATE_UP[1:], *DOWN[1:], GATE_UP_BIAS, DOWN_BIAS, RESIDUAL),
+        outputs=(Port(name="y", shape="[T, H]", type=ELEMENT, doc="The result.", spends=15),),
+        attributes=(
+            FORMAT,
+            Attribute(
+                name="group_size",
+                default=0,
+                least=0,
+                allowed="0 (a whole row), or an even divisor of H and of I",
+                doc="Columns that share a scale.",
+            ),
+            SCALE_ROWS,
+            *MOE_EXPERTS.attributes,
+        ),
+        workspace=True,
+        params_header="low_bit_expert_params.h",
+    ),
     Operator(
         name="LowBitLinear",
         doc="FusedLinear over a weight [N, I] of few bits, N = O or 2 * O: y = residual + act(RMSNorm(x) @ weight^T + "
@@ -53,14 +135,7 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
             Port(name="y_float32", shape="[T, O]", type=FLOAT, doc="The result, not rounded to T1.", optional=True),
         ),
         attributes=(
-            Attribute(
-                name="format",
-                default="int4",
-                choices=("int4", "int8", "fp8", "mxfp4", "nvfp4"),
-                enumeration="LowBitFormat",
-                allowed='"int4", "int8", "fp8", "mxfp4" or "nvfp4"',
-                doc="What codes and scales mean.",
-            ),
+            FORMAT,
             Attribute(
                 name="group_size",
                 default=0,
@@ -68,9 +143,7 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
                 allowed="0 (a whole row), or an even divisor of I",
                 doc="Columns that share a scale.",
             ),
-            Attribute(
-                name="scale_rows", default=1, least=1, allowed="1 or more", doc="fp8: rows that share a float scale."
-            ),
+            SCALE_ROWS,
             EPSILON,
             Attribute(
                 name="activation",

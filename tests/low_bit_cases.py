@@ -1,4 +1,4 @@
-"""Draws inputs of LowBitLinear, runs it, and computes it in plain arithmetic of its precision."""
+"""Draws inputs of the operators of low-bit weights, runs them, and computes them in plain arithmetic of its precision."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import devices
 import numpy as np
-from expert_cases import run
+from expert_cases import ExpertCase, expert_feeds, plain_experts, run
 from fused_cases import Feeds
 
 from ortolan.custom_ops import low_bit_reference
 from ortolan.custom_ops.reference import fused_linear
-
-WEIGHT_PORTS = ("codes", "scales", "zero_points", "scale_codes", "float_scales")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     """Compute [T, O] in float32, with normalised rows, dequantised weights and sums of the element type's precision."""
     element = feeds["x"].dtype
     weight = low_bit_reference.dequantize(
-        **{name: feeds[name] for name in WEIGHT_PORTS if name in feeds}, **case.weight_attributes
+        **{name: feeds[name] for name in low_bit_reference.WEIGHT_PORTS if name in feeds}, **case.weight_attributes
     )
     x = feeds["x"].astype(np.float32)
     if case.norm:
@@ -109,3 +107,57 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     rounded = devices.rounded(weight.astype(np.float32), element)
     product = fused_linear(x, rounded, **others, activation=case.activation)
     return np.asarray(product, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowBitExpertCase:
+    """Sizes and options of one LowBitExperts."""
+
+    experts: ExpertCase = ExpertCase(hidden=128, inner=64)
+    format: str = "int4"
+    group_size: int = 32
+    scale_rows: int = 1
+    zero_points: bool = False
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """Attributes of the node."""
+        return {**self.experts.attributes, **self.weight_case(1, 1).weight_attributes}
+
+    def weight_case(self, inputs: int, outputs: int) -> LowBitCase:
+        """Describe one expert's weight as LowBitLinear has it."""
+        return LowBitCase(
+            format=self.format,
+            group_size=self.group_size,
+            scale_rows=self.scale_rows,
+            inputs=inputs,
+            outputs=outputs,
+            zero_points=self.zero_points,
+        )
+
+
+def low_bit_expert_feeds(case: LowBitExpertCase, tokens: int, seed: int = 0) -> Feeds:
+    """Draw a step; each token takes different experts."""
+    rng, sizes = np.random.default_rng(seed), case.experts
+    dense = expert_feeds(sizes, tokens, seed)
+    feeds = {name: values for name, values in dense.items() if name not in ("gate_up", "down")}
+    shapes = {"gate_up": (sizes.hidden, 2 * sizes.inner), "down": (sizes.inner, sizes.hidden)}
+    for name, (inputs, outputs) in shapes.items():
+        each = [weight_feeds(case.weight_case(inputs, outputs), rng) for _ in range(sizes.experts)]
+        feeds |= {f"{name}_{port}": np.stack([weight[port] for weight in each]) for port in each[0]}
+    return feeds
+
+
+def run_low_bit_experts(case: LowBitExpertCase, feeds: Feeds) -> np.ndarray:
+    """Run LowBitExperts: y [T, H]."""
+    return run("LowBitExperts", feeds, {"y": (feeds["x"].shape, feeds["x"].dtype)}, **case.attributes)["y"]
+
+
+def plain_low_bit_experts(case: LowBitExpertCase, feeds: Feeds) -> np.ndarray:
+    """Compute y [T, H] in float32, with inner rows and dequantised weights rounded to the element type."""
+    options = case.weight_case(1, 1).weight_attributes
+    dense = {name: values for name, values in feeds.items() if not name.startswith(low_bit_reference.CODED)}
+    for name in ("gate_up", "down"):
+        weight = low_bit_reference.dequantize_experts(feeds, name, **options)
+        dense[name] = devices.rounded(weight.astype(np.float32), feeds["x"].dtype)
+    return plain_experts(case.experts, dense)

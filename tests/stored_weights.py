@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from low_bit_cases import WEIGHT_PORTS
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from ortolan.custom_ops import low_bit_reference
+from ortolan.custom_ops.low_bit_reference import WEIGHT_PORTS
 
 INTEGER_BITS = {4: "int4", 8: "int8"}
 

@@ -26,8 +26,8 @@ struct MoeGateParams {
   float* weights = nullptr;               // [T, K]
 };
 
-// y = residual + sum over k of weights[t, k] * (down h + down_bias), h = act(gate_up x + gate_up_bias).
-struct MoeExpertsParams {
+// Tokens, their experts and what is done with them; the weights apart.
+struct ExpertStep {
   ElementType element = ElementType::kFloat32;
   int64_t num_tokens = 0;   // T
   int64_t num_experts = 0;  // E
@@ -40,23 +40,32 @@ struct MoeExpertsParams {
   const void* x = nullptr;             // [T, H]
   const int32_t* experts = nullptr;    // [T, K]
   const float* weights = nullptr;      // [T, K]
-  const void* gate_up = nullptr;       // [E, 2 I, H]; no earlier kernel writes it
-  const void* down = nullptr;          // [E, H, I]; no earlier kernel writes it
   const void* gate_up_bias = nullptr;  // [E, 2 I] or null
   const void* down_bias = nullptr;     // [E, H] or null
   const void* residual = nullptr;      // [T, H] or null; may be y
   void* y = nullptr;                   // [T, H]
 
+  // Leaves the tokens from `first` on, `count` of them.
+  void narrow(int64_t first, int64_t count) {
+    const int64_t bytes = first * hidden_size * element_bytes(element);
+    num_tokens = count;
+    x = static_cast<const char*>(x) + bytes;
+    experts += first * top_k;
+    weights += first * top_k;
+    if (residual) residual = static_cast<const char*>(residual) + bytes;
+    y = static_cast<char*>(y) + bytes;
+  }
+};
+
+// y = residual + sum over k of weights[t, k] * (down h + down_bias), h = act(gate_up x + gate_up_bias).
+struct MoeExpertsParams : ExpertStep {
+  const void* gate_up = nullptr;  // [E, 2 I, H]; no earlier kernel writes it
+  const void* down = nullptr;     // [E, H, I]; no earlier kernel writes it
+
   // The same call for the tokens from `first` on.
   MoeExpertsParams slice(int64_t first, int64_t count) const {
     MoeExpertsParams part = *this;
-    const int64_t bytes = first * hidden_size * element_bytes(element);
-    part.num_tokens = count;
-    part.x = static_cast<const char*>(x) + bytes;
-    part.experts = experts + first * top_k;
-    part.weights = weights + first * top_k;
-    if (residual) part.residual = static_cast<const char*>(residual) + bytes;
-    part.y = static_cast<char*>(y) + bytes;
+    part.narrow(first, count);
     return part;
   }
 };

@@ -66,7 +66,7 @@ Tensor Context::input(size_t index) const {
   return tensor;
 }
 
-Tensor Context::input(size_t index, std::initializer_list<int64_t> dims) const {
+Tensor Context::input(size_t index, std::span<const int64_t> dims) const {
   Tensor tensor = input(index);
   if (!tensor.present) return tensor;
   bool fits = tensor.shape.size() == dims.size();
@@ -76,7 +76,8 @@ Tensor Context::input(size_t index, std::initializer_list<int64_t> dims) const {
     fits = dim < 0 || tensor.shape[axis] == dim;
     ++axis;
   }
-  if (!fits) bad_shape(index, tensor, "with " + to_string(dims) + ", where -1 means any size");
+  if (!fits)
+    bad_shape(index, tensor, "with " + to_string({dims.begin(), dims.end()}) + ", where -1 means any size");
   return tensor;
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,7 +43,10 @@ class Context {
   // Input `index`, of the schema's rank; an absent optional input has `present` false.
   Tensor input(size_t index) const;
   // Input `index`, with these dimensions; -1 allows any.
-  Tensor input(size_t index, std::initializer_list<int64_t> dims) const;
+  Tensor input(size_t index, std::initializer_list<int64_t> dims) const {
+    return input(index, std::span(dims.begin(), dims.size()));
+  }
+  Tensor input(size_t index, std::span<const int64_t> dims) const;
   // Output `index`; data is null where the caller did not ask for it. It shares no memory with an input or
   // with another output, but for all of the one input that its port may continue: kernels read while they
   // write.

@@ -18,6 +18,7 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::MoeExperts, cpu::moe_experts>(),
       cpu_operator<ops::CausalConv, cpu::causal_conv>(),
       cpu_operator<ops::GatedDeltaRule, cpu::gated_delta_rule>(),
+      cpu_operator<ops::LowBitExperts, cpu::low_bit_experts>(),
       cpu_operator<ops::LowBitLinear, cpu::low_bit_linear>(),
   };
 }

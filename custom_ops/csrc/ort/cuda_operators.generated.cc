@@ -18,6 +18,7 @@ std::vector<OperatorKernel> cuda_operators() {
       cuda_operator<ops::MoeExperts, cuda::moe_experts, cuda::moe_experts_workspace>(),
       cuda_operator<ops::CausalConv, cuda::causal_conv>(),
       cuda_operator<ops::GatedDeltaRule, cuda::gated_delta_rule, cuda::gated_delta_rule_workspace>(),
+      cuda_operator<ops::LowBitExperts, cuda::low_bit_experts, cuda::low_bit_experts_workspace>(),
       cuda_operator<ops::LowBitLinear, cuda::low_bit_linear, cuda::low_bit_linear_workspace>(),
       cuda_operator<ops::FusedLinear, cuda::fused_linear, cuda::fused_linear_workspace>(),
       cuda_operator<ops::QkvRopeAppend, cuda::qkv_rope_append>(),

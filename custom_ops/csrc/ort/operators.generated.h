@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
@@ -350,6 +351,56 @@ struct GatedDeltaRule {
 };
 }  // namespace ops
 GatedDeltaRuleParams read_params(const Call<ops::GatedDeltaRule>& call);
+
+inline constexpr Port kLowBitExpertsInputs[] = {
+    {.name = "x", .shape = "[T, H]", .type = PortType::kElement},
+    {.name = "experts", .shape = "[T, K]", .type = PortType::kInt32},
+    {.name = "weights", .shape = "[T, K]", .type = PortType::kFloat32},
+    {.name = "gate_up_codes", .shape = "[E, 2 * I, H / 2] or [E, 2 * I, H]", .type = PortType::kUint8},
+    {.name = "down_codes", .shape = "[E, H, I / 2] or [E, H, I]", .type = PortType::kUint8},
+    {.name = "gate_up_scales", .shape = "[E, 2 * I, Gh]", .type = PortType::kElement, .optional = true},
+    {.name = "gate_up_zero_points", .shape = "[E, 2 * I, ceil(Gh / 2)] or [E, 2 * I, Gh]", .type = PortType::kUint8, .optional = true},
+    {.name = "gate_up_scale_codes", .shape = "[E, 2 * I, Gh]", .type = PortType::kUint8, .optional = true},
+    {.name = "gate_up_float_scales", .shape = "[E, ceil(2 * I / scale_rows), Gh] or [E, 2 * I, 1]", .type = PortType::kFloat32, .optional = true},
+    {.name = "down_scales", .shape = "[E, H, Gi]", .type = PortType::kElement, .optional = true},
+    {.name = "down_zero_points", .shape = "[E, H, ceil(Gi / 2)] or [E, H, Gi]", .type = PortType::kUint8, .optional = true},
+    {.name = "down_scale_codes", .shape = "[E, H, Gi]", .type = PortType::kUint8, .optional = true},
+    {.name = "down_float_scales", .shape = "[E, ceil(H / scale_rows), Gi] or [E, H, 1]", .type = PortType::kFloat32, .optional = true},
+    {.name = "gate_up_bias", .shape = "[E, 2 * I]", .type = PortType::kElement, .optional = true},
+    {.name = "down_bias", .shape = "[E, H]", .type = PortType::kElement, .optional = true},
+    {.name = "residual", .shape = "[T, H]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kLowBitExpertsOutputs[] = {
+    {.name = "y", .shape = "[T, H]", .type = PortType::kElement, .spends = 15},
+};
+namespace ops {
+struct LowBitExperts {
+  using Params = LowBitExpertsParams;
+  struct In { enum : size_t { kX, kExperts, kWeights, kGateUpCodes, kDownCodes, kGateUpScales, kGateUpZeroPoints, kGateUpScaleCodes, kGateUpFloatScales, kDownScales, kDownZeroPoints, kDownScaleCodes, kDownFloatScales, kGateUpBias, kDownBias, kResidual }; };
+  struct Out { enum : size_t { kY }; };
+  struct Attributes {
+    LowBitFormat format = LowBitFormat::kInt4;
+    int64_t group_size = 0;
+    int64_t scale_rows = 1;
+    GatedActivation activation = GatedActivation::kSiluMul;
+    float limit = 7.0f;
+    float alpha = 1.702f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.format = reader.choice<LowBitFormat>({"format", "", "'int4', 'int8', 'fp8', 'mxfp4' or 'nvfp4'"}, LowBitFormat::kInt4, {{"int4", LowBitFormat::kInt4}, {"int8", LowBitFormat::kInt8}, {"fp8", LowBitFormat::kFp8}, {"mxfp4", LowBitFormat::kMxfp4}, {"nvfp4", LowBitFormat::kNvfp4}});
+      attributes.group_size = reader.integer({.name = "group_size", .symbol = "", .allowed = "0 (a whole row), or an even divisor of H and of I", .least = 0}, 0);
+      attributes.scale_rows = reader.integer({.name = "scale_rows", .symbol = "", .allowed = "1 or more", .least = 1}, 1);
+      attributes.activation = reader.choice<GatedActivation>({"activation", "", "'silu_mul', 'gelu_mul' (erf), 'gelu_tanh_mul' or 'clamped_silu_mul'"}, GatedActivation::kSiluMul, {{"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}, {"clamped_silu_mul", GatedActivation::kClampedSiluMul}});
+      attributes.limit = reader.real({.name = "limit", .symbol = "", .allowed = "0 or more", .least = 0}, 7.0f);
+      attributes.alpha = reader.real({.name = "alpha", .symbol = "", .allowed = "any finite number"}, 1.702f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"LowBitExperts", kLowBitExpertsInputs, kLowBitExpertsOutputs, false};
+};
+}  // namespace ops
+LowBitExpertsParams read_params(const Call<ops::LowBitExperts>& call);
 
 inline constexpr Port kLowBitLinearInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},

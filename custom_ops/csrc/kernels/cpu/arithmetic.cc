@@ -72,4 +72,8 @@ void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
   arithmetic().low_bit_linear(params, parallel);
 }
 
+void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel) {
+  arithmetic().low_bit_experts(params, parallel);
+}
+
 }  // namespace ortolan::cpu

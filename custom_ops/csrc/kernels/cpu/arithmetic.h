@@ -13,6 +13,7 @@ struct Arithmetic {
   void (*causal_conv)(const CausalConvParams&, ParallelFor&);
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
   void (*low_bit_linear)(const LowBitLinearParams&, ParallelFor&);
+  void (*low_bit_experts)(const LowBitExpertsParams&, ParallelFor&);
 };
 
 extern const Arithmetic kArithmeticPlain;

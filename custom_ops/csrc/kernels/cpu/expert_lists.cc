@@ -2,7 +2,7 @@
 
 namespace ortolan::cpu {
 
-ExpertLists ExpertLists::of(const MoeExpertsParams& params) {
+ExpertLists ExpertLists::of(const ExpertStep& params) {
   const int64_t count = params.num_tokens * params.top_k;
   std::vector<int64_t> next(params.num_experts + 1);
   for (int64_t i = 0; i < count; ++i) ++next[params.experts[i] + 1];

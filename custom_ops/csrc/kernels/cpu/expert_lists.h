@@ -14,7 +14,7 @@ struct ExpertLists {
   std::vector<int64_t> begin;    // of each of them in `pairs`, and the end
   std::vector<int64_t> pairs;
 
-  static ExpertLists of(const MoeExpertsParams& params);
+  static ExpertLists of(const ExpertStep& params);
 
   int64_t num_chosen() const { return static_cast<int64_t>(experts.size()); }
 };

@@ -125,17 +125,36 @@ inline float plain_gate(GatedActivation activation, float gate, float factor) {
   }
 }
 
-inline float gated(const MoeExpertsParams& p, float gate, float factor) {
+inline float gated(const ExpertStep& p, float gate, float factor) {
   if (p.activation != GatedActivation::kClampedSiluMul) return plain_gate(p.activation, gate, factor);
   gate = clamp_above(gate, p.limit);
   return gate / (1.0f + std::exp(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
 }
 
+// A weight [rows, columns] of each expert, in elements.
 template <typename Element>
+struct DenseStack {
+  const Element* weights;
+  int64_t rows;
+  int64_t columns;
+
+  // Gives store(input, row, product) the products of rows first .. of an expert's weight with all inputs.
+  template <typename Store>
+  void multiply(int64_t expert, int64_t first, int64_t count, const InputRows& inputs, Store store) const {
+    std::unique_ptr<float[]> buffer(std::is_same_v<Element, float> ? nullptr : new float[kDotRows * columns]);
+    multiply_rows(weights + (expert * rows + first) * columns, count, columns, inputs, buffer.get(), store);
+  }
+};
+
+template <typename Element, typename Stack>
 class ExpertLayer {
  public:
-  explicit ExpertLayer(const MoeExpertsParams& p)
-      : p_(p), lists_(ExpertLists::of(p)), inner_(new float[p.num_tokens * p.top_k * p.inner_size]) {
+  ExpertLayer(const ExpertStep& p, const Stack& gate_up, const Stack& down)
+      : p_(p),
+        gate_up_(gate_up),
+        down_(down),
+        lists_(ExpertLists::of(p)),
+        inner_(new float[p.num_tokens * p.top_k * p.inner_size]) {
     const Element* x = static_cast<const Element*>(p.x);
     x_ = unpacked_rows(x, p.num_tokens * p.hidden_size, buffer_for(x));
   }
@@ -154,52 +173,42 @@ class ExpertLayer {
     unpacked_.reset(new float[p_.num_tokens * p_.hidden_size]);
     return unpacked_.get();
   }
-  static std::unique_ptr<float[]> row_buffer(int64_t size) {
-    return std::unique_ptr<float[]>(std::is_same_v<Element, float> ? nullptr : new float[kDotRows * size]);
-  }
   static float element_at(const void* values, int64_t index) {
     return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;
   }
 
   // Rows first .. of the inner features of all pairs of one expert.
   void activate(int64_t place, int64_t first) {
-    const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first), size = p_.hidden_size;
+    const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first);
     const int64_t begin = lists_.begin[place], pairs = lists_.begin[place + 1] - begin;
     InputRows inputs(pairs);
-    for (int64_t i = 0; i < pairs; ++i) inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * size;
-    const int64_t gate_row = lists_.experts[place] * 2 * p_.inner_size + first;
-    const int64_t factor_row = gate_row + p_.inner_size;
-    const auto* weights = static_cast<const Element*>(p_.gate_up);
-    const std::unique_ptr<float[]> buffer = row_buffer(size);
-    multiply_rows(weights + gate_row * size, count, size, inputs, buffer.get(),
-                  [&](int64_t i, int64_t row, float sum) {
-                    inner_row(begin + i)[first + row] = sum + element_at(p_.gate_up_bias, gate_row + row);
-                  });
-    multiply_rows(weights + factor_row * size, count, size, inputs, buffer.get(),
-                  [&](int64_t i, int64_t row, float sum) {
-                    float& place = inner_row(begin + i)[first + row];
-                    Element rounded;
-                    const float factor = sum + element_at(p_.gate_up_bias, factor_row + row);
-                    from_float(gated(p_, place, factor), rounded);
-                    place = to_float(rounded);
-                  });
+    for (int64_t i = 0; i < pairs; ++i)
+      inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * p_.hidden_size;
+    const int64_t expert = lists_.experts[place], factor = p_.inner_size + first;
+    const int64_t biases = expert * 2 * p_.inner_size;
+    gate_up_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
+      inner_row(begin + i)[first + row] = sum + element_at(p_.gate_up_bias, biases + first + row);
+    });
+    gate_up_.multiply(expert, factor, count, inputs, [&](int64_t i, int64_t row, float sum) {
+      float& place = inner_row(begin + i)[first + row];
+      Element rounded;
+      from_float(gated(p_, place, sum + element_at(p_.gate_up_bias, biases + factor + row)), rounded);
+      place = to_float(rounded);
+    });
   }
 
   // Columns first .. of y, for all tokens.
   void combine(int64_t first) {
-    const int64_t count = std::min(kTaskWeightRows, p_.hidden_size - first), size = p_.inner_size;
+    const int64_t count = std::min(kTaskWeightRows, p_.hidden_size - first);
     std::unique_ptr<float[]> parts(new float[lists_.pairs.size() * count]);
-    const std::unique_ptr<float[]> buffer = row_buffer(size);
     for (int64_t place = 0; place < lists_.num_chosen(); ++place) {
-      const int64_t begin = lists_.begin[place];
+      const int64_t begin = lists_.begin[place], expert = lists_.experts[place];
       InputRows inputs(lists_.begin[place + 1] - begin);
       for (int64_t i = 0; i < inputs.count; ++i) inputs.rows[i] = inner_row(begin + i);
-      const int64_t down_row = lists_.experts[place] * p_.hidden_size + first;
-      multiply_rows(static_cast<const Element*>(p_.down) + down_row * size, count, size, inputs, buffer.get(),
-                    [&](int64_t i, int64_t row, float sum) {
-                      parts[lists_.pairs[begin + i] * count + row] =
-                          sum + element_at(p_.down_bias, down_row + row);
-                    });
+      down_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
+        parts[lists_.pairs[begin + i] * count + row] =
+            sum + element_at(p_.down_bias, expert * p_.hidden_size + first + row);
+      });
     }
     for (int64_t t = 0; t < p_.num_tokens; ++t)
       for (int64_t row = 0; row < count; ++row) {
@@ -213,16 +222,25 @@ class ExpertLayer {
 
   float* inner_row(int64_t place) const { return inner_.get() + place * p_.inner_size; }
 
-  const MoeExpertsParams& p_;
+  const ExpertStep& p_;
+  const Stack gate_up_, down_;
   const ExpertLists lists_;
   const std::unique_ptr<float[]> inner_;  // [pairs grouped by expert, I], rounded to Element
   std::unique_ptr<float[]> unpacked_;
   const float* x_ = nullptr;  // [T, H]
 };
 
+template <typename Element>
+void run_experts(const MoeExpertsParams& p, ParallelFor& parallel) {
+  using Stack = DenseStack<Element>;
+  const Stack gate_up{static_cast<const Element*>(p.gate_up), 2 * p.inner_size, p.hidden_size};
+  const Stack down{static_cast<const Element*>(p.down), p.hidden_size, p.inner_size};
+  ExpertLayer<Element, Stack>(p, gate_up, down).run(parallel);
+}
+
 inline void moe_experts(const MoeExpertsParams& p, ParallelFor& parallel) {
-  if (p.element == ElementType::kFloat32) return ExpertLayer<float>(p).run(parallel);
-  ExpertLayer<Half>(p).run(parallel);
+  if (p.element == ElementType::kFloat32) return run_experts<float>(p, parallel);
+  run_experts<Half>(p, parallel);
 }
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA

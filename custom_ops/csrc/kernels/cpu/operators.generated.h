@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/expert_params.h"
+#include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "kernels/recurrent_params.h"
@@ -20,6 +21,7 @@ void moe_gate(const MoeGateParams& params, ParallelFor& parallel);
 void moe_experts(const MoeExpertsParams& params, ParallelFor& parallel);
 void causal_conv(const CausalConvParams& params, ParallelFor& parallel);
 void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel);
+void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel);
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu

@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
 #include "kernels/qkv_params.h"
@@ -26,6 +27,8 @@ size_t moe_experts_workspace(const MoeExpertsParams& params, const Device& devic
 cudaError_t causal_conv(const CausalConvParams& params, const Launch& launch);
 cudaError_t gated_delta_rule(const GatedDeltaRuleParams& params, const Launch& launch);
 size_t gated_delta_rule_workspace(const GatedDeltaRuleParams& params, const Device& device);
+cudaError_t low_bit_experts(const LowBitExpertsParams& params, const Launch& launch);
+size_t low_bit_experts_workspace(const LowBitExpertsParams& params, const Device& device);
 cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launch);
 size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& device);
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
