@@ -13,8 +13,8 @@ constexpr int kThreads = 256;
 
 // y = residual + the sum of a token's products, in the order of its choices; a thread has four features.
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ MoeExpertsParams p,
-                                                           const __grid_constant__ ExpertScratch scratch) {
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ ExpertStep p, const __grid_constant__ ExpertScratch scratch) {
   launch_dependents();
   wait_for_previous_kernel();
   const int64_t place = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 
 }  // namespace
 
-cudaError_t launch_combine(const MoeExpertsParams& p, const ExpertScratch& scratch, const Launch& launch) {
+cudaError_t launch_combine(const ExpertStep& p, const ExpertScratch& scratch, const Launch& launch) {
   const dim3 blocks(static_cast<unsigned>(divide_up(p.num_tokens * p.hidden_size / 4, kThreads)));
   return with_half_element(p.element, [&]<typename Element>() {
     return launch_overlapped(combine_kernel<Element>, blocks, dim3(kThreads), 0, launch, p, scratch);

@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(kGroupedThreads, 2)
 }
 
 template <typename Element, int kRows, bool kGated>
-cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                   const Launch& launch) {
+cudaError_t launch_grouped_tiles(const MoeExpertsParams& p, const ExpertScratch& scratch,
+                                 const Launch& launch) {
   constexpr auto kKernel = grouped_kernel<Element, kRows, kGated>;
   if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
     return error;
@@ -270,21 +270,19 @@ cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratc
 }
 
 template <typename Element, int kRows>
-cudaError_t launch_grouped_products(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                    const Launch& launch) {
-  const cudaError_t error = launch_grouped_product<Element, kRows, true>(p, scratch, launch);
-  return error != cudaSuccess ? error : launch_grouped_product<Element, kRows, false>(p, scratch, launch);
+cudaError_t launch_grouped_rows(const MoeExpertsParams& p, const ExpertScratch& scratch, bool gated,
+                                const Launch& launch) {
+  return gated ? launch_grouped_tiles<Element, kRows, true>(p, scratch, launch)
+               : launch_grouped_tiles<Element, kRows, false>(p, scratch, launch);
 }
 
 template <typename Element>
-cudaError_t launch_grouped_experts(const MoeExpertsParams& p, const ExpertScratch& scratch,
+cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratch& scratch, bool gated,
                                    const Launch& launch) {
   const int64_t pairs_per_expert = p.num_tokens * p.top_k / p.num_experts;
-  const cudaError_t error = pairs_per_expert <= 32 ? launch_grouped_products<Element, 32>(p, scratch, launch)
-                            : pairs_per_expert <= 96
-                                ? launch_grouped_products<Element, 64>(p, scratch, launch)
-                                : launch_grouped_products<Element, 128>(p, scratch, launch);
-  return error != cudaSuccess ? error : launch_combine(p, scratch, launch);
+  if (pairs_per_expert <= 32) return launch_grouped_rows<Element, 32>(p, scratch, gated, launch);
+  return pairs_per_expert <= 96 ? launch_grouped_rows<Element, 64>(p, scratch, gated, launch)
+                                : launch_grouped_rows<Element, 128>(p, scratch, gated, launch);
 }
 
 }  // namespace ortolan::cuda

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // A block's inputs: those of one pair, in pieces of 16 bytes.
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_kernel(const __grid_constant__ MoeExpertsParams p, const __grid_constant__ ExpertScratch scratch,
+    gather_kernel(const __grid_constant__ ExpertStep p, const __grid_constant__ ExpertScratch scratch,
                   int pieces) {
   launch_dependents();
   wait_for_previous_kernel();
@@ -72,15 +72,13 @@ __global__ void __launch_bounds__(kGatherThreads)
 
 }  // namespace
 
-cudaError_t launch_gather_inputs(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                 const Launch& launch) {
+cudaError_t launch_gather_inputs(const ExpertStep& p, const ExpertScratch& scratch, const Launch& launch) {
   return launch_overlapped(gather_kernel, dim3(static_cast<unsigned>(p.num_tokens * p.top_k)),
                            dim3(kGatherThreads), 0, launch, p, scratch,
                            static_cast<int>(p.hidden_size * element_bytes(p.element) / 16));
 }
 
-cudaError_t launch_expert_lists(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                const Launch& launch) {
+cudaError_t launch_expert_lists(const ExpertStep& p, const ExpertScratch& scratch, const Launch& launch) {
   return launch_overlapped(lists_kernel, dim3(static_cast<unsigned>(p.num_experts)), dim3(kThreads), 0,
                            launch, p.experts, static_cast<int>(p.num_tokens * p.top_k), scratch);
 }

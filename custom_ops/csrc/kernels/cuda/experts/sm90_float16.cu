@@ -2,7 +2,7 @@
 
 namespace ortolan::cuda {
 
-template cudaError_t launch_experts_sm90<__half>(const MoeExpertsParams&, const ExpertScratch&,
+template cudaError_t launch_sm90_product<__half>(const MoeExpertsParams&, const ExpertScratch&, bool,
                                                  const Launch&);
 
 }  // namespace ortolan::cuda

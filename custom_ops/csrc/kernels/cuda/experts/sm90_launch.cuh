@@ -24,8 +24,7 @@ cudaError_t make_expert_maps(ExpertSm90Params& params, const void* inputs) {
 }
 
 template <typename Element, bool kGated>
-cudaError_t launch_expert_product(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                  const Launch& launch) {
+cudaError_t launch_sm90_tiles(const MoeExpertsParams& p, const ExpertScratch& scratch, const Launch& launch) {
   using Shape = ExpertSm90Shape;
   ExpertSm90Params params{.layer = p, .scratch = scratch};
   cudaError_t error = make_expert_maps<kGated>(params, kGated ? scratch.products : scratch.inner);
@@ -43,12 +42,10 @@ cudaError_t launch_expert_product(const MoeExpertsParams& p, const ExpertScratch
 }
 
 template <typename Element>
-cudaError_t launch_experts_sm90(const MoeExpertsParams& p, const ExpertScratch& scratch,
+cudaError_t launch_sm90_product(const MoeExpertsParams& p, const ExpertScratch& scratch, bool gated,
                                 const Launch& launch) {
-  cudaError_t error = launch_gather_inputs(p, scratch, launch);
-  if (error == cudaSuccess) error = launch_expert_product<Element, true>(p, scratch, launch);
-  if (error == cudaSuccess) error = launch_expert_product<Element, false>(p, scratch, launch);
-  return error == cudaSuccess ? launch_combine(p, scratch, launch) : error;
+  return gated ? launch_sm90_tiles<Element, true>(p, scratch, launch)
+               : launch_sm90_tiles<Element, false>(p, scratch, launch);
 }
 
 }  // namespace ortolan::cuda
