@@ -11,43 +11,42 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// y = residual + the sum of a token's products, in the order of its choices; a thread has four features.
+// A thread has eight features of a token.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
-    combine_kernel(const __grid_constant__ ExpertStep p, const __grid_constant__ ExpertScratch scratch) {
+    combine_kernel(const __grid_constant__ ExpertStep p, const uint4* products, int pieces) {
   launch_dependents();
   wait_for_previous_kernel();
-  const int64_t place = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * 4;
-  if (place >= p.num_tokens * p.hidden_size) return;
-  const int64_t token = place / p.hidden_size, column = place % p.hidden_size;
-  float y[4] = {};
-  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair) {
-    if (!exists(p, p.experts[pair])) continue;
-    const float4 product = *reinterpret_cast<const float4*>(scratch.products + pair * p.hidden_size + column);
-    const float weight = p.weights[pair];
-    y[0] += weight * product.x;
-    y[1] += weight * product.y;
-    y[2] += weight * product.z;
-    y[3] += weight * product.w;
-  }
-  if (p.residual) {
-    const uint2 residual = *reinterpret_cast<const uint2*>(static_cast<const Element*>(p.residual) + place);
-    const float2 low = Half<Element>::unpack(residual.x), high = Half<Element>::unpack(residual.y);
-    y[0] += low.x;
-    y[1] += low.y;
-    y[2] += high.x;
-    y[3] += high.y;
-  }
-  *reinterpret_cast<uint2*>(static_cast<Element*>(p.y) + place) =
-      make_uint2(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]));
+  const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (place >= p.num_tokens * pieces) return;
+  const int64_t token = place / pieces, piece = place % pieces;
+  float y[8] = {};
+  const auto add = [&](const uint4& product, float weight) {
+    const uint32_t words[] = {product.x, product.y, product.z, product.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = Half<Element>::unpack(words[i]);
+      y[2 * i] = fmaf(weight, pair.x, y[2 * i]);
+      y[2 * i + 1] = fmaf(weight, pair.y, y[2 * i + 1]);
+    }
+  };
+#pragma unroll 4
+  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair)
+    if (exists(p, p.experts[pair])) add(products[pair * pieces + piece], p.weights[pair]);
+  if (p.residual) add(static_cast<const uint4*>(p.residual)[place], 1.0f);
+  static_cast<uint4*>(p.y)[place] =
+      make_uint4(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]),
+                 Half<Element>::pack(y[4], y[5]), Half<Element>::pack(y[6], y[7]));
 }
 
 }  // namespace
 
 cudaError_t launch_combine(const ExpertStep& p, const ExpertScratch& scratch, const Launch& launch) {
-  const dim3 blocks(static_cast<unsigned>(divide_up(p.num_tokens * p.hidden_size / 4, kThreads)));
+  const int64_t pieces = p.hidden_size / 8;
+  const dim3 blocks(static_cast<unsigned>(divide_up(p.num_tokens * pieces, kThreads)));
   return with_half_element(p.element, [&]<typename Element>() {
-    return launch_overlapped(combine_kernel<Element>, blocks, dim3(kThreads), 0, launch, p, scratch);
+    return launch_overlapped(combine_kernel<Element>, blocks, dim3(kThreads), 0, launch, p,
+                             static_cast<const uint4*>(scratch.products), static_cast<int>(pieces));
   });
 }
 

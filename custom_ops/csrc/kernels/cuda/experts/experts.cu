@@ -6,7 +6,7 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int64_t kFewPairs = 32;  // with more, experts may be shared by pairs
+constexpr int64_t kFewPairs = 8;  // with more, experts may be shared by pairs
 
 bool is_grouped(const MoeExpertsParams& p) {
   return p.num_tokens * p.top_k > kFewPairs && takes_grouped_experts(p) &&

@@ -212,15 +212,16 @@ struct GroupedProduct {
 
   __device__ __forceinline__ void store_products() const {
     each_row([&](int row, int r, int e) {
-      float* target = scratch.products + scratch.order[tile.first + row] * p.hidden_size;
+      auto* target =
+          static_cast<Element*>(scratch.products) + scratch.order[tile.first + row] * p.hidden_size;
 #pragma unroll
       for (int n = 0; n < 2 * Shape::kColumnTiles; ++n) {
         const int place = column(n / 2) + n % 2 * kHalfColumns;
         if (place >= p.hidden_size) continue;
         const int64_t bias = tile.expert * p.hidden_size + place;
-        *reinterpret_cast<float2*>(target + place) =
-            make_float2(sums[r][n / 2][n % 2][e] + element_at<Element>(p.down_bias, bias),
-                        sums[r][n / 2][n % 2][e + 1] + element_at<Element>(p.down_bias, bias + 1));
+        *reinterpret_cast<uint32_t*>(target + place) =
+            Half<Element>::pack(sums[r][n / 2][n % 2][e] + element_at<Element>(p.down_bias, bias),
+                                sums[r][n / 2][n % 2][e + 1] + element_at<Element>(p.down_bias, bias + 1));
       }
     });
   }

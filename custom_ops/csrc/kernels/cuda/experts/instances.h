@@ -11,7 +11,7 @@ struct ExpertScratch {
   void* inner;       // [pairs, I], elements
   int32_t* offsets;  // [E + 1]: where each expert's pairs begin in `order`
   int32_t* order;    // [pairs]: pairs grouped by expert, ascending
-  float* products;   // [pairs, H]. Before, for grouped kernels on sm_90a: inputs of `order`, elements
+  void* products;    // [pairs, H], elements. Before, for grouped kernels on sm_90a: the inputs of `order`
 };
 
 // A pass over the weights of each pair's expert. For any type and size; fast for few pairs.

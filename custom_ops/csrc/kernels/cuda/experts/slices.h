@@ -20,7 +20,7 @@ struct ExpertSlices {
   // `keeps_products`: each pair's result waits to be added; pairs may be grouped by expert.
   static ExpertSlices of(const ExpertStep& p, bool keeps_products) {
     const int64_t inner = p.top_k * p.inner_size * element_bytes(p.element);
-    const int64_t products = keeps_products ? p.top_k * p.hidden_size * int64_t{sizeof(float)} : 0;
+    const int64_t products = keeps_products ? p.top_k * p.hidden_size * element_bytes(p.element) : 0;
     const int64_t most = std::max<int64_t>(kSliceBytes / std::max<int64_t>(inner + products, 1), 1);
     const int64_t tokens = divide_up(p.num_tokens, divide_up(p.num_tokens, most));
     const int64_t order = keeps_products ? tokens * p.top_k * int64_t{sizeof(int32_t)} : 0;
@@ -36,7 +36,7 @@ struct ExpertSlices {
     char* order = inner + inner_bytes;
     char* offsets = order + order_bytes;
     return {inner, reinterpret_cast<int32_t*>(offsets), reinterpret_cast<int32_t*>(order),
-            reinterpret_cast<float*>(offsets + offset_bytes)};
+            offsets + offset_bytes};
   }
 
   // Calls multiply(slice) for each slice.

@@ -22,6 +22,7 @@ struct ExpertSm90Shape {
   static constexpr int kInner = 64;           // inputs of a step: 128 bytes
   static constexpr int kBoxPairs = 16;        // of a tensor copy
   static constexpr int kStages = 4;
+  static constexpr int kCluster = 2;  // blocks; of the weights each loads a half
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kWeightBytes = 2 * kHalf * 128;
   static constexpr int kStageBytes = kWeightBytes + kMostColumns * 128;
@@ -44,28 +45,33 @@ struct ExpertSm90Params {
 struct ExpertSm90Tile {
   int expert;
   int first;    // place of its first pair among all
-  int count;    // of pairs
-  int columns;  // a multiple of 16
+  int count;    // of pairs, or less than 1
+  int columns;  // a multiple of 16, at least as many
   int row;      // of gates and factors, or of down
 };
 
 // The tiles of a block, in the order in which it takes them.
 struct ExpertSm90Tiles {
+  static constexpr int kMostPairs = ExpertSm90Shape::kCluster * kMostColumns;  // of a cluster's tiles
   const int32_t* offsets;
-  int experts, row_tiles, rows;       // rows: of a tile
-  int number, expert = 0, begin = 0;  // begin: number of the expert's first tile
+  int experts, row_tiles, rows;  // rows: of a tile
+  int rank;                      // in the cluster
+  int number;                    // of the cluster's next tiles
+  int expert = 0, begin = 0;     // begin: number of the expert's first tiles
 
   __device__ __forceinline__ bool next(ExpertSm90Tile& tile) {
     for (; expert < experts; ++expert) {
       const int first = offsets[expert], pairs = offsets[expert + 1] - first;
-      const int parts = (pairs + kMostColumns - 1) / kMostColumns, local = number - begin;
+      const int parts = (pairs + kMostPairs - 1) / kMostPairs, local = number - begin;
       if (local >= parts * row_tiles) {
         begin += parts * row_tiles;
         continue;
       }
-      const int columns = ((pairs + parts - 1) / parts + 15) / 16 * 16, skipped = local % parts * columns;
-      tile = {expert, first + skipped, min(pairs - skipped, columns), columns, local / parts * rows};
-      number += static_cast<int>(gridDim.x);
+      const int blocks = parts * ExpertSm90Shape::kCluster, size = (pairs + blocks - 1) / blocks;
+      const int skipped = (local % parts * ExpertSm90Shape::kCluster + rank) * size;
+      const int count = min(pairs - skipped, size);
+      tile = {expert, first + skipped, count, (max(count, 1) + 15) / 16 * 16, local / parts * rows};
+      number += static_cast<int>(gridDim.x) / ExpertSm90Shape::kCluster;
       return true;
     }
     return false;
@@ -81,35 +87,42 @@ struct ExpertSm90Block {
   const ExpertSm90Params& p;
   Handover<Shape::kStages>& buffers;
   uint32_t stages;  // address of the ring
+  int rank;         // in the cluster
 
   template <typename Visit>
   __device__ __forceinline__ void each_tile(Visit&& visit) const {
-    ExpertSm90Tiles tiles{p.scratch.offsets, static_cast<int>(p.layer.num_experts), p.row_tiles,
-                          Shape::kHalf * (kGated ? 1 : 2), static_cast<int>(blockIdx.x)};
+    ExpertSm90Tiles tiles{p.scratch.offsets,
+                          static_cast<int>(p.layer.num_experts),
+                          p.row_tiles,
+                          Shape::kHalf * (kGated ? 1 : 2),
+                          rank,
+                          static_cast<int>(blockIdx.x) / Shape::kCluster};
     for (ExpertSm90Tile tile; tiles.next(tile);) visit(tile);
   }
   __device__ __forceinline__ uint32_t address(const Stage& at) const {
     return stages + at.place * Shape::kStageBytes;
   }
-  // For one warp.
+  // For one warp. A stage is filled by both blocks, once both have read what it held.
   __device__ __forceinline__ void load() const {
+    constexpr uint16_t kBoth = (1 << Shape::kCluster) - 1;
     const int lane = threadIdx.x % 32;
     Stage at;
     each_tile([&](const ExpertSm90Tile& tile) {
-      const int boxes = tile.columns / Shape::kBoxPairs;
-      const int half = lane % 2, row = tile.row + (kGated ? 0 : half * Shape::kHalf);
+      const int row = tile.row + (kGated ? 0 : rank * Shape::kHalf);
+      const int weight = kGated ? tile.expert * 2 + rank : tile.expert;
 #pragma unroll 1
       for (int step = 0; step < p.steps; ++step, at.advance()) {
         buffers.wait_empty(at);
         Barrier& full = buffers.full[at.place];
-        if (lane == 0) full.arrive_expecting(Shape::kWeightBytes + tile.columns * 128);
+        if (lane == 0) {
+          full.arrive_expecting(Shape::kWeightBytes + tile.columns * 128);
+          copy_box(address(at) + rank * Shape::kHalf * 128, p.weight, step * Shape::kInner, row, weight, full,
+                   kBoth);
+        }
         __syncwarp();
-        if (lane < 2)
-          copy_box(address(at) + half * Shape::kHalf * 128, p.weight, step * Shape::kInner, row,
-                   kGated ? tile.expert * 2 + half : tile.expert, full);
-        else if (lane < boxes + 2)
-          copy_box(address(at) + Shape::kWeightBytes + (lane - 2) * Shape::kBoxPairs * 128, p.inputs,
-                   step * Shape::kInner, tile.first + (lane - 2) * Shape::kBoxPairs, 0, full);
+        if (lane < tile.columns / Shape::kBoxPairs)
+          copy_box(address(at) + Shape::kWeightBytes + lane * Shape::kBoxPairs * 128, p.inputs,
+                   step * Shape::kInner, tile.first + lane * Shape::kBoxPairs, 0, full);
       }
     });
   }
@@ -140,7 +153,8 @@ struct ExpertSm90Group {
     wgmma_commit();
   }
   __device__ __forceinline__ void release(int place) const {
-    block.buffers.empty[place].arrive_once(threadIdx.x % 32);
+    __syncwarp();
+    if (threadIdx.x % 32 < Shape::kCluster) block.buffers.empty[place].arrive_at(threadIdx.x % 32);
   }
   // All products of a tile; while a step's run, the next one's are started.
   template <int kColumns>
@@ -203,24 +217,26 @@ struct ExpertSm90Group {
   }
   __device__ __forceinline__ void store_products(const ExpertSm90Tile& tile) const {
     const MoeExpertsParams& p = block.p.layer;
-    const int lane = threadIdx.x % 32;
-    const int first = tile.row + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    const auto row = [&](int part) { return first + part / 2 * Shape::kHalf + part % 2 * 8; };
+    const int lane = threadIdx.x % 32, own = tile.row + group * 64 + threadIdx.x / 32 % 4 * 16;
+    const auto row = [&](int part) { return own + part / 2 * Shape::kHalf + part % 2 * 8; };
     float bias[4] = {};
 #pragma unroll
     for (int part = 0; part < 4; ++part)
       if (row(part) < p.hidden_size)
-        bias[part] = element_at<Element>(p.down_bias, int64_t{tile.expert} * p.hidden_size + row(part));
+        bias[part] =
+            element_at<Element>(p.down_bias, int64_t{tile.expert} * p.hidden_size + row(part) + lane / 4);
+    auto* products = static_cast<Element*>(block.p.scratch.products) + lane % 4 * 2;
     each_eight(tile, [&](int n) {
+      const int pair = n * 8 + lane / 4;
+      const bool is_there = pair < tile.count;
+      Element* target = products + (is_there ? block.p.scratch.order[tile.first + pair] : 0) * p.hidden_size;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int pair = n * 8 + lane % 4 * 2 + i;
-        if (pair >= tile.count) continue;
-        float* target = block.p.scratch.products + block.p.scratch.order[tile.first + pair] * p.hidden_size;
-#pragma unroll
-        for (int part = 0; part < 4; ++part)
-          if (row(part) < p.hidden_size)
-            target[row(part)] = sums[part / 2][n * 4 + part % 2 * 2 + i] + bias[part];
+      for (int part = 0; part < 4; ++part) {
+        const int sum = n * 4 + part % 2 * 2;
+        const uint32_t features = transpose_matrix(
+            Half<Element>::pack(sums[part / 2][sum] + bias[part], sums[part / 2][sum + 1] + bias[part]));
+        if (is_there && row(part) < p.hidden_size)
+          *reinterpret_cast<uint32_t*>(target + row(part)) = features;
       }
     });
   }
@@ -244,14 +260,14 @@ __global__ void __launch_bounds__(ExpertSm90Shape::kThreads, 1)
   __shared__ Handover<Shape::kStages> buffers;
   const uint32_t stages = (shared_address(shared_memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    buffers.init(Shape::kGroups * 4);
+    buffers.init(Shape::kCluster * Shape::kGroups * 4);
     fence_barriers();
   }
-  __syncthreads();
+  cluster_sync();
   launch_dependents();
   wait_for_previous_kernel();
 
-  const ExpertSm90Block<kGated> block{p, buffers, stages};
+  const ExpertSm90Block<kGated> block{p, buffers, stages, cluster_rank()};
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();
@@ -261,6 +277,7 @@ __global__ void __launch_bounds__(ExpertSm90Shape::kThreads, 1)
     ExpertSm90Group<Element, kGated> computing{block, group, {}, {}};
     computing.compute();
   }
+  cluster_sync();  // until then the other block loads and arrives here
 #else
   refuse_architecture();
 #endif

@@ -34,11 +34,13 @@ cudaError_t launch_sm90_tiles(const MoeExpertsParams& p, const ExpertScratch& sc
   params.steps = static_cast<int>(divide_up(kGated ? p.hidden_size : p.inner_size, Shape::kInner));
   params.row_tiles = static_cast<int>(kGated ? divide_up(p.inner_size, Shape::kHalf)
                                              : divide_up(p.hidden_size, 2 * Shape::kHalf));
-  const int64_t pairs = p.num_tokens * p.top_k;  // each expert's last tile may hold a single one
-  const int64_t tiles = std::min(pairs, pairs / kMostColumns + p.num_experts) * params.row_tiles;
-  const auto blocks = std::min<int64_t>(tiles, launch.device.num_multiprocessors);
-  return launch_overlapped(kKernel, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads),
-                           Shape::kSharedBytes, launch, params);
+  const int64_t pairs = p.num_tokens * p.top_k;  // each expert's last tiles may hold a single one
+  const int64_t parts = std::min(pairs, pairs / ExpertSm90Tiles::kMostPairs + p.num_experts);
+  const dim3 block(Shape::kThreads);
+  const int resident = resident_clusters<kKernel>(block, Shape::kCluster, Shape::kSharedBytes, launch.device);
+  const auto clusters = std::min<int64_t>(parts * params.row_tiles, std::max(resident, 1));
+  return launch_clusters(kKernel, dim3(static_cast<unsigned>(clusters * Shape::kCluster)), block,
+                         Shape::kCluster, Shape::kSharedBytes, launch, params);
 }
 
 template <typename Element>

@@ -113,7 +113,8 @@ struct ExpertStream {
       factor += element_at<Element>(p.step.gate_up_bias, bias_row + p.step.inner_size);
       static_cast<Element*>(p.scratch.inner)[place] = Element(gate_product(p.step, gate, factor));
     } else {
-      static_cast<float*>(p.scratch.products)[place] = gate + element_at<Element>(p.step.down_bias, bias_row);
+      static_cast<Element*>(p.scratch.products)[place] =
+          Element(gate + element_at<Element>(p.step.down_bias, bias_row));
     }
   }
   // Outputs of a tile from the warps' sums [warp, row, pair]. Each turn begins with another warp.
