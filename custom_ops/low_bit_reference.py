@@ -121,4 +121,4 @@ def low_bit_experts(*, format: str = "int4", group_size: int = 0, scale_rows: in
     options = {"format": format, "group_size": group_size, "scale_rows": scale_rows}
     weights = {name: dequantize_experts(call, name, **options) for name in ("gate_up", "down")}
     others = {name: value for name, value in call.items() if not name.startswith(CODED)}
-    return moe_experts(**weights, **others)
+    return moe_experts(**others, gate_up=weights["gate_up"], down=weights["down"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -53,7 +53,7 @@ from ortolan.graphs.config import ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
 from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import Kind
-from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, Wish, joint_tensors, wished_formats
+from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, Wish, joint_tensors, wished_formats
 from ortolan.graphs.parts import Formats
 from ortolan.manifest import (
     FUSED_FILE,
@@ -65,10 +65,10 @@ from ortolan.manifest import (
 from ortolan.version import __version__
 
 DENSE = "dense"
-QUANTIZED = ("int4", "int8", "fp8")
+QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
 WEIGHT_FORMATS = (DENSE, *QUANTIZED)
 HEADS = ("int8", DENSE)
-FP8_GROUP_SIZES = (128,)
+FLOAT_GROUP_SIZES: Mapping[str | None, tuple[int | str, ...]] = {"fp8": (128, CHANNEL), "mxfp4": (MXFP4_GROUP,)}
 WEIGHT_KINDS = ("checkpoint", "random")
 
 
@@ -111,12 +111,12 @@ class ExportOptions(CacheOptions):
             if given:
                 raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")
             return
-        sizes = FP8_GROUP_SIZES if self.weight_format == "fp8" else GROUP_SIZES
-        if self.group_size is not None and self.group_size not in (*sizes, CHANNEL):
-            allowed = ", ".join(map(str, sizes))
-            raise ConfigError(f'group_size is {self.group_size!r}; allowed: {allowed}, or "{CHANNEL}"')
-        if self.asymmetric and self.weight_format == "fp8":
-            raise ConfigError("asymmetric is for int4 and int8; fp8 has no zero points")
+        sizes = FLOAT_GROUP_SIZES.get(self.weight_format, (*GROUP_SIZES, CHANNEL))
+        if self.group_size is not None and self.group_size not in sizes:
+            allowed = ", ".join(f'or "{size}"' if size == CHANNEL else str(size) for size in sizes)
+            raise ConfigError(f"group_size is {self.group_size!r}; allowed: {allowed}")
+        if self.asymmetric and self.weight_format in FLOAT_GROUP_SIZES:
+            raise ConfigError(f"asymmetric is for int4 and int8; {self.weight_format} has no zero points")
 
     @property
     def wish(self) -> Wish | None:
@@ -181,12 +181,13 @@ def export(
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
-        weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8" or "fp8";
-            None: as the checkpoint publishes them.
+        weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8", "fp8" or
+            "mxfp4", and experts of mixtures likewise, while their routers stay dense; None: as the checkpoint
+            publishes them.
         cache_dtype: of keys and values that layers keep: None for the `dtype`, or "fp8" or "int8", half the bytes of a
             16-bit type, with a float32 scale beside each row of a kv head.
-        group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128), or "channel".
-            None takes "channel" for fp8, else the largest that divides all layers.
+        group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128; of mxfp4:
+            32), or "channel". None takes "channel" for fp8, else the largest that divides all layers.
         asymmetric: give each group of int4 or int8 a zero point.
         quantizer: "search" for the scale of least squared error, or "nearest" for that of the largest magnitude.
         head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
@@ -272,9 +273,10 @@ def _provider(
         return RandomWeights(config, hf_config.number("initializer_range", 0.02)), formats
     checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out).part({}, family.unread(config))
     sources = family.sources(config)
-    if published is not None:
-        formats = published.formats(checkpoint, sources, config)
-    return CheckpointWeights(checkpoint, sources, config, published), formats
+    if published is None:
+        return CheckpointWeights(checkpoint, sources, config), formats
+    packed = published.weights(checkpoint, sources, config)
+    return CheckpointWeights(checkpoint, sources, config, packed), packed.formats
 
 
 def _check_published(published: Published, options: ExportOptions) -> None:

@@ -17,9 +17,24 @@ from ortolan.element_types import element_type
 from ortolan.errors import CheckpointError
 from ortolan.export.checkpoint import Array
 from ortolan.graphs.formats.low_bit import LowBit
+from ortolan.graphs.formats.plan import MXFP4_GROUP
 
 METHODS = ("search", "nearest")
 FP8_LARGEST = 448.0
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# What lies between two neighbours rounds up from here on; halfway goes to the even code.
+_E2M1_BETWEEN = np.array(
+    [
+        0.25,
+        np.nextafter(np.float32(0.75), np.float32(0)),
+        1.25,
+        np.nextafter(np.float32(1.75), np.float32(0)),
+        2.5,
+        np.nextafter(np.float32(3.5), np.float32(0)),
+        5,
+    ],
+    np.float32,
+)
 _CACHED_WEIGHTS = 2**15  # that are quantized at a time, so that what is computed of them stays in a core's cache
 _RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
 
@@ -30,7 +45,7 @@ def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) ->
     Args:
         name: of the weight, for messages.
         rows: [n, K], any float type; of fp8 in blocks, all the rows of each block.
-        stored: int4, int8 or fp8.
+        stored: int4, int8, fp8 or mxfp4.
         dtype: element type of int scales.
         method: "search" or "nearest".
 
@@ -45,6 +60,8 @@ def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) ->
         raise CheckpointError(f"{name} has values that are not finite; low-bit formats do not hold them")
     if stored.kind == "fp8":
         return _fp8(wide, stored)
+    if stored.kind == "mxfp4":
+        return _mxfp4(wide, method)
     grouped = wide.reshape(len(wide), stored.groups(wide.shape[1]), -1)
     return _Integers(stored, element_type(dtype).numpy).quantize(grouped, method)
 
@@ -60,6 +77,35 @@ def _fp8(rows: Array, stored: LowBit) -> dict[str, Array]:
     scaled = np.clip(blocks / scales[:, None, :, None], -FP8_LARGEST, FP8_LARGEST)
     codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(padded.shape)[:count]
     return {"codes": np.ascontiguousarray(codes), "float_scales": scales}
+
+
+def _mxfp4(rows: Array, method: str) -> dict[str, Array]:
+    """Quantize groups of 32; a scale puts the largest magnitude into the last binade of e2m1, or the search doubles it.
+
+    Source: OCP Microscaling Formats (MX) v1.0, section 6.3.
+    """
+    groups = rows.reshape(len(rows), -1, MXFP4_GROUP)
+    largest = np.abs(groups).max(axis=2)
+    _, exponents = np.frexp(largest)  # largest is m * 2^e with m from 0.5 on; e2m1 reaches 6, of the binade 2^2
+    powers = np.where(largest > 0, exponents.astype(np.int32) - 3, 0)
+    tried = (powers, powers + 1) if method == "search" else (powers,)
+    errors = np.stack([_mxfp4_errors(groups, each) for each in tried])
+    powers = np.choose(errors.argmin(axis=0), np.stack(tried)).clip(-127, 127)
+    codes = _e2m1_codes(np.ldexp(groups, -powers[..., None])).reshape(rows.shape)
+    return {"codes": pack_nibbles(codes), "scale_codes": (powers + 127).astype(np.uint8)}
+
+
+def _mxfp4_errors(groups: Array, powers: Array) -> Array:
+    scaled = np.ldexp(groups, -powers[..., None])
+    codes = _e2m1_codes(scaled)
+    scaled -= np.copysign(_E2M1[codes & 7], scaled)
+    return np.asarray(np.ldexp(np.einsum("ngk,ngk->ng", scaled, scaled), 2 * powers))
+
+
+def _e2m1_codes(values: Array) -> Array:
+    """Round to e2m1, to nearest even, saturating."""
+    steps = np.searchsorted(_E2M1_BETWEEN, np.abs(values)).astype(np.uint8)
+    return np.asarray(steps | np.signbit(values).astype(np.uint8) << 3)
 
 
 class _Integers:

@@ -19,7 +19,7 @@ from ortolan.errors import CheckpointError
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import Array, Checkpoint
 from ortolan.export.families.base import Source
-from ortolan.export.packed import Published
+from ortolan.export.packed import PublishedWeights
 from ortolan.export.quantize import METHODS, quantize
 from ortolan.graphs import ExternalTensor
 from ortolan.graphs.config import ModelConfig
@@ -45,8 +45,8 @@ class WeightProvider(Protocol):
     def slabs(self, name: str) -> Iterator[Array]:
         """Yield consecutive rows of one weight."""
 
-    def packed(self, name: str) -> dict[str, Array] | None:
-        """Return codes and scales by port of LowBitLinear; None where the weight is to be quantized."""
+    def packed(self, name: str) -> Iterator[dict[str, Array]] | None:
+        """Return parts of codes and scales by port of LowBitLinear, each of consecutive rows; None: quantize it."""
 
 
 class CheckpointWeights:
@@ -57,7 +57,7 @@ class CheckpointWeights:
         checkpoint: Checkpoint,
         sources: Mapping[str, Source],
         config: ModelConfig,
-        published: Published | None = None,
+        published: PublishedWeights | None = None,
     ) -> None:
         self._checkpoint, self._published = checkpoint, published
         self._shapes = weight_shapes(config)
@@ -77,12 +77,9 @@ class CheckpointWeights:
                 slab = tensor[begin : begin + rows]
                 yield _arranged(slab, source)
 
-    def packed(self, name: str) -> dict[str, Array] | None:
+    def packed(self, name: str) -> Iterator[dict[str, Array]] | None:
         """Return what the checkpoint holds of a weight in low bits, laid out anew."""
-        source, published = self._sources[name], self._published
-        if published is None or not published.holds(self._checkpoint, source):
-            return None
-        return published.read(self._checkpoint, source, self._shapes[name])
+        return None if self._published is None else self._published.pieces(name)
 
     def _tensors(self, name: str) -> list[Source]:
         """List the tensors that hold a weight."""
@@ -95,8 +92,9 @@ class CheckpointWeights:
         """Check presence, type and shape of every tensor, and that none is left over."""
         used = set()
         for name, shape in self._shapes.items():
-            if self._published is not None and self._published.holds(self._checkpoint, self._sources[name]):
-                used |= self._published.check(self._checkpoint, self._sources[name], shape)
+            packed = None if self._published is None else self._published.check(name)
+            if packed is not None:
+                used |= packed
                 continue
             tensors = self._tensors(name)
             each = shape if len(tensors) == 1 else (math.prod(shape[:-1]) // len(tensors), shape[-1])
@@ -169,7 +167,7 @@ class RandomWeights:
         self._shapes = weight_shapes(config)
         self._deviation = np.float32(standard_deviation)
 
-    def packed(self, name: str) -> dict[str, Array] | None:
+    def packed(self, name: str) -> Iterator[dict[str, Array]] | None:
         """Return nothing: random weights are quantized as others are."""
         return None
 
@@ -258,23 +256,22 @@ class WeightsFile:
 
     def _pieces(self, provider: WeightProvider, name: str, shape: tuple[int, ...]) -> Iterator[dict[str, Array]]:
         """Yield parts of one weight's tensors, each with the rows that follow those of the part before."""
-        stem = name.removesuffix(".weight")
-        stored = self.formats.of(stem) if stem != name else None
+        stem, stored = name.removesuffix(".weight"), self.formats.stored(name)
         if not isinstance(stored, LowBit):
             element = element_type(self.dtype).numpy
             yield from ({name: _stored(name, slab, element)} for slab in provider.slabs(name))
             return
         packed = provider.packed(name)
         if packed is not None:
-            yield {f"{stem}.{port}": self._typed(port, values) for port, values in packed.items()}
+            for piece in packed:
+                yield {f"{stem}.{port}": self._typed(port, values) for port, values in piece.items()}
             return
-        count = max(1, _PIECE_WEIGHTS // shape[1] // _ROW_BLOCK) * _ROW_BLOCK
 
         def rounded(rows: Array) -> dict[str, Array]:
             arrays = quantize(name, rows, stored, self.dtype, self.method)
             return {f"{stem}.{port}": values for port, values in arrays.items()}
 
-        yield from _in_parallel(rounded, _regrouped(provider.slabs(name), count))
+        yield from _in_parallel(rounded, _quantized_rows(provider.slabs(name), shape))
 
     def _typed(self, port: str, values: Array) -> Array:
         wanted = element_type(self.dtype).numpy if port == "scales" else values.dtype
@@ -292,6 +289,18 @@ def _in_parallel(work: Callable[[Array], dict[str, Array]], pieces: Iterator[Arr
             under_way.append(pool.submit(work, piece))
         while under_way:
             yield under_way.popleft().result()
+
+
+def _quantized_rows(slabs: Iterator[Array], shape: tuple[int, ...]) -> Iterator[Array]:
+    """Yield the rows of a weight, or of each expert's, as many as are quantized at a time: no block is parted."""
+    *_, rows, columns = shape
+    count = max(1, _PIECE_WEIGHTS // columns // _ROW_BLOCK) * _ROW_BLOCK
+    flat = (slab.reshape(-1, columns) for slab in slabs)
+    if len(shape) == 2:
+        yield from _regrouped(flat, count)
+        return
+    for expert in _regrouped(flat, rows):
+        yield from (expert[begin : begin + count] for begin in range(0, rows, count))
 
 
 def _regrouped(slabs: Iterator[Array], count: int) -> Iterator[Array]:

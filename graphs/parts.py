@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from ortolan.graphs.cached_attention import CachedAttention, Step
 from ortolan.graphs.config import AttentionConfig, ModelConfig, QueryScale
 from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.options import GraphOptions
+
+EXPERT_WEIGHTS = ("gate_up", "down")  # of a mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,18 @@ class WeightFormat(Protocol):
 
     def fused(self, parts: Parts, linear: Linear) -> Tensor:
         """Add a linear layer for CUDA."""
+
+
+class ExpertFormat(Protocol):
+    """How the weights of a mixture's experts are stored and multiplied."""
+
+    def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """List the tensors that a weight [E, rows, columns] is stored as: element type and shape by name."""
+
+    def experts(
+        self, parts: Parts, path: str, inputs: Mapping[str, Tensor | None], attributes: Mapping[str, Any]
+    ) -> Tensor:
+        """Add the experts' operator with their weights, beside its other inputs and its attributes."""
 
 
 class KeptState(Protocol):
@@ -290,15 +304,24 @@ class Formats:
     Attributes:
         default: of those that are not listed.
         by_stem: others, e.g. by "layers.0.mlp.up".
+        experts: of mixtures that are not dense, e.g. by "layers.0.mlp.experts".
         apart: linear layers of one input whose weights cannot be one, by the name of the whole.
         lookup: format of the embedding; None where it is dense.
     """
 
     default: WeightFormat
     by_stem: Mapping[str, WeightFormat] = field(default_factory=dict)
+    experts: Mapping[str, ExpertFormat] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()
     lookup: RowFormat | None = None
 
     def of(self, stem: str) -> WeightFormat:
         """Return the format of one weight."""
         return self.by_stem.get(stem, self.default)
+
+    def stored(self, name: str) -> WeightFormat | ExpertFormat | None:
+        """Return the format of the weight of a name, of linear layers and experts; None for others."""
+        mixture, _, last = name.rpartition(".")
+        if last in EXPERT_WEIGHTS:
+            return self.experts.get(mixture)
+        return self.of(mixture) if last == "weight" else None

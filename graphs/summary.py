@@ -16,6 +16,7 @@ from ortolan.errors import ContractMismatchError
 _LAYER = re.compile(r"^layers\.(\d+)/")
 
 
+EXPERT_OPERATORS = ("MoeExperts", "LowBitExperts")  # the experts are the first axis of their port 3
 SHARED_EXPERT = "/mlp/shared/"  # in the names of its nodes
 
 
@@ -111,7 +112,7 @@ def _experts(graph: onnx.GraphProto) -> dict[int, Mixture]:
     found = {}
     for node in graph.node:
         match = _LAYER.match(node.name)
-        if match and node.op_type == "MoeExperts":
+        if match and node.op_type in EXPERT_OPERATORS:
             found[int(match[1])] = Mixture(
                 count=dims[node.input[3]][0],
                 per_token=taken[node.input[1]],

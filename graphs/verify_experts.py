@@ -8,12 +8,13 @@ import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
 
 _ROUTERS = {"Gemm": 1, "FusedLinear": 1}  # the port of the weight, whose rows are the experts
 
 
 def check_experts(graph: onnx.GraphProto) -> None:
-    """Check every MoeExperts, and the MoeGate that it takes its experts from.
+    """Check every MoeExperts and LowBitExperts, and the MoeGate that it takes its experts from.
 
     Raises:
         ContractMismatchError: weights do not fit, or a token could take an expert that does not exist.
@@ -21,20 +22,42 @@ def check_experts(graph: onnx.GraphProto) -> None:
     dims = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     producers = {name: node for node in graph.node for name in node.output if name}
     for node in graph.node:
-        if node.domain == OPERATOR_DOMAIN and node.op_type == "MoeExperts":
-            count = _check_weights(node, dims)
+        if node.domain == OPERATOR_DOMAIN and node.op_type in _SHAPES:
+            count = _check_weights(node, dims, *_SHAPES[node.op_type](node, dims))
             _check_gate(node, count, dims, producers)
 
 
-def _check_weights(node: onnx.NodeProto, dims: dict[str, list[int]]) -> int:
-    """Check the weights of all experts; returns E."""
-    gate_up, down = node.input[3:5]
-    shape = dims.get(gate_up, [])
+def _dense_shapes(node: onnx.NodeProto, dims: dict[str, list[int]]) -> tuple[list[int], list[int]]:
+    gate_up, down = (dims.get(name, []) for name in node.input[3:5])
+    return gate_up, down
+
+
+def _coded_shapes(node: onnx.NodeProto, dims: dict[str, list[int]]) -> tuple[list[int], list[int]]:
+    def fail(problem: str) -> NoReturn:
+        _fail(node, problem)
+
+    gate_up, down, *others = [*node.input[3:], *[""] * 10][:10]
+    each = ([gate_up, *others[:4]], [down, *others[4:]])
+    first, second = (coded_shape(node, dict(zip(WEIGHT_PORTS, names, strict=True)), dims, 3, fail) for names in each)
+    return first, second
+
+
+_SHAPES = {"MoeExperts": _dense_shapes, "LowBitExperts": _coded_shapes}
+
+
+def _check_weights(node: onnx.NodeProto, dims: dict[str, list[int]], shape: list[int], down: list[int]) -> int:
+    """Check the weights of all experts, and their biases; returns E."""
+    names = node.input[3:5]
     if len(shape) != 3 or shape[1] % 2:
-        _fail(node, f"gate_up '{gate_up}' must be a weight [E, 2 * I, H]; it is {shape or 'not a weight'}")
+        _fail(node, f"gate_up '{names[0]}' must be a weight [E, 2 * I, H]; it is {shape or 'not a weight'}")
     count, rows, hidden = shape
-    if dims.get(down) != [count, hidden, rows // 2]:
-        _fail(node, f"down '{down}' must be a weight {[count, hidden, rows // 2]}; it is {dims.get(down, 'not one')}")
+    if down != [count, hidden, rows // 2]:
+        _fail(node, f"down '{names[1]}' must be a weight {[count, hidden, rows // 2]}; it is {down or 'not one'}")
+    first_bias = 5 if node.op_type == "MoeExperts" else 13
+    biases = [*node.input[first_bias:], "", ""][:2]
+    for name, expected in zip(biases, ([count, rows], [count, hidden]), strict=True):
+        if name and dims.get(name) != expected:
+            _fail(node, f"bias '{name}' must be a weight {expected}; it is {dims.get(name, 'not one')}")
     return count
 
 

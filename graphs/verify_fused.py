@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
 
 import onnx
 
 from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
 
 ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")
 
@@ -22,6 +23,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
     checker = _Checker(graph)
     checks = {
         "FusedLinear": checker.linear,
+        "LowBitLinear": checker.low_bit_linear,
         "QkvRopeAppend": checker.qkv,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
@@ -60,18 +62,33 @@ class _Checker:
     def linear(self, node: onnx.NodeProto) -> None:
         """Check a FusedLinear: weights, activation, and that one output is asked for."""
         x, weight, norm_weight, bias, residual = _ports(node.input, 5)
+        rows, columns = self._weight_dims(node, "weight", weight, 2)
+        self._product(node, (rows, columns), {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual})
+
+    def low_bit_linear(self, node: onnx.NodeProto) -> None:
+        """Check a LowBitLinear: codes and what belongs to them, and all that a FusedLinear has."""
+        x, *weight, norm_weight, bias, residual = _ports(node.input, 9)
+        ports = dict(zip(WEIGHT_PORTS, weight, strict=True))
+
+        def fail(problem: str) -> NoReturn:
+            raise _mismatch(node, problem)
+
+        rows, columns = coded_shape(node, ports, self._dims, 2, fail)
+        self._product(node, (rows, columns), {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual})
+
+    def _product(self, node: onnx.NodeProto, shape: tuple[int, int], ports: Mapping[str, str]) -> None:
+        rows, columns = shape
         activation = _attribute(node, "activation", b"none").decode(errors="replace")
         if activation not in ACTIVATIONS:
             raise _mismatch(node, f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        rows, columns = self._weight_dims(node, "weight", weight, 2)
         gated = activation != "none"
         if gated and rows % 2:
-            raise _mismatch(node, f"weight '{weight}' has {rows} rows; a gated activation needs an even number")
+            raise _mismatch(node, f"weight '{node.input[1]}' has {rows} rows; a gated activation needs an even number")
         size = rows // 2 if gated else rows
-        self._expect(node, "x", x, columns)
-        self._expect(node, "residual", residual, size)
-        self._expect_dims(node, "norm_weight", norm_weight, [columns])
-        self._expect_dims(node, "bias", bias, [rows])
+        self._expect(node, "x", ports["x"], columns)
+        self._expect(node, "residual", ports["residual"], size)
+        self._expect_dims(node, "norm_weight", ports["norm_weight"], [columns])
+        self._expect_dims(node, "bias", ports["bias"], [rows])
         asked = [name for name in _ports(node.output, 2) if name]
         if len(asked) != 1:
             raise _mismatch(node, f"exactly one of the outputs y and y_float32 must be asked for, not {len(asked)}")

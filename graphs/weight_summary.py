@@ -13,9 +13,16 @@ import onnx
 from ortolan.custom_ops.low_bit_schema import LOW_BIT_OPERATORS
 from ortolan.element_types import from_onnx
 
-# Operators of low-bit weights, and the port of the weight; scales and zero points come at later ports.
-_OWN = "LowBitLinear"
-_LOW_BIT = {"MatMulNBits": 1, _OWN: 1, "GatherBlockQuantized": 0, "DequantizeLinear": 0}
+_EXPERTS = "LowBitExperts"
+_OWN = ("LowBitLinear", _EXPERTS)
+# Operators of low-bit weights, and the ports of each weight, the first of which holds its codes.
+_LOW_BIT: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "MatMulNBits": ((1, 2, 3),),
+    "LowBitLinear": (tuple(range(1, 6)),),
+    _EXPERTS: ((3, *range(5, 9)), (4, *range(9, 13))),
+    "GatherBlockQuantized": ((0, 2, 3),),
+    "DequantizeLinear": ((0, 1, 2),),
+}
 DEFAULT_BITS = 4  # of those that pack weights into bytes
 _LAYER = re.compile(r"(?:^|/)layers\.(\d+)/")  # also in the names that other exporters give
 _ROPE_PORTS = {"RotaryEmbedding": (2, 3)}  # tables, which are not learned
@@ -83,8 +90,8 @@ def _uses(model: onnx.ModelProto) -> list[_Use]:
     for name, tensor in tensors.items():
         if name in readers:
             node, port = readers[name]
-            weight = _LOW_BIT.get(node.op_type)
-            uses.append(_Use(tensor, node, port, None if weight is None else tensors.get(node.input[weight])))
+            codes = next((ports[0] for ports in _LOW_BIT.get(node.op_type, ()) if port in ports), None)
+            uses.append(_Use(tensor, node, port, None if codes is None else tensors.get(node.input[codes])))
     return uses
 
 
@@ -100,7 +107,7 @@ def _is_weight(use: _Use) -> bool:
 def _format(use: _Use) -> str:
     if use.weight is None:
         return from_onnx(use.tensor.data_type).name
-    if use.node.op_type == _OWN:
+    if use.node.op_type in _OWN:
         kind, group, rows = (_own_attribute(use.node, name) for name in ("format", "group_size", "scale_rows"))
         size = f"{rows} x {group}" if rows > 1 else group
         return f"{kind} in blocks of {size}" if group else f"{kind} by row"
@@ -109,10 +116,12 @@ def _format(use: _Use) -> str:
 
 
 def _own_attribute(node: onnx.NodeProto, name: str) -> Any:
-    """Return an attribute of a LowBitLinear."""
+    """Return an attribute of an operator of low-bit weights."""
     found = next((onnx.helper.get_attribute_value(a) for a in node.attribute if a.name == name), None)
     if found is None:
-        found = next(a.default for op in LOW_BIT_OPERATORS for a in op.attributes if a.name == name)
+        found = next(
+            a.default for op in LOW_BIT_OPERATORS if op.name == node.op_type for a in op.attributes if a.name == name
+        )
     return found.decode() if isinstance(found, bytes) else found
 
 
@@ -127,7 +136,7 @@ def _parameters(use: _Use) -> int:
 def _bits(use: _Use) -> int:
     """Return the bits of one parameter of a low-bit weight, several of which a byte may pack."""
     assert use.weight is not None
-    if use.node.op_type == _OWN:
+    if use.node.op_type in _OWN:
         return 4 if str(_own_attribute(use.node, "format")).endswith("4") else 8
     own = from_onnx(use.weight.data_type)
     if own.name != "uint8" or use.node.op_type == "DequantizeLinear":

@@ -1,4 +1,4 @@
-"""Draws inputs of the operators of low-bit weights, runs them, and computes them in plain arithmetic of its precision."""
+"""Draws inputs of the operators of low-bit weights, runs them, and computes them in plain arithmetic."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from fused_cases import Feeds
 
 from ortolan.custom_ops import low_bit_reference
 from ortolan.custom_ops.reference import fused_linear
+
+PLAIN_EXPERTS = ExpertCase(hidden=128, inner=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
 class LowBitExpertCase:
     """Sizes and options of one LowBitExperts."""
 
-    experts: ExpertCase = ExpertCase(hidden=128, inner=64)
+    experts: ExpertCase = PLAIN_EXPERTS
     format: str = "int4"
     group_size: int = 32
     scale_rows: int = 1

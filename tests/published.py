@@ -203,3 +203,50 @@ def write_published(
         if not (target / file.name).exists():
             (target / file.name).write_bytes(file.read_bytes())
     return target
+
+
+def mxfp4_experts(rng: np.random.Generator, shape: tuple[int, int, int]) -> Written:
+    """Draw a weight [E, N, K] in blocks of 32, as gpt-oss has it."""
+    blocks = rng.integers(0, 256, (*shape[:2], shape[2] // 32, 16), np.uint8)
+    scales = rng.integers(120, 125, (*shape[:2], shape[2] // 32), np.uint8)
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    values = E2M1[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
+    return Written({"_blocks": _tensor(blocks), "_scales": _tensor(scales)}, values.reshape(shape))
+
+
+MXFP4_SECTION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def write_gpt_oss(folder: Path, **changes: Any) -> Path:
+    """Write a tiny gpt-oss as it is published into `folder`/hf, and the same weights, dense, into `folder`/dense.
+
+    A row of the published gate_up is a column of transformers' dense one; gate and up alternate in both.
+    """
+    rng = np.random.default_rng(11)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_local_experts": 4}
+    source = tiny_checkpoint("gpt_oss", folder / "dense", **{**sizes, **changes})
+    tensors = load_file(source / "model.safetensors")
+    published: Tensors = {}
+    for name, value in list(tensors.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            published[name] = value
+            continue
+        experts, columns, rows = value.shape
+        written = mxfp4_experts(rng, (experts, rows, columns))
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(written.weight.swapaxes(1, 2)))
+        published |= {name + ending: tensor for ending, tensor in written.tensors.items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    target = folder / "hf"
+    target.mkdir()
+    save_file(published, target / "model.safetensors", metadata={"format": "pt"})
+    keys = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(keys | {"quantization_config": MXFP4_SECTION}))
+    return target

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ortolan.export.packed.published import Published, read_quantization
+from ortolan.export.packed.published import Published, PublishedWeights, read_quantization
 
-__all__ = ["Published", "read_quantization"]
+__all__ = ["Published", "PublishedWeights", "read_quantization"]

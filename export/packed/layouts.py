@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from ortolan.errors import CheckpointError
 from ortolan.export.checkpoint import Array, Checkpoint
+from ortolan.export.families.base import Source
 from ortolan.graphs.formats.low_bit import LowBit
 
 
@@ -36,6 +37,21 @@ class Layout(Protocol):
 
     def read(self, tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return arrays by port of LowBitLinear."""
+
+
+class ExpertLayout(Protocol):
+    """How one `quant_method` stores a weight [E, rows, columns] of a mixture."""
+
+    def holds(self, checkpoint: Checkpoint, source: Source) -> bool:
+        """Say whether experts are quantized."""
+
+    def describe(self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> tuple[LowBit, set[str]]:
+        """Return the weight's format, and the names of the tensors that hold it. Raises as `Layout.describe` does."""
+
+    def pieces(
+        self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], stored: LowBit
+    ) -> Iterator[dict[str, Array]]:
+        """Yield consecutive rows in the mixture's format, arrays by port of LowBitLinear."""
 
 
 class Tensors:

@@ -1,23 +1,26 @@
-"""Finds out which linear weights of a checkpoint are published in low bits, and how."""
+"""Finds out which linear weights and experts of a checkpoint are published in low bits, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.export.checkpoint import Array, Checkpoint
-from ortolan.export.families.base import Source
+from ortolan.export.families.base import Source, Sources
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.packed.compressed import TensorLayout
+from ortolan.export.packed.experts import ExpertLayers, common_format
 from ortolan.export.packed.gptq import WordLayout
-from ortolan.export.packed.layouts import Layout, Tensors
+from ortolan.export.packed.layouts import ExpertLayout, Layout, Tensors
+from ortolan.export.packed.mxfp4 import BlockExperts
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.low_bit import LowBit
-from ortolan.graphs.formats.plan import DENSE, linear_stems, with_joints
-from ortolan.graphs.parts import Formats, WeightFormat
+from ortolan.graphs.formats.plan import DENSE, expert_stems, linear_stems, with_joints
+from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import weight_shapes
 
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 SECTION = "quantization_config"
 
 
@@ -36,81 +39,147 @@ def read_quantization(config: HfConfig) -> Published | None:
             f"config.json: quant_method is {method!r}; supported: {', '.join(METHODS)}; or give the checkpoint that "
             "is not quantized"
         )
+    if method == "mxfp4":
+        return Published(method, None, BlockExperts())
     layout: Layout = WordLayout.of(section, method) if method in ("gptq", "awq") else TensorLayout()
-    return Published(method, layout)
+    return Published(method, layout, ExpertLayers(layout))
 
 
+@dataclass(frozen=True, slots=True)
 class Published:
-    """The quantized linear layers of a checkpoint.
+    """How a checkpoint is quantized.
 
     Attributes:
         method: `quant_method`, as config.json spells it.
+        layout: of linear layers; None where all of them are dense.
+        experts: of mixtures.
     """
 
-    def __init__(self, method: str, layout: Layout) -> None:
-        self.method, self._layout = method, layout
+    method: str
+    layout: Layout | None
+    experts: ExpertLayout
 
-    def holds(self, checkpoint: Checkpoint, source: Source) -> bool:
-        """Say whether a weight is stored in low bits; those that the config excepts are dense."""
-        return source.name.endswith(".weight") and self._layout.holds(checkpoint, _stem(source))
-
-    def formats(self, checkpoint: Checkpoint, sources: Mapping[str, Source], config: ModelConfig) -> Formats:
-        """Return the format of every linear weight.
+    def weights(self, checkpoint: Checkpoint, sources: Sources, config: ModelConfig) -> PublishedWeights:
+        """Read the formats of a checkpoint's weights.
 
         Raises:
             CheckpointError: tensors are missing, or contradict config.json.
             UnsupportedModelError: a weight is stored in a way that is not supported.
         """
-        shapes = weight_shapes(config)
-        by_stem: dict[str, WeightFormat] = {}
-        stems = [*linear_stems(config), *([] if config.tied_embeddings else ["head"])]
-        for stem in stems:
-            source = sources[f"{stem}.weight"]
-            if self.holds(checkpoint, source):
-                by_stem[stem] = self._describe(checkpoint, source, shapes[f"{stem}.weight"])[0]
-        if not by_stem:
-            raise CheckpointError(
-                f"config.json names the quant_method {self.method}, but the checkpoint has no linear layer in its form"
-            )
-        return with_joints(config, Formats(default=DENSE, by_stem=by_stem))
+        return PublishedWeights(self, checkpoint, sources, config)
 
-    def check(self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> set[str]:
-        """Check a weight's tensors; returns the names of those that belong to it.
+
+class PublishedWeights:
+    """The weights of a checkpoint that are stored in low bits.
+
+    Attributes:
+        formats: of every linear weight and mixture.
+    """
+
+    def __init__(self, published: Published, checkpoint: Checkpoint, sources: Sources, config: ModelConfig) -> None:
+        self._layout, self._experts, self._checkpoint = published.layout, published.experts, checkpoint
+        self._sources, self._shapes = sources, weight_shapes(config)
+        self._described: dict[str, tuple[LowBit, set[str]]] = {}
+        stems = [*linear_stems(config), *([] if config.tied_embeddings else ["head"])]
+        by_stem: dict[str, WeightFormat] = {
+            stem: self._describe(f"{stem}.weight")[0] for stem in stems if self._holds(f"{stem}.weight")
+        }
+        mixtures = {stem: self._mixture(stem) for stem in expert_stems(config)}
+        experts = {stem: stored for stem, stored in mixtures.items() if stored is not None}
+        if not by_stem and not experts:
+            raise CheckpointError(
+                f"config.json names the quant_method {published.method}, but the checkpoint has no weights in its form"
+            )
+        self.formats = with_joints(config, Formats(default=DENSE, by_stem=by_stem, experts=experts))
+
+    def check(self, name: str) -> set[str] | None:
+        """Return the names of the tensors that belong to a weight; None where it is dense.
 
         Raises:
             CheckpointError: a tensor is missing, or has another shape or scales that are 0 or not finite.
             UnsupportedModelError: the weight is stored in a way that is not supported.
         """
-        stem = _stem(source)
-        endings = self._describe(checkpoint, source, shape)[1] | set(self._layout.idle)
-        return {stem + ending for ending in endings} | {
-            f"{stem.rsplit('.', 1)[0]}{ending}" for ending in self._layout.idle
-        }
+        return self._describe(name)[1] if self._holds(name) else None
 
-    def read(self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return a weight's arrays by port of LowBitLinear."""
-        tensors = Tensors(checkpoint, _stem(source))
-        arrays = self._layout.read(tensors, _whole(tensors, source, shape, self._layout))
-        if source.rows is None:
-            return arrays
-        stored, _ = self._layout.describe(tensors, _whole(tensors, source, shape, self._layout))
-        begin, end = source.rows
-        return {port: values[slice(*_cut(stored, port, begin, end))] for port, values in arrays.items()}
+    def pieces(self, name: str) -> Iterator[dict[str, Array]] | None:
+        """Return parts of a weight's arrays by port of LowBitLinear; None where it is dense."""
+        if not self._holds(name):
+            return None
+        source, shape = self._sources[name], self._shapes[name]
+        if _is_of_experts(name):
+            stored = self.formats.stored(name)
+            assert isinstance(stored, LowBit), "a mixture in low bits has such a format"
+            return self._experts.pieces(self._checkpoint, source, shape, stored)
+        return iter([self._read(source, shape)])
 
-    def _describe(self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> tuple[LowBit, set[str]]:
-        if source.plus_one or source.transposed or source.alternating:
+    def _holds(self, name: str) -> bool:
+        """Say whether a weight is stored in low bits; those that the config excepts are dense."""
+        source = self._sources[name]
+        if _is_of_experts(name):
+            return self._experts.holds(self._checkpoint, source)
+        return self._layout is not None and self._stem(source) is not None
+
+    def _stem(self, source: Source) -> str | None:
+        """Return the name of the quantized layer that holds a linear weight."""
+        assert self._layout is not None
+        names = [name.removesuffix(".weight") for name in (source.name, *source.parts) if name.endswith(".weight")]
+        return next((stem for stem in names if self._layout.holds(self._checkpoint, stem)), None)
+
+    def _describe(self, name: str) -> tuple[LowBit, set[str]]:
+        if name not in self._described:
+            source, shape = self._sources[name], self._shapes[name]
+            find = self._experts.describe if _is_of_experts(name) else self._describe_linear
+            self._described[name] = find(self._checkpoint, source, shape)
+        return self._described[name]
+
+    def _mixture(self, stem: str) -> LowBit | None:
+        """Return the format of a mixture's weights; None where they are dense."""
+        names = [f"{stem}.{name}" for name in EXPERT_WEIGHTS]
+        held = [name for name in names if self._holds(name)]
+        if not held:
+            return None
+        if len(held) != len(names):
+            raise UnsupportedModelError(
+                f"{self._sources[names[0]].name}: one of the two weights of its experts is in low bits, the other is "
+                "dense; supported: both alike"
+            )
+        columns = [self._shapes[name][-1] for name in names]
+        return common_format([self._describe(name)[0] for name in names], columns, self._sources[names[0]].name)
+
+    def _describe_linear(
+        self, checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]
+    ) -> tuple[LowBit, set[str]]:
+        layout, stem = self._layout, self._stem(source)
+        assert layout is not None
+        assert stem is not None
+        if source.plus_one or source.transposed or source.alternating or source.strides or source.interleaved:
             raise UnsupportedModelError(f"{source.name} cannot be read in low bits: its rows are arranged anew")
-        tensors = Tensors(checkpoint, _stem(source))
-        stored, endings = self._layout.describe(tensors, _whole(tensors, source, shape, self._layout))
+        tensors = Tensors(checkpoint, stem)
+        stored, endings = layout.describe(tensors, _whole(tensors, source, shape, layout))
         if source.rows is not None and any(edge % stored.scale_rows for edge in source.rows):
             raise UnsupportedModelError(
                 f"{source.name}: a block of its scales holds rows of two weights, at row {source.rows[1]}"
             )
-        return stored, endings
+        above = stem.rsplit(".", 1)[0]
+        idle = {place + ending for ending in layout.idle for place in (stem, above)}
+        return stored, {stem + ending for ending in endings} | idle
+
+    def _read(self, source: Source, shape: tuple[int, ...]) -> dict[str, Array]:
+        layout, stem = self._layout, self._stem(source)
+        assert layout is not None
+        assert stem is not None
+        tensors = Tensors(self._checkpoint, stem)
+        whole = _whole(tensors, source, shape, layout)
+        arrays = layout.read(tensors, whole)
+        if source.rows is None:
+            return arrays
+        stored, _ = layout.describe(tensors, whole)
+        begin, end = source.rows
+        return {port: values[slice(*_cut(stored, port, begin, end))] for port, values in arrays.items()}
 
 
-def _stem(source: Source) -> str:
-    return source.name.removesuffix(".weight")
+def _is_of_experts(name: str) -> bool:
+    return name.rpartition(".")[2] in EXPERT_WEIGHTS
 
 
 def _cut(stored: LowBit, port: str, begin: int, end: int) -> tuple[int, int]:

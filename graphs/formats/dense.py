@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ortolan.graphs.builder import FLOAT, Tensor, emitters
-from ortolan.graphs.parts import Linear, Normed, Parts
+from ortolan.graphs.parts import EXPERT_WEIGHTS, Linear, Normed, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,14 @@ class Dense:
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors: the weight itself."""
         return {name: (dtype, shape)}
+
+    def experts(
+        self, parts: Parts, path: str, inputs: Mapping[str, Tensor | None], attributes: Mapping[str, Any]
+    ) -> Tensor:
+        """Add a MoeExperts."""
+        weights = {name: parts.weight(f"{path}.experts.{name}".replace("/", ".")) for name in EXPERT_WEIGHTS}
+        (y,) = parts.graph.operator(f"{path}/MoeExperts", emitters.moe_experts, {**inputs, **weights}, **attributes)
+        return y
 
     def plain(self, parts: Parts, linear: Linear) -> Tensor:
         """Add a Gemm, a Cast where the result is float32, and an Add of the residual."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ortolan.element_types import element_type
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Tensor, emitters
 from ortolan.graphs.formats.blocks import Blocks
-from ortolan.graphs.parts import Linear, Normed, Parts
+from ortolan.graphs.parts import EXPERT_WEIGHTS, Linear, Normed, Parts
 
 Kind: TypeAlias = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 Stored: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]  # element type and shape by port or tensor
@@ -48,19 +49,19 @@ class LowBit:
         return columns // (self.group_size or columns)
 
     def ports(self, shape: tuple[int, ...], dtype: str) -> Stored:
-        """List what is stored of a weight [N, K], by the ports of LowBitLinear."""
-        rows, columns = shape
+        """List what is stored of a weight [N, K], or of a stack of them, by the ports of LowBitLinear."""
+        *stack, rows, columns = shape
         groups = self.groups(columns)
-        stored: Stored = {"codes": ("uint8", (rows, columns * self.bits // 8))}
+        stored: Stored = {"codes": ("uint8", (*stack, rows, columns * self.bits // 8))}
         if self.kind in INTEGERS:
-            stored["scales"] = (dtype, (rows, groups))
+            stored["scales"] = (dtype, (*stack, rows, groups))
             if self.zero_points:
-                stored["zero_points"] = ("uint8", (rows, -(-groups * self.bits // 8)))
+                stored["zero_points"] = ("uint8", (*stack, rows, -(-groups * self.bits // 8)))
         if self.kind in ("mxfp4", "nvfp4"):
-            stored["scale_codes"] = ("uint8", (rows, groups))
+            stored["scale_codes"] = ("uint8", (*stack, rows, groups))
         if self.kind in ("fp8", "nvfp4"):
             width = groups if self.kind == "fp8" else 1
-            stored["float_scales"] = ("float32", (-(-rows // self.scale_rows), width))
+            stored["float_scales"] = ("float32", (*stack, -(-rows // self.scale_rows), width))
         return stored
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> Stored:
@@ -104,6 +105,26 @@ class LowBit:
         )
         if linear.residual is not None:
             parts.graph.describe(y, parts.options.onnx_type, (parts.row_axis, shape[0]))
+        return y
+
+    def experts(
+        self, parts: Parts, path: str, inputs: Mapping[str, Tensor | None], attributes: Mapping[str, Any]
+    ) -> Tensor:
+        """Add a LowBitExperts."""
+        weights = {}
+        for name in EXPERT_WEIGHTS:
+            stem = f"{path}.experts.{name}".replace("/", ".")
+            for port, stored in self._ports(parts, parts.shapes[stem]):
+                weights[f"{name}_{port}"] = self._tensor(parts, stem, port, stored)
+        (y,) = parts.graph.operator(
+            f"{path}/LowBitExperts",
+            emitters.low_bit_experts,
+            {**inputs, **weights},
+            format=self.kind,
+            group_size=self.group_size,
+            scale_rows=self.scale_rows,
+            **attributes,
+        )
         return y
 
     def rows(self, parts: Parts, stem: str, indices: Tensor) -> Tensor:

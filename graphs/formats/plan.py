@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ortolan.errors import ConfigError, UnsupportedModelError
+from ortolan.errors import ConfigError
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import BLOCK_SIZES, INTEGERS, Kind, LowBit, Stored
 from ortolan.graphs.kinds import Shapes
-from ortolan.graphs.parts import Formats, WeightFormat
+from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import joint_weights, weight_groups, weight_shapes
 
 CHANNEL = "channel"
 GROUP_SIZES = (32, 64, 128)
 EMBEDDING = "embedding"
+MXFP4_GROUP = 32
+ROUTERS = (".mlp.router.weight", ".mlp.shared_gate.weight")
 DENSE = Dense()
 
 
@@ -24,9 +26,9 @@ class Wish:
     """What the caller asks of weights that are quantized.
 
     Attributes:
-        kind: "int4", "int8" or "fp8".
-        group_size: columns that share a scale; "channel" for a row; None takes a row of fp8, and of int4 and int8 the
-            largest size, up to 128, that divides all weights.
+        kind: "int4", "int8", "fp8" or "mxfp4".
+        group_size: columns that share a scale; "channel" for a row; None takes a row of fp8, 32 of mxfp4, and of int4
+            and int8 the largest size, up to 128, that divides all weights.
         zero_points: whether int4 and int8 have them.
         head: format of the head: "int8" or "dense".
     """
@@ -40,21 +42,21 @@ class Wish:
 def linear_stems(config: ModelConfig) -> list[str]:
     """List the weights of linear layers that are quantized, without the head.
 
-    Raises:
-        UnsupportedModelError: the layers are of a kind whose weights have no low-bit kernels.
+    What chooses experts stays dense: it is small, and a different choice is not a small error.
     """
-    for layer in config.layers:
-        if layer.mlp.kind != "gated":
-            raise UnsupportedModelError(
-                "the experts of a mixture cannot be exported in low bits; export it without weight_format"
-            )
     inside = (".attention.", ".delta.", ".mlp.")
     names = [
         name
         for name, shape in weight_shapes(config).items()
         if len(shape) == 2 and name.endswith(".weight") and any(part in name for part in inside)
     ]
-    return [name.removesuffix(".weight") for name in names]
+    return [name.removesuffix(".weight") for name in names if not name.endswith(ROUTERS)]
+
+
+def expert_stems(config: ModelConfig) -> list[str]:
+    """List the mixtures, each by the name that its experts' weights begin with."""
+    names = [name.rpartition(".") for name in weight_shapes(config)]
+    return [stem for stem, _, last in names if last == EXPERT_WEIGHTS[0] and stem.endswith(".experts")]
 
 
 def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
@@ -65,10 +67,11 @@ def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
 
     Raises:
         ConfigError: the group size does not divide the columns of a weight.
-        UnsupportedModelError: see `linear_stems`.
     """
     shapes, stems = weight_shapes(config), linear_stems(config)
+    mixtures = expert_stems(config)
     columns = {stem: shapes[f"{stem}.weight"][1] for stem in stems}
+    columns |= {f"{stem}.{name}": shapes[f"{stem}.{name}"][2] for stem in mixtures for name in EXPERT_WEIGHTS}
     chosen = _chosen_format(wish, columns)
     by_stem: dict[str, WeightFormat] = dict.fromkeys(stems, chosen)
     head = EMBEDDING if config.tied_embeddings else "head"
@@ -78,27 +81,33 @@ def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
         stored = LowBit(kind="int8", group_size=size)
         by_stem[head] = stored
         lookup = stored if config.tied_embeddings else None
-    return with_joints(config, Formats(default=DENSE, by_stem=by_stem, lookup=lookup))
+    return with_joints(
+        config, Formats(default=DENSE, by_stem=by_stem, experts=dict.fromkeys(mixtures, chosen), lookup=lookup)
+    )
 
 
 def _chosen_format(wish: Wish, columns: Mapping[str, int]) -> LowBit:
-    if wish.group_size == CHANNEL or (wish.group_size is None and wish.kind == "fp8"):
-        size = 0
-    elif wish.group_size is None:
-        size = next((s for s in reversed(GROUP_SIZES) if all(width % s == 0 for width in columns.values())), 0)
-    else:
-        size = int(wish.group_size)
-        wrong = [f"{width} of {stem}" for stem, width in columns.items() if width % size]
-        if wrong:
-            raise ConfigError(
-                f"group_size {size} does not divide the input features {wrong[0]}; give one that does, or "
-                f'"{CHANNEL}" for one scale per output feature'
-            )
+    size = _chosen_group(wish, columns)
     odd = [f"{width} of {stem}" for stem, width in columns.items() if width % 2]
     if odd and wish.kind == "int4":
         raise ConfigError(f"int4 packs two weights in a byte; the input features {odd[0]} are an odd number")
     rows = size if wish.kind == "fp8" and size else 1
     return LowBit(kind=wish.kind, group_size=size, zero_points=wish.zero_points, scale_rows=rows)
+
+
+def _chosen_group(wish: Wish, columns: Mapping[str, int]) -> int:
+    """Return the columns that share a scale; 0 for all of a row."""
+    if wish.group_size == CHANNEL or (wish.group_size is None and wish.kind == "fp8"):
+        return 0
+    if wish.group_size is None and wish.kind != "mxfp4":
+        return next((s for s in reversed(GROUP_SIZES) if all(width % s == 0 for width in columns.values())), 0)
+    size, advice = int(wish.group_size or MXFP4_GROUP), f'give one that does, or "{CHANNEL}" for one scale per row'
+    wrong = [f"{width} of {stem}" for stem, width in columns.items() if width % size]
+    if wrong:
+        if wish.kind == "mxfp4":
+            advice = "mxfp4 has no other; give another weight_format"
+        raise ConfigError(f"group_size {size} does not divide the input features {wrong[0]}; {advice}")
+    return size
 
 
 def _largest_divisor(number: int, sizes: tuple[int, ...]) -> int:
@@ -119,7 +128,7 @@ def with_joints(config: ModelConfig, formats: Formats) -> Formats:
             apart.add(stem)
         else:
             by_stem[stem] = found[0]
-    return Formats(default=formats.default, by_stem=by_stem, apart=frozenset(apart), lookup=formats.lookup)
+    return replace(formats, by_stem=by_stem, apart=frozenset(apart))
 
 
 def stored_groups(config: ModelConfig, formats: Formats, dtype: str) -> Iterator[list[Stored]]:
@@ -137,10 +146,8 @@ def stored_groups(config: ModelConfig, formats: Formats, dtype: str) -> Iterator
 
 
 def _tensors(formats: Formats, name: str, shape: tuple[int, ...], dtype: str) -> Stored:
-    stem = name.removesuffix(".weight")
-    if stem == name:
-        return {name: (dtype, shape)}
-    return formats.of(stem).tensors(name, shape, dtype)
+    stored = formats.stored(name)
+    return {name: (dtype, shape)} if stored is None else stored.tensors(name, shape, dtype)
 
 
 def joint_tensors(config: ModelConfig, formats: Formats, dtype: str) -> dict[str, tuple[str, ...]]:
@@ -166,6 +173,7 @@ __all__ = [
     "GROUP_SIZES",
     "INTEGERS",
     "Wish",
+    "expert_stems",
     "joint_tensors",
     "linear_stems",
     "stored_groups",

@@ -12,6 +12,7 @@ import numpy as np
 
 from ortolan.graphs.builder import Tensor, emitters
 from ortolan.graphs.config import ExpertsConfig
+from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.kinds import LayerKind, Shapes, linear_shapes
 from ortolan.graphs.parts import Normed, Parts
 
@@ -87,21 +88,20 @@ def mix(parts: Parts, index: int, config: ExpertsConfig, inputs: Mapping[str, Te
         normalise=int(config.normalise),
         scale=config.scale,
     )
-    names = ("gate_up", "down", *(("gate_up_bias", "down_bias") if config.bias else ()))
+    biases = ("gate_up_bias", "down_bias") if config.bias else ()
     is_clamped = config.activation == "clamped_silu"
     clamp: dict[str, Any] = {"limit": config.limit, "alpha": config.alpha} if is_clamped else {}
-    (y,) = parts.graph.operator(
-        f"{path}/MoeExperts",
-        emitters.moe_experts,
+    y = parts.formats.experts.get(f"layers.{index}.mlp.experts", Dense()).experts(
+        parts,
+        path,
         {
             "x": inputs["rows"],
             "experts": experts,
             "weights": shares,
-            **{name: parts.weight(f"layers.{index}.mlp.experts.{name}") for name in names},
+            **{name: parts.weight(f"layers.{index}.mlp.experts.{name}") for name in biases},
             "residual": residual,
         },
-        activation=f"{config.activation}_mul",
-        **clamp,
+        {"activation": f"{config.activation}_mul", **clamp},
     )
     if residual is not None:
         parts.graph.describe(y, parts.options.onnx_type, (parts.row_axis, parts.config.hidden_size))

@@ -12,7 +12,7 @@ from stored_weights import read_weight
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
-from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
+from ortolan.errors import CheckpointError, ConfigError
 from ortolan.graphs.formats import low_bit
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
@@ -28,6 +28,8 @@ CASES = {
     "int8": ({"weight_format": "int8"}, 0.01),
     "int8-channel-zero-points": ({"weight_format": "int8", "group_size": "channel", "asymmetric": True}, 0.01),
     "fp8": ({"weight_format": "fp8"}, 0.03),
+    "mxfp4": ({"weight_format": "mxfp4"}, 0.13),
+    "mxfp4-nearest": ({"weight_format": "mxfp4", "quantizer": "nearest"}, 0.13),
     "fp8-blocks": ({"weight_format": "fp8", "group_size": 128}, 0.03),
 }
 
@@ -127,7 +129,7 @@ def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):
         ),
         ({"weight_format": "int4", "group_size": 48}, 'group_size is 48; allowed: 32, 64, 128, or "channel"'),
         ({"weight_format": "fp8", "group_size": 32}, 'group_size is 32; allowed: 128, or "channel"'),
-        ({"weight_format": "int3"}, "weight_format is 'int3'; allowed: dense, int4, int8, fp8"),
+        ({"weight_format": "int3"}, "weight_format is 'int3'; allowed: dense, int4, int8, fp8, mxfp4"),
         ({"group_size": 32}, "group_size needs a weight_format: int4, int8, fp8"),
         ({"weight_format": "dense", "asymmetric": True}, "asymmetric needs a weight_format"),
         ({"weight_format": "fp8", "asymmetric": True}, "fp8 has no zero points"),
@@ -141,12 +143,6 @@ def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
         ortolan.export(source, tmp_path / "out", **options)
     assert message in str(error.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_mixtures_are_refused(tmp_path):
-    source = tiny_checkpoint("mixtral", tmp_path / "hf")
-    with pytest.raises(UnsupportedModelError, match="the experts of a mixture cannot be exported in low bits"):
-        ortolan.export(source, tmp_path / "out", weight_format="int4")
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):
