@@ -212,15 +212,16 @@ struct GroupedProduct {
 
   __device__ __forceinline__ void store_products() const {
     each_row([&](int row, int r, int e) {
-      float* target = scratch.products + scratch.order[tile.first + row] * p.hidden_size;
+      auto* target =
+          static_cast<Element*>(scratch.products) + scratch.order[tile.first + row] * p.hidden_size;
 #pragma unroll
       for (int n = 0; n < 2 * Shape::kColumnTiles; ++n) {
         const int place = column(n / 2) + n % 2 * kHalfColumns;
         if (place >= p.hidden_size) continue;
         const int64_t bias = tile.expert * p.hidden_size + place;
-        *reinterpret_cast<float2*>(target + place) =
-            make_float2(sums[r][n / 2][n % 2][e] + element_at<Element>(p.down_bias, bias),
-                        sums[r][n / 2][n % 2][e + 1] + element_at<Element>(p.down_bias, bias + 1));
+        *reinterpret_cast<uint32_t*>(target + place) =
+            Half<Element>::pack(sums[r][n / 2][n % 2][e] + element_at<Element>(p.down_bias, bias),
+                                sums[r][n / 2][n % 2][e + 1] + element_at<Element>(p.down_bias, bias + 1));
       }
     });
   }
@@ -230,6 +231,9 @@ template <typename Element, int kRows, bool kGated>
 __global__ void __launch_bounds__(kGroupedThreads, 2)
     grouped_kernel(const __grid_constant__ MoeExpertsParams p,
                    const __grid_constant__ ExpertScratch scratch) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  refuse_architecture();  // sm90.cuh takes all of it
+#else
   using Product = GroupedProduct<Element, kRows, kGated>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   launch_dependents();
@@ -248,42 +252,12 @@ __global__ void __launch_bounds__(kGroupedThreads, 2)
     product.store_inner();
   else
     product.store_products();
-}
-
-// y = residual + the sum of a token's products, in the order of its choices; a thread has four features.
-template <typename Element>
-__global__ void __launch_bounds__(kGroupedThreads)
-    combine_kernel(const __grid_constant__ MoeExpertsParams p, const float* products) {
-  launch_dependents();
-  wait_for_previous_kernel();
-  const int64_t place = (int64_t{blockIdx.x} * kGroupedThreads + threadIdx.x) * 4;
-  if (place >= p.num_tokens * p.hidden_size) return;
-  const int64_t token = place / p.hidden_size, column = place % p.hidden_size;
-  float y[4] = {};
-  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair) {
-    if (!exists(p, p.experts[pair])) continue;
-    const float4 product = *reinterpret_cast<const float4*>(products + pair * p.hidden_size + column);
-    const float weight = p.weights[pair];
-    y[0] += weight * product.x;
-    y[1] += weight * product.y;
-    y[2] += weight * product.z;
-    y[3] += weight * product.w;
-  }
-  if (p.residual) {
-    const uint2 residual = *reinterpret_cast<const uint2*>(static_cast<const Element*>(p.residual) + place);
-    const float2 low = Half<Element>::unpack(residual.x), high = Half<Element>::unpack(residual.y);
-    y[0] += low.x;
-    y[1] += low.y;
-    y[2] += high.x;
-    y[3] += high.y;
-  }
-  *reinterpret_cast<uint2*>(static_cast<Element*>(p.y) + place) =
-      make_uint2(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]));
+#endif
 }
 
 template <typename Element, int kRows, bool kGated>
-cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                   const Launch& launch) {
+cudaError_t launch_grouped_tiles(const MoeExpertsParams& p, const ExpertScratch& scratch,
+                                 const Launch& launch) {
   constexpr auto kKernel = grouped_kernel<Element, kRows, kGated>;
   if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
     return error;
@@ -297,25 +271,19 @@ cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratc
 }
 
 template <typename Element, int kRows>
-cudaError_t launch_grouped_products(const MoeExpertsParams& p, const ExpertScratch& scratch,
-                                    const Launch& launch) {
-  const cudaError_t error = launch_grouped_product<Element, kRows, true>(p, scratch, launch);
-  return error != cudaSuccess ? error : launch_grouped_product<Element, kRows, false>(p, scratch, launch);
+cudaError_t launch_grouped_rows(const MoeExpertsParams& p, const ExpertScratch& scratch, bool gated,
+                                const Launch& launch) {
+  return gated ? launch_grouped_tiles<Element, kRows, true>(p, scratch, launch)
+               : launch_grouped_tiles<Element, kRows, false>(p, scratch, launch);
 }
 
 template <typename Element>
-cudaError_t launch_grouped_experts(const MoeExpertsParams& p, const ExpertScratch& scratch,
+cudaError_t launch_grouped_product(const MoeExpertsParams& p, const ExpertScratch& scratch, bool gated,
                                    const Launch& launch) {
   const int64_t pairs_per_expert = p.num_tokens * p.top_k / p.num_experts;
-  const cudaError_t error = pairs_per_expert <= 32 ? launch_grouped_products<Element, 32>(p, scratch, launch)
-                            : pairs_per_expert <= 96
-                                ? launch_grouped_products<Element, 64>(p, scratch, launch)
-                                : launch_grouped_products<Element, 128>(p, scratch, launch);
-  if (error != cudaSuccess) return error;
-  const int64_t threads = p.num_tokens * p.hidden_size / 4;
-  return launch_overlapped(combine_kernel<Element>,
-                           dim3(static_cast<unsigned>(divide_up(threads, kGroupedThreads))),
-                           dim3(kGroupedThreads), 0, launch, p, static_cast<const float*>(scratch.products));
+  if (pairs_per_expert <= 32) return launch_grouped_rows<Element, 32>(p, scratch, gated, launch);
+  return pairs_per_expert <= 96 ? launch_grouped_rows<Element, 64>(p, scratch, gated, launch)
+                                : launch_grouped_rows<Element, 128>(p, scratch, gated, launch);
 }
 
 }  // namespace ortolan::cuda

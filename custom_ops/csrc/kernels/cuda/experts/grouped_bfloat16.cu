@@ -2,7 +2,7 @@
 
 namespace ortolan::cuda {
 
-template cudaError_t launch_grouped_experts<__nv_bfloat16>(const MoeExpertsParams&, const ExpertScratch&,
-                                                           const Launch&);
+template cudaError_t launch_grouped_product<__nv_bfloat16>(const MoeExpertsParams&, const ExpertScratch&,
+                                                           bool, const Launch&);
 
 }  // namespace ortolan::cuda

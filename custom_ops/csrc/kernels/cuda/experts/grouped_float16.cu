@@ -2,7 +2,7 @@
 
 namespace ortolan::cuda {
 
-template cudaError_t launch_grouped_experts<__half>(const MoeExpertsParams&, const ExpertScratch&,
+template cudaError_t launch_grouped_product<__half>(const MoeExpertsParams&, const ExpertScratch&, bool,
                                                     const Launch&);
 
 }  // namespace ortolan::cuda

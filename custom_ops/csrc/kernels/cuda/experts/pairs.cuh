@@ -3,7 +3,9 @@
 // A warp computes an inner feature of one pair (a row of the gate and one of the factor), or a feature of one
 // token's result: a row of down of each of its experts, whose products it adds in the order of the choices.
 // Its lanes share a row's 16-byte pieces, several of them in flight. Rows that are no whole pieces are read
-// element by element. A sum has one order, whatever the number of tokens.
+// element by element. Which experts are chosen is known before the kernel in front of the second product has
+// ended: the first lets the second start when it has seen them, and that fetches weights before it waits. A
+// sum has one order, whatever the number of tokens.
 #pragma once
 
 #include "gate_product.cuh"
@@ -17,6 +19,7 @@ constexpr int kPairThreads = 256;
 constexpr int kPairWarps = kPairThreads / 32;
 
 // Products of kLines rows of weights with a row of inputs each; every lane has all sums. Null rows give 0.
+// Inputs may be what the kernel in front writes.
 template <typename Element, int kLines, bool kWhole>
 __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
                                           const Element* const (&inputs)[kLines], int size,
@@ -25,7 +28,7 @@ __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
 #pragma unroll
   for (float& sum : sums) sum = 0;
   if constexpr (kWhole) {
-    constexpr int kPiece = kPieceSize<Element>, kAtOnce = 4;
+    constexpr int kPiece = kPieceSize<Element>, kAtOnce = 16 / kLines;
     const int pieces = size / kPiece;
     const uint64_t policy = evict_first_policy();
     for (int first = lane; first < pieces; first += kAtOnce * 32) {
@@ -36,6 +39,7 @@ __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
         for (int line = 0; line < kLines; ++line)
           if (const int piece = first + n * 32; lines[line] && piece < pieces)
             weights[line][n] = load_weights(lines[line] + piece * kPiece, policy);
+      if (first == lane) wait_for_previous_kernel();
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n)
 #pragma unroll
@@ -46,6 +50,7 @@ __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
                              sums[line], Element{});
     }
   } else {
+    wait_for_previous_kernel();
     for (int i = lane; i < size; i += 32)
 #pragma unroll
       for (int line = 0; line < kLines; ++line)
@@ -59,8 +64,8 @@ __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
 template <typename Element, bool kWhole>
 __global__ void __launch_bounds__(kPairThreads, 2)
     pair_gate_up_kernel(const __grid_constant__ MoeExpertsParams p, Element* inner, unsigned row_blocks) {
-  launch_dependents();
   wait_for_previous_kernel();
+  launch_dependents();
   const int64_t pair = blockIdx.x / row_blocks;
   const int64_t row = int64_t{blockIdx.x % row_blocks} * kPairWarps + threadIdx.x / 32;
   const int32_t expert = p.experts[pair];
@@ -84,7 +89,6 @@ __global__ void __launch_bounds__(kPairThreads, 2)
     pair_down_kernel(const __grid_constant__ MoeExpertsParams p, const Element* inner, unsigned row_blocks) {
   constexpr int kLines = 4;
   launch_dependents();
-  wait_for_previous_kernel();
   const int64_t token = blockIdx.x / row_blocks;
   const int64_t row = int64_t{blockIdx.x % row_blocks} * kPairWarps + threadIdx.x / 32;
   if (row >= p.hidden_size) return;
@@ -109,6 +113,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
         y += p.weights[token * p.top_k + first + n] *
              (sums[n] + element_at<Element>(p.down_bias, down_row[n]));
   }
+  wait_for_previous_kernel();  // where no expert exists, and a lane has no piece
   const int64_t place = token * p.hidden_size + row;
   if (threadIdx.x % 32 == 0)
     static_cast<Element*>(p.y)[place] = Element(element_at<Element>(p.residual, place) + y);

@@ -4,6 +4,7 @@
 
 #include "codes.cuh"
 #include "dense_params.h"
+#include "dequantise.cuh"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/linear/cublas.h"
@@ -24,25 +25,6 @@ constexpr int kPassTokens = 16;
 constexpr int64_t kFewLowBitTokens = 64;
 // Of a weight of elements, which waits in scratch memory; larger ones are multiplied in passes.
 constexpr int64_t kMaxDenseBytes = int64_t{512} << 20;
-
-// Eight columns of a row, from the `first` code on, whose groups begin and end at multiples of eight columns.
-template <typename Element>
-__device__ __forceinline__ void dequantise_eight(const LowBitWeight& w, int64_t first,
-                                                 const GroupValues& group, Element* dense) {
-  const int bits = static_cast<int>(code_bits(w.format));
-  const uint64_t codes = bits == 8 ? *reinterpret_cast<const uint64_t*>(w.codes + first)
-                                   : *reinterpret_cast<const uint32_t*>(w.codes + first / 2);
-  Element values[8];
-#pragma unroll
-  for (int n = 0; n < 8; ++n)
-    values[n] = Element(group(static_cast<uint32_t>(codes >> n * bits) & ((1u << bits) - 1)));
-#pragma unroll
-  for (int n = 0; n < static_cast<int>(sizeof(values)) / 16; ++n) {
-    uint4 piece;
-    __builtin_memcpy(&piece, reinterpret_cast<const char*>(values) + n * 16, 16);
-    reinterpret_cast<uint4*>(dense + first)[n] = piece;
-  }
-}
 
 // A weight as elements, a row per block. kEights: eight columns at a time.
 template <typename Element, bool kEights>
@@ -65,11 +47,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Element>
 cudaError_t launch_dequantise(const LowBitWeight& w, void* dense, const Launch& launch) {
-  const bool eights =
-      w.columns % 8 == 0 && w.group_size % 8 == 0 && reinterpret_cast<uint64_t>(w.codes) % 8 == 0;
-  return launch_overlapped(eights ? dequantise_kernel<Element, true> : dequantise_kernel<Element, false>,
-                           dim3(static_cast<unsigned>(w.rows)), dim3(kThreads), 0, launch, w,
-                           static_cast<Element*>(dense), static_cast<int>(w.groups()));
+  return launch_overlapped(
+      dequantises_eights(w) ? dequantise_kernel<Element, true> : dequantise_kernel<Element, false>,
+      dim3(static_cast<unsigned>(w.rows)), dim3(kThreads), 0, launch, w, static_cast<Element*>(dense),
+      static_cast<int>(w.groups()));
 }
 
 // The sum of a row of the weight for each token of a pass, for the whole warp; lane n gets token n's.

@@ -111,8 +111,9 @@ struct LowBitFetcher {
         copy_codes(target + stage + half * 512, codes[half] + (valid ? byte : 0), valid);
       const int group = p.plan.first_group(at.step), first = Kind::scale_byte(group) + lane / 16 * 4;
       if (lane / 16 < p.plan.scale_words) {
-        const bool within = lane < 16 || first < p.plan.scale_row_bytes;
-        copy_word(scale_target + stage, whole_word(scales + (within ? first : 0)), within);
+        const uint8_t* word = whole_word(scales + first);
+        const bool within = lane < 16 || word < scales + p.plan.scale_row_bytes;
+        copy_word(scale_target + stage, within ? word : whole_word(scales), within);
       }
       if (Kind::kZeros && lane < 16)
         copy_word(ring + stage + LowBitPlan::kCodesBytes + LowBitPlan::kScalesBytes + lane * 4,

@@ -15,11 +15,14 @@ inline int low_bit_scale_bytes(LowBitFormat format) {
   return format == LowBitFormat::kInt4 || format == LowBitFormat::kInt8 ? 2 : 1;
 }
 
-// Whether an array [rows, row_bytes], of which a step takes `step_bytes`, can be copied in words of 4 bytes
-// such that none holds parts of two steps that both need a word more.
-inline bool has_whole_words(const void* array, int64_t rows, int64_t row_bytes, int64_t step_bytes) {
+// Whether an array [rows, row_bytes] can be copied in words of 4 bytes.
+inline bool has_words(const void* array, int64_t rows, int64_t row_bytes) {
+  return rows * row_bytes % 4 == 0 && reinterpret_cast<uint64_t>(array) % 4 == 0;
+}
+// Whether the `step_bytes` of it that a step takes begin with a word, or lie in one.
+inline bool begins_with_words(int64_t row_bytes, int64_t step_bytes) {
   const int64_t unit = step_bytes >= 4 ? 4 : step_bytes >= 2 ? 2 : 1;
-  return row_bytes % unit == 0 && rows * row_bytes % 4 == 0 && reinterpret_cast<uint64_t>(array) % 4 == 0;
+  return row_bytes % unit == 0;
 }
 
 inline bool is_power_of_two(int64_t x) { return x > 0 && (x & (x - 1)) == 0; }
@@ -55,10 +58,14 @@ inline bool takes_low_bit_stream(const LowBitLinearParams& p, const Device& devi
                        : scale_bytes == 2 ? w.scales
                                           : static_cast<const void*>(w.scale_codes);
   const int64_t scale_rows = (w.rows + w.scale_rows - 1) / w.scale_rows;
-  if (!has_whole_words(scales, scale_rows, groups * scale_bytes, step_groups * scale_bytes)) return false;
+  if (!has_words(scales, scale_rows, groups * scale_bytes)) return false;
+  // Those of a step lie in two words at most.
+  if (step_groups * scale_bytes > 4 && !begins_with_words(groups * scale_bytes, step_groups * scale_bytes))
+    return false;
   const int64_t zero_bits = w.format == LowBitFormat::kInt4 ? 4 : 8;
-  if (w.zero_points &&
-      !has_whole_words(w.zero_points, w.rows, (groups * zero_bits + 7) / 8, step_groups * zero_bits / 8))
+  const int64_t zero_row_bytes = (groups * zero_bits + 7) / 8;
+  if (w.zero_points && !(has_words(w.zero_points, w.rows, zero_row_bytes) &&
+                         begins_with_words(zero_row_bytes, step_groups * zero_bits / 8)))
     return false;
   return (w.columns + step) * 2 + kMostSharedBytes <= device.shared_bytes_per_block;
 }

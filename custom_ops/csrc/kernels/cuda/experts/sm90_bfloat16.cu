@@ -1,0 +1,8 @@
+#include "sm90_launch.cuh"
+
+namespace ortolan::cuda {
+
+template cudaError_t launch_sm90_product<__nv_bfloat16>(const MoeExpertsParams&, const ExpertScratch&, bool,
+                                                        const Launch&);
+
+}  // namespace ortolan::cuda
