@@ -98,15 +98,11 @@ def medians_by_turns(steps: Mapping[str, tuple[Callable[[], object], int]], repe
 
 
 def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """Capture a torch function into a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
+    """Capture a function into a CUDA graph, on the current stream: a `DeviceSession` runs on no other."""
+    for _ in range(3):
+        step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         step()
     return graph.replay
 

@@ -129,8 +129,11 @@ def time_prefill(sequences: int, length: int) -> dict[str, float]:
         steps["peer"] = (captured(peer), 1)
         line = f", outputs differ by {difference:.1e} of the largest"
     found = medians_by_turns(steps)
-    ratio = f", flash-linear-attention {1e3 * found['peer']:.0f} us, ratio {found['peer'] / found['ours']:.2f}{line}"
-    print(f"prefill {sequences} x {length:5}: {1e3 * found['ours']:7.0f} us" + (ratio if peer else ", no peer here"))
+    beside = ", no peer here"
+    if peer:
+        ratio = found["peer"] / found["ours"]
+        beside = f", flash-linear-attention {1e3 * found['peer']:.0f} us, ratio {ratio:.2f}{line}"
+    print(f"prefill {sequences} x {length:5}: {1e3 * found['ours']:7.0f} us{beside}")
     return {"sequences": sequences, "length": length} | {f"{name}_us": 1e3 * ms for name, ms in found.items()}
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from fake_cuda import on_fake_cuda
+from oracle_drafter import Oracle
 from parity import relative_difference
 from sessions import open_with_room
 from tolerances import SAME_LOGITS
@@ -121,3 +122,22 @@ def test_scores_and_refused_calls_leave_them(endless, placed, draw_tokens):
             call()
     session.memory_report()
     assert seen + list(stream) == expected
+
+
+def test_a_draft_is_checked_while_tokens_are_taken(endless, placed, draw_tokens):
+    """Whoever stops behind any token leaves a sequence of just the tokens that were taken."""
+    prompt, question = draw_tokens(PROMPT), draw_tokens(9, seed=3)
+    expected = list(endless.session().generate(prompt, COUNT))
+    oracle = Oracle(tokens=4, right=((*prompt, *expected),), share=0.8)
+    ahead = set()
+    for taken in range(3, 14):
+        session = placed.session()
+        stream = session.generate(prompt, COUNT, speculation=oracle)
+        assert [next(stream) for _ in range(taken)] == expected[:taken]
+        read = session.logical_length
+        session.rewind(read)
+        ahead.add(session.state.lengths.highest - read)
+        assert session.state.tokens == [*prompt, *expected[: taken - 1]][:read]
+        straight = endless.session().prefill([*session.state.tokens, *question])
+        assert relative_difference(session.prefill(question), straight) <= SAME_LOGITS
+    assert max(ahead) > oracle.tokens  # a token and a draft, behind what is left of the draft before
