@@ -38,7 +38,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--weights", default="checkpoint", help="checkpoint (default) or random")
     parser.add_argument(
-        "--weight-format", help="store linear weights as int4, int8, fp8 or dense (default: as the checkpoint has them)"
+        "--weight-format",
+        help="store linear weights, and experts of mixtures, as int4, int8, fp8, mxfp4 or dense (default: as the "
+        "checkpoint has them)",
     )
     parser.add_argument(
         "--group-size",

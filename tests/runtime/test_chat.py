@@ -31,6 +31,96 @@ def test_the_text_is_that_of_transformers(name, prompt):
     assert render_chat(TEMPLATES[name], MESSAGES, {"add_generation_prompt": prompt}) == expected
 
 
+# What templates in the manner of gpt-oss's use: macros that write types and call themselves, namespaces, the date,
+# channels of a message, thinking, calls of tools and their results, and names that the caller gives.
+CHANNELS = """
+{%- macro type_of(spec) -%}
+  {%- if spec.type == "array" -%}{{ type_of(spec["items"]) + "[]" }}
+  {%- elif spec.enum is defined -%}"{{ spec.enum | join('" | "') }}"
+  {%- elif spec.type is iterable and spec.type is not string -%}{{ spec.type | join(" | ") }}
+  {%- else -%}{{ spec.type | default("any") }}
+  {%- endif -%}
+{%- endmacro -%}
+{%- macro tool_text(name, tools) -%}
+  {{- "namespace " + name + "\\n" }}
+  {%- for tool in tools %}
+    {%- set function = tool.function %}
+    {{- "// " + function.description + "\\n" + function.name }}
+    {%- for field, spec in function.parameters.properties.items() %}
+      {{- " " + field + ("" if field in (function.parameters.required or []) else "?") + ": " + type_of(spec) }}
+    {%- endfor %}
+    {{- "\\n" }}
+  {%- endfor %}
+{%- endmacro -%}
+{{- "<|start|>system\\n" + strftime_now("%Y-%m-%d") + " effort " + (reasoning_effort | default("medium")) }}
+{%- if tools %}{{- "\\n" }}{{- tool_text("functions", tools) }}{% endif %}
+{{- "<|end|>" }}
+{%- set last = namespace(call=none) %}
+{%- for message in messages -%}
+  {%- if message.role == "assistant" and message.tool_calls is defined and message.tool_calls %}
+    {%- if message.content and message.thinking %}{{ raise_exception("content and thinking beside a call") }}{% endif %}
+    {%- set call = message.tool_calls[0].function %}
+    {%- set last.call = call.name %}
+    {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary<|message|>" }}
+    {{- call.arguments | tojson }}
+    {{- "<|call|>" }}
+  {%- elif message.role == "assistant" %}
+    {%- if loop.last and not add_generation_prompt and message.thinking is defined %}
+      {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+    {%- endif %}
+    {{- "<|start|>assistant<|channel|>final<|message|>" + message.content }}
+    {{- "<|return|>" if loop.last else "<|end|>" }}
+  {%- elif message.role == "tool" %}
+    {%- if last.call is none %}{{ raise_exception("a result without a call") }}{% endif %}
+    {{- "<|start|>functions." + last.call + " to=assistant<|message|>" + message.content | tojson + "<|end|>" }}
+  {%- else %}
+    {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+  {%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<|start|>assistant" }}{% endif -%}
+"""
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Köln", "days": 2}}}
+CHANNEL_MESSAGES = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"rain": true}'},
+    {"role": "assistant", "content": "Yes.", "thinking": "It says so."},
+]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string"},
+                "days": {"type": ["integer", "null"]},
+                "units": {"type": "array", "items": {"type": "string", "enum": ["C", "F"]}},
+            },
+            "required": ["place"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("variables", [{}, {"reasoning_effort": "high"}, {"tools": [WEATHER]}])
+def test_templates_with_channels_and_tools_give_the_text_of_transformers(variables, prompt):
+    messages = CHANNEL_MESSAGES[:3] if prompt else CHANNEL_MESSAGES
+    names = {"add_generation_prompt": prompt, **variables}
+    (expected,), _ = render_jinja_template([messages], chat_template=CHANNELS, **names)
+    assert render_chat(CHANNELS, messages, names) == expected
+    assert "to=functions.weather<|channel|>commentary" in expected
+    assert ("<|channel|>analysis" in expected) != prompt
+    assert ('units?: "C" | "F"[]' in expected) == ("tools" in variables)
+
+
+def test_a_template_with_channels_may_refuse_messages():
+    with pytest.raises(ConfigError, match="a result without a call"):
+        render_chat(CHANNELS, CHANNEL_MESSAGES[2:3], {"add_generation_prompt": True})
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -138,6 +138,12 @@ struct DenseStack {
   int64_t rows;
   int64_t columns;
 
+  // Where an input's value of a column lies, and a row of them put there.
+  int64_t place(int64_t column) const { return column; }
+  void place(const float* source, int64_t count, float* target) const {
+    std::memcpy(target, source, count * sizeof(float));
+  }
+
   // Gives store(input, row, product) the products of rows first .. of an expert's weight with all inputs.
   template <typename Store>
   void multiply(int64_t expert, int64_t first, int64_t count, const InputRows& inputs, Store store) const {
@@ -154,9 +160,18 @@ class ExpertLayer {
         gate_up_(gate_up),
         down_(down),
         lists_(ExpertLists::of(p)),
-        inner_(new float[p.num_tokens * p.top_k * p.inner_size]) {
+        inner_(new float[p.num_tokens * p.top_k * p.inner_size]),
+        placed_(std::is_same_v<Stack, DenseStack<float>> ? nullptr
+                                                         : new float[p.num_tokens * p.hidden_size]) {
+    x_ = placed_.get();
     const Element* x = static_cast<const Element*>(p.x);
-    x_ = unpacked_rows(x, p.num_tokens * p.hidden_size, buffer_for(x));
+    if constexpr (std::is_same_v<Stack, DenseStack<float>>) x_ = x;
+    if (!placed_) return;
+    std::unique_ptr<float[]> row(new float[p.hidden_size]);
+    for (int64_t t = 0; t < p.num_tokens; ++t) {
+      for (int64_t i = 0; i < p.hidden_size; ++i) row[i] = to_float(x[t * p.hidden_size + i]);
+      gate_up.place(row.get(), p.hidden_size, placed_.get() + t * p.hidden_size);
+    }
   }
 
   void run(ParallelFor& parallel) {
@@ -168,11 +183,6 @@ class ExpertLayer {
 
  private:
   static int64_t divide(int64_t rows) { return (rows + kTaskWeightRows - 1) / kTaskWeightRows; }
-  float* buffer_for(const float*) { return nullptr; }
-  float* buffer_for(const Half*) {
-    unpacked_.reset(new float[p_.num_tokens * p_.hidden_size]);
-    return unpacked_.get();
-  }
   static float element_at(const void* values, int64_t index) {
     return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;
   }
@@ -187,10 +197,11 @@ class ExpertLayer {
     const int64_t expert = lists_.experts[place], factor = p_.inner_size + first;
     const int64_t biases = expert * 2 * p_.inner_size;
     gate_up_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
-      inner_row(begin + i)[first + row] = sum + element_at(p_.gate_up_bias, biases + first + row);
+      inner_row(begin + i)[down_.place(first + row)] =
+          sum + element_at(p_.gate_up_bias, biases + first + row);
     });
     gate_up_.multiply(expert, factor, count, inputs, [&](int64_t i, int64_t row, float sum) {
-      float& place = inner_row(begin + i)[first + row];
+      float& place = inner_row(begin + i)[down_.place(first + row)];
       Element rounded;
       from_float(gated(p_, place, sum + element_at(p_.gate_up_bias, biases + factor + row)), rounded);
       place = to_float(rounded);
@@ -225,9 +236,10 @@ class ExpertLayer {
   const ExpertStep& p_;
   const Stack gate_up_, down_;
   const ExpertLists lists_;
-  const std::unique_ptr<float[]> inner_;  // [pairs grouped by expert, I], rounded to Element
-  std::unique_ptr<float[]> unpacked_;
-  const float* x_ = nullptr;  // [T, H]
+  // Both with the values of a row where the weights want them.
+  const std::unique_ptr<float[]> inner_;   // [pairs grouped by expert, I], rounded to Element
+  const std::unique_ptr<float[]> placed_;  // [T, H]; null where x is read as it is
+  const float* x_;
 };
 
 template <typename Element>

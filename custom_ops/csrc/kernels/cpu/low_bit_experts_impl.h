@@ -11,6 +11,11 @@ template <typename Element>
 struct CodeStack {
   StackedWeight weights;
 
+  int64_t place(int64_t column) const { return input_place(weights.first, column); }
+  void place(const float* source, int64_t count, float* target) const {
+    place_input(weights.first, source, count, target);
+  }
+
   template <typename Store>
   void multiply(int64_t expert, int64_t first, int64_t count, const InputRows& inputs, Store store) const {
     const LowBitWeight weight = weights.of(expert);

@@ -26,14 +26,20 @@ class LowBitLayer {
   // A row of inputs in float32, normalised and rounded where there is a norm.
   void prepare(int64_t token) {
     const int64_t size = p_.num_inputs;
-    float* row = x_.get() + token * size;
+    std::unique_ptr<float[]> values(new float[size]);
+    float* row = values.get();
     double squares = 0;
     for (int64_t i = 0; i < size; ++i) {
       row[i] = element_at(p_.input, token * size + i);
       squares += static_cast<double>(row[i]) * row[i];
     }
-    inputs_.rows[token] = row;
-    if (!p_.norm_weight) return;
+    if (p_.norm_weight) normalise(row, squares);
+    inputs_.rows[token] = x_.get() + token * size;
+    place_input(p_.weight, row, size, x_.get() + token * size);
+  }
+
+  void normalise(float* row, double squares) {
+    const int64_t size = p_.num_inputs;
     const float factor = static_cast<float>(1.0 / std::sqrt(squares / size + p_.epsilon));
     for (int64_t i = 0; i < size; ++i) {
       Element rounded;
@@ -75,7 +81,7 @@ class LowBitLayer {
 
   const LowBitLinearParams& p_;
   InputRows inputs_;
-  const std::unique_ptr<float[]> x_;  // [T, K]
+  const std::unique_ptr<float[]> x_;  // [T, K], where codes want it
 };
 
 inline void low_bit_linear(const LowBitLinearParams& p, ParallelFor& parallel) {
