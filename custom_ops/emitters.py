@@ -299,9 +299,9 @@ def moe_experts(
     float32; h and y are rounded to T1. The first I rows of an expert's gate_up are the gate, the last I the
     factor: act(gate) * factor. clamped_silu_mul: with gate = min(gate, limit) and factor between -limit and
     limit, gate * sigmoid(alpha * gate) * (factor + 1). Deterministic. A token's result does not depend on
-    the other tokens, as long as one kernel family serves the step: on CUDA, steps of up to 32 pairs of
-    token and expert have one, larger ones of 16-bit elements another. An expert outside 0 .. E - 1 is
-    refused on the CPU; on CUDA it adds nothing.
+    the other tokens, as long as one kernel family serves the step: on CUDA, steps of up to 8 (or E / 8)
+    pairs of token and expert have one, larger ones of 16-bit elements another, which rounds each expert's
+    down @ h + down_bias to T1. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.
 
     Args:
         x: [T, H] T1. Rows of H features.
@@ -458,8 +458,10 @@ def low_bit_experts(
     MoeExperts over weights of few bits: each expert's gate_up [2 * I, H] and down [H, I] as LowBitLinear
     describes a weight, one behind the other; Gh = H / group_size and Gi = I / group_size groups, one if
     that is 0. Both have one format. Sums are float32; the inner rows and y are rounded to T1. Only the
-    chosen experts' weights are read. Deterministic. What a token's result may depend on is as in
-    MoeExperts. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.
+    chosen experts' weights are read. Deterministic. A token's result does not depend on the other tokens,
+    as long as one kernel family serves the step: on CUDA, steps of up to 32 * E pairs of token and expert
+    have one, larger ones of 16-bit elements another, for which weights are rounded to T1; both round each
+    expert's share of y to T1. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.
 
     Args:
         x: [T, H] T1. Rows of H features.

@@ -11,9 +11,9 @@ MOE_EXPERTS = Operator(
     "and y are rounded to T1. The first I rows of an expert's gate_up are the gate, the last I the factor: "
     "act(gate) * factor. clamped_silu_mul: with gate = min(gate, limit) and factor between -limit and limit, "
     "gate * sigmoid(alpha * gate) * (factor + 1). Deterministic. A token's result does not depend on the other "
-    "tokens, as long as one kernel family serves the step: on CUDA, steps of up to 32 pairs of token and expert "
-    "have one, larger ones of 16-bit elements another. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA "
-    "it adds nothing.",
+    "tokens, as long as one kernel family serves the step: on CUDA, steps of up to 8 (or E / 8) pairs of token "
+    "and expert have one, larger ones of 16-bit elements another, which rounds each expert's down @ h + down_bias to "
+    "T1. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.",
     inputs=(
         Port(name="x", shape="[T, H]", type=ELEMENT, doc="Rows of H features."),
         Port(name="experts", shape="[T, K]", type=INT32, doc="Experts of each token."),

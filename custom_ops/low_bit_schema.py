@@ -68,8 +68,10 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
         doc="MoeExperts over weights of few bits: each expert's gate_up [2 * I, H] and down [H, I] as LowBitLinear "
         "describes a weight, one behind the other; Gh = H / group_size and Gi = I / group_size groups, one if that is "
         "0. Both have one format. Sums are float32; the inner rows and y are rounded to T1. Only the chosen experts' "
-        "weights are read. Deterministic. What a token's result may depend on is as in MoeExperts. An expert outside "
-        "0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.",
+        "weights are read. Deterministic. A token's result does not depend on the other tokens, as long as one kernel "
+        "family serves the step: on CUDA, steps of up to 32 * E pairs of token and expert have one, larger ones of "
+        "16-bit elements another, for which weights are rounded to T1; both round each expert's share of y to T1. An "
+        "expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.",
         inputs=(X, EXPERTS, WEIGHTS, GATE_UP[0], DOWN[0], *GATE_UP[1:], *DOWN[1:], GATE_UP_BIAS, DOWN_BIAS, RESIDUAL),
         outputs=(Port(name="y", shape="[T, H]", type=ELEMENT, doc="The result.", spends=15),),
         attributes=(

@@ -1,4 +1,6 @@
 // MoeExperts: which kernel family takes a call.
+#include <algorithm>
+
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/operators.generated.h"
 #include "slices.h"
@@ -6,10 +8,11 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int64_t kFewPairs = 8;  // with more, experts may be shared by pairs
+// Above, an expert is likely to be shared by pairs, or a tile of its rows to find enough of them.
+int64_t few_pairs(const MoeExpertsParams& p) { return std::max<int64_t>(8, p.num_experts / 8); }
 
 bool is_grouped(const MoeExpertsParams& p) {
-  return p.num_tokens * p.top_k > kFewPairs && takes_grouped_experts(p) &&
+  return p.num_tokens * p.top_k > few_pairs(p) && takes_grouped_experts(p) &&
          has_whole_pieces(0, {p.gate_up, p.down});
 }
 

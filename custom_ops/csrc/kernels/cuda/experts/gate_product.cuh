@@ -14,8 +14,10 @@ __device__ __forceinline__ float gate_product(const ExpertStep& p, float gate, f
 }
 
 // The same for results that are rounded to 16 bits.
+template <GatedActivation kActivation>
 __device__ __forceinline__ float gate_product_nearly(const ExpertStep& p, float gate, float factor) {
-  if (p.activation != GatedActivation::kClampedSiluMul) return activate_nearly(p.activation, gate) * factor;
+  if constexpr (kActivation != GatedActivation::kClampedSiluMul)
+    return activate_nearly(kActivation, gate) * factor;
   gate = clamp_above(gate, p.limit);
   return __fdividef(gate, 1.0f + __expf(-p.alpha * gate)) * (clamp_both(factor, p.limit) + 1.0f);
 }

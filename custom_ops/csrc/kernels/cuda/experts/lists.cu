@@ -13,7 +13,7 @@ namespace ortolan::cuda {
 namespace {
 
 constexpr int kThreads = 1024, kGatherThreads = 256;
-constexpr int kAtOnce = 4;  // pairs or pieces that a thread has on their way
+constexpr int kAtOnce = 8;  // pairs or pieces that a thread has on their way
 constexpr int kWarps = kThreads / 32;
 
 // The sum over the block, in every thread; `sums` [kWarps] is free once all threads have passed the next

@@ -16,7 +16,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int64_t kAloneTokens = 2;  // with more, pairs that share an expert read it together
 // Up to here, passes over the codes are faster than weights of elements.
-constexpr int64_t kFewPairsPerExpert = 48;
+constexpr int64_t kFewPairsPerExpert = 32;
 // Of weights of elements, which wait in scratch memory.
 constexpr int64_t kMaxDenseBytes = int64_t{512} << 20;
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void dot_lines(const Element* const (&lines)[kLines],
 #pragma unroll
   for (float& sum : sums) sum = 0;
   if constexpr (kWhole) {
-    constexpr int kPiece = kPieceSize<Element>, kAtOnce = 16 / kLines;
+    constexpr int kPiece = kPieceSize<Element>, kAtOnce = 4;
     const int pieces = size / kPiece;
     const uint64_t policy = evict_first_policy();
     for (int first = lane; first < pieces; first += kAtOnce * 32) {

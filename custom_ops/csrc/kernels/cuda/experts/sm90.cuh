@@ -22,14 +22,14 @@ struct ExpertSm90Shape {
   static constexpr int kInner = 64;           // inputs of a step: 128 bytes
   static constexpr int kBoxPairs = 16;        // of a tensor copy
   static constexpr int kStages = 4;
-  static constexpr int kCluster = 2;  // blocks; of the weights each loads a half
+  static constexpr int kMostCluster = 2;  // blocks; of the weights each loads its share
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kWeightBytes = 2 * kHalf * 128;
   static constexpr int kStageBytes = kWeightBytes + kMostColumns * 128;
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
   // Of a thread; together what the block is launched with.
-  static constexpr int kLoadRegisters = 24;
-  static constexpr int kComputeRegisters = 240;
+  static constexpr int kLoadRegisters = 40;
+  static constexpr int kComputeRegisters = 232;
 };
 
 struct ExpertSm90Params {
@@ -52,26 +52,26 @@ struct ExpertSm90Tile {
 
 // The tiles of a block, in the order in which it takes them.
 struct ExpertSm90Tiles {
-  static constexpr int kMostPairs = ExpertSm90Shape::kCluster * kMostColumns;  // of a cluster's tiles
   const int32_t* offsets;
   int experts, row_tiles, rows;  // rows: of a tile
-  int rank;                      // in the cluster
+  int cluster, rank;             // blocks of the cluster, and this one's place
   int number;                    // of the cluster's next tiles
   int expert = 0, begin = 0;     // begin: number of the expert's first tiles
 
   __device__ __forceinline__ bool next(ExpertSm90Tile& tile) {
     for (; expert < experts; ++expert) {
       const int first = offsets[expert], pairs = offsets[expert + 1] - first;
-      const int parts = (pairs + kMostPairs - 1) / kMostPairs, local = number - begin;
+      const int most = cluster * kMostColumns;
+      const int parts = (pairs + most - 1) / most, local = number - begin;
       if (local >= parts * row_tiles) {
         begin += parts * row_tiles;
         continue;
       }
-      const int blocks = parts * ExpertSm90Shape::kCluster, size = (pairs + blocks - 1) / blocks;
-      const int skipped = (local % parts * ExpertSm90Shape::kCluster + rank) * size;
+      const int blocks = parts * cluster, size = (pairs + blocks - 1) / blocks;
+      const int skipped = (local % parts * cluster + rank) * size;
       const int count = min(pairs - skipped, size);
       tile = {expert, first + skipped, count, (max(count, 1) + 15) / 16 * 16, local / parts * rows};
-      number += static_cast<int>(gridDim.x) / ExpertSm90Shape::kCluster;
+      number += static_cast<int>(gridDim.x) / cluster;
       return true;
     }
     return false;
@@ -87,7 +87,8 @@ struct ExpertSm90Block {
   const ExpertSm90Params& p;
   Handover<Shape::kStages>& buffers;
   uint32_t stages;  // address of the ring
-  int rank;         // in the cluster
+  int cluster;      // blocks of the cluster
+  int rank;         // in it
 
   template <typename Visit>
   __device__ __forceinline__ void each_tile(Visit&& visit) const {
@@ -95,29 +96,39 @@ struct ExpertSm90Block {
                           static_cast<int>(p.layer.num_experts),
                           p.row_tiles,
                           Shape::kHalf * (kGated ? 1 : 2),
+                          cluster,
                           rank,
-                          static_cast<int>(blockIdx.x) / Shape::kCluster};
+                          static_cast<int>(blockIdx.x) / cluster};
     for (ExpertSm90Tile tile; tiles.next(tile);) visit(tile);
   }
   __device__ __forceinline__ uint32_t address(const Stage& at) const {
     return stages + at.place * Shape::kStageBytes;
   }
-  // For one warp. A stage is filled by both blocks, once both have read what it held.
+  // A step's weights: this block's share, for all blocks of the cluster.
+  __device__ __forceinline__ void load_weights(const ExpertSm90Tile& tile, int step, uint32_t target,
+                                               Barrier& full) const {
+    for (int half = rank; half < 2; half += cluster) {
+      const int row = tile.row + (kGated ? 0 : half * Shape::kHalf);
+      const int weight = kGated ? tile.expert * 2 + half : tile.expert;
+      if (cluster == 1)
+        copy_box(target + half * Shape::kHalf * 128, p.weight, step * Shape::kInner, row, weight, full);
+      else
+        copy_box(target + half * Shape::kHalf * 128, p.weight, step * Shape::kInner, row, weight, full,
+                 static_cast<uint16_t>((1 << Shape::kMostCluster) - 1));
+    }
+  }
+  // For one warp. A stage is filled by all blocks, once all have read what it held.
   __device__ __forceinline__ void load() const {
-    constexpr uint16_t kBoth = (1 << Shape::kCluster) - 1;
     const int lane = threadIdx.x % 32;
     Stage at;
     each_tile([&](const ExpertSm90Tile& tile) {
-      const int row = tile.row + (kGated ? 0 : rank * Shape::kHalf);
-      const int weight = kGated ? tile.expert * 2 + rank : tile.expert;
 #pragma unroll 1
       for (int step = 0; step < p.steps; ++step, at.advance()) {
         buffers.wait_empty(at);
         Barrier& full = buffers.full[at.place];
         if (lane == 0) {
           full.arrive_expecting(Shape::kWeightBytes + tile.columns * 128);
-          copy_box(address(at) + rank * Shape::kHalf * 128, p.weight, step * Shape::kInner, row, weight, full,
-                   kBoth);
+          load_weights(tile, step, address(at), full);
         }
         __syncwarp();
         if (lane < tile.columns / Shape::kBoxPairs)
@@ -154,7 +165,9 @@ struct ExpertSm90Group {
   }
   __device__ __forceinline__ void release(int place) const {
     __syncwarp();
-    if (threadIdx.x % 32 < Shape::kCluster) block.buffers.empty[place].arrive_at(threadIdx.x % 32);
+    const int lane = threadIdx.x % 32;
+    if (block.cluster > 1 && lane < block.cluster) block.buffers.empty[place].arrive_at(lane);
+    if (block.cluster == 1 && lane == 0) block.buffers.empty[place].arrive();
   }
   // All products of a tile; while a step's run, the next one's are started.
   template <int kColumns>
@@ -190,6 +203,7 @@ struct ExpertSm90Group {
       if (n * 8 < tile.count) store(n);
   }
   // The activations, each pair's eight features in four lanes.
+  template <GatedActivation kActivation>
   __device__ __forceinline__ void store_inner(const ExpertSm90Tile& tile) const {
     const MoeExpertsParams& p = block.p.layer;
     const int lane = threadIdx.x % 32, own = tile.row + group * 64 + threadIdx.x / 32 % 4 * 16;
@@ -207,15 +221,25 @@ struct ExpertSm90Group {
         float values[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          values[i] = gate_product_nearly(p, sums[0][n * 4 + half * 2 + i] + bias[half][0],
-                                          sums[1][n * 4 + half * 2 + i] + bias[half][1]);
+          values[i] = gate_product_nearly<kActivation>(p, sums[0][n * 4 + half * 2 + i] + bias[half][0],
+                                                       sums[1][n * 4 + half * 2 + i] + bias[half][1]);
         const uint32_t features = transpose_matrix(Half<Element>::pack(values[0], values[1]));
         if (pair < tile.count && own + half * 8 < p.inner_size)
           *reinterpret_cast<uint32_t*>(inner + (tile.first + pair) * p.inner_size + half * 8) = features;
       }
     });
   }
-  __device__ __forceinline__ void store_products(const ExpertSm90Tile& tile) const {
+  __device__ __forceinline__ void store_inner(const ExpertSm90Tile& tile) const {
+    const GatedActivation activation = block.p.layer.activation;
+    if (activation == GatedActivation::kSiluMul) return store_inner<GatedActivation::kSiluMul>(tile);
+    if (activation == GatedActivation::kGeluTanhMul) return store_inner<GatedActivation::kGeluTanhMul>(tile);
+    if (activation == GatedActivation::kClampedSiluMul)
+      return store_inner<GatedActivation::kClampedSiluMul>(tile);
+    store_inner<GatedActivation::kGeluMul>(tile);
+  }
+  // `pairs`: the tile's pairs, 32 after 32, one in each lane.
+  __device__ __forceinline__ void store_products(const ExpertSm90Tile& tile,
+                                                 const int (&pairs)[kMostColumns / 32]) const {
     const MoeExpertsParams& p = block.p.layer;
     const int lane = threadIdx.x % 32, own = tile.row + group * 64 + threadIdx.x / 32 % 4 * 16;
     const auto row = [&](int part) { return own + part / 2 * Shape::kHalf + part % 2 * 8; };
@@ -227,26 +251,33 @@ struct ExpertSm90Group {
             element_at<Element>(p.down_bias, int64_t{tile.expert} * p.hidden_size + row(part) + lane / 4);
     auto* products = static_cast<Element*>(block.p.scratch.products) + lane % 4 * 2;
     each_eight(tile, [&](int n) {
-      const int pair = n * 8 + lane / 4;
-      const bool is_there = pair < tile.count;
-      Element* target = products + (is_there ? block.p.scratch.order[tile.first + pair] : 0) * p.hidden_size;
+      Element* target = products + __shfl_sync(~0u, pairs[n / 4], n % 4 * 8 + lane / 4) * p.hidden_size;
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const int sum = n * 4 + part % 2 * 2;
         const uint32_t features = transpose_matrix(
             Half<Element>::pack(sums[part / 2][sum] + bias[part], sums[part / 2][sum + 1] + bias[part]));
-        if (is_there && row(part) < p.hidden_size)
+        if (n * 8 + lane / 4 < tile.count && row(part) < p.hidden_size)
           *reinterpret_cast<uint32_t*>(target + row(part)) = features;
       }
     });
   }
+  __device__ __forceinline__ void load_pairs(const ExpertSm90Tile& tile,
+                                             int (&pairs)[kMostColumns / 32]) const {
+#pragma unroll
+    for (int n = 0; n < kMostColumns / 32; ++n)
+      if (const int place = n * 32 + static_cast<int>(threadIdx.x) % 32; place < tile.count)
+        pairs[n] = block.p.scratch.order[tile.first + place];
+  }
   __device__ __forceinline__ void compute() {
     block.each_tile([&](const ExpertSm90Tile& tile) {
+      int pairs[kMostColumns / 32] = {};
+      if constexpr (!kGated) load_pairs(tile, pairs);
       multiply(tile.columns);
       if constexpr (kGated)
         store_inner(tile);
       else
-        store_products(tile);
+        store_products(tile, pairs);
     });
   }
 };
@@ -260,14 +291,14 @@ __global__ void __launch_bounds__(ExpertSm90Shape::kThreads, 1)
   __shared__ Handover<Shape::kStages> buffers;
   const uint32_t stages = (shared_address(shared_memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    buffers.init(Shape::kCluster * Shape::kGroups * 4);
+    buffers.init(cluster_size() * Shape::kGroups * 4);
     fence_barriers();
   }
   cluster_sync();
   launch_dependents();
   wait_for_previous_kernel();
 
-  const ExpertSm90Block<kGated> block{p, buffers, stages, cluster_rank()};
+  const ExpertSm90Block<kGated> block{p, buffers, stages, cluster_size(), cluster_rank()};
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();

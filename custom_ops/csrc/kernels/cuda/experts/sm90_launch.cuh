@@ -10,6 +10,8 @@
 
 namespace ortolan::cuda {
 
+constexpr int64_t kClusterPairs = 64;  // of an expert, on average
+
 template <bool kGated>
 cudaError_t make_expert_maps(ExpertSm90Params& params, const void* inputs) {
   using Shape = ExpertSm90Shape;
@@ -34,13 +36,16 @@ cudaError_t launch_sm90_tiles(const MoeExpertsParams& p, const ExpertScratch& sc
   params.steps = static_cast<int>(divide_up(kGated ? p.hidden_size : p.inner_size, Shape::kInner));
   params.row_tiles = static_cast<int>(kGated ? divide_up(p.inner_size, Shape::kHalf)
                                              : divide_up(p.hidden_size, 2 * Shape::kHalf));
-  const int64_t pairs = p.num_tokens * p.top_k;  // each expert's last tiles may hold a single one
-  const int64_t parts = std::min(pairs, pairs / ExpertSm90Tiles::kMostPairs + p.num_experts);
+  const int64_t pairs = p.num_tokens * p.top_k;
+  // Few pairs: two blocks would load the weights of one tile. Their number changes no bits.
+  const int cluster = pairs < kClusterPairs * p.num_experts ? 1 : Shape::kMostCluster;
+  const int64_t most_pairs = cluster * kMostColumns;  // each expert's last tiles may hold a single one
+  const int64_t tiles = std::min(pairs, pairs / most_pairs + p.num_experts) * params.row_tiles;
   const dim3 block(Shape::kThreads);
-  const int resident = resident_clusters<kKernel>(block, Shape::kCluster, Shape::kSharedBytes, launch.device);
-  const auto clusters = std::min<int64_t>(parts * params.row_tiles, std::max(resident, 1));
-  return launch_clusters(kKernel, dim3(static_cast<unsigned>(clusters * Shape::kCluster)), block,
-                         Shape::kCluster, Shape::kSharedBytes, launch, params);
+  const int resident = resident_clusters<kKernel>(block, cluster, Shape::kSharedBytes, launch.device);
+  const auto clusters = std::min<int64_t>(tiles, std::max(resident, 1));
+  return launch_clusters(kKernel, dim3(static_cast<unsigned>(clusters * cluster)), block, cluster,
+                         Shape::kSharedBytes, launch, params);
 }
 
 template <typename Element>
