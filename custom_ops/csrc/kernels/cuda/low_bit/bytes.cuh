@@ -228,7 +228,7 @@ struct ByteProducts {
 // The outputs of a turn's tiles, from their units' parts [tile, slice, token, line].
 template <typename Element>
 __device__ __forceinline__ void finish_byte_turn(const ByteStreamParams& p, const float* parts,
-                                                 int first_tile, int tiles) {
+                                                 const float* factors, int first_tile, int tiles) {
   const bool gated = p.linear.activation != GatedActivation::kNone;
   const int outputs = tile_outputs(p), tokens = p.pass.num_tokens;
   const auto sum_of = [&](int tile, int token, int line) {
@@ -249,8 +249,9 @@ __device__ __forceinline__ void finish_byte_turn(const ByteStreamParams& p, cons
     if (output >= p.linear.num_outputs) continue;
     Element residual{};
     if (p.linear.residual) residual = load_residual<Element>(p.linear, p.pass.first_token + token, output);
-    const float gate = sum_of(tile, token, row);
-    const float factor = gated ? sum_of(tile, token, row + 8) : 0.0f;
+    const float norm = p.linear.norm_weight ? factors[token] : 1.0f;
+    const float gate = sum_of(tile, token, row) * norm;
+    const float factor = gated ? sum_of(tile, token, row + 8) * norm : 0.0f;
     store_output<Element>(p.linear, p.pass.first_token + token, output, gate, factor, residual);
   }
 }
@@ -265,21 +266,27 @@ __global__ void __launch_bounds__(BytePlan::kThreads, kTokenTiles < 4 ? 2 : 1)
   const int warp = threadIdx.x / 32, tokens = p.pass.num_tokens;
   const int tiles = (plan.tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
                     static_cast<int>(gridDim.x);
-  const uint32_t inputs = shared_address(shared_memory) + kRingBytes;
-  auto* facts = reinterpret_cast<float2*>(shared_memory + plan.facts_offset(kRingBytes, tokens));
+  __shared__ float factors[16];
   auto* parts = reinterpret_cast<float*>(shared_memory + plan.parts_offset(kRingBytes, tokens));
+  int turn_parts = plan.parts(tokens);  // from this turn's to the next one's
+  const ByteShared shared{shared_address(shared_memory) + kRingBytes,
+                          reinterpret_cast<float2*>(shared_memory + plan.facts_offset(kRingBytes, tokens)),
+                          parts + turn_parts, factors};
   const uint32_t ring = shared_address(shared_memory) + warp * kDepth * BytePlan::kStageBytes;
 
   ByteFetcher<kFormat, kZeros, kDepth> fetcher(p, ring, tiles * plan.slices);
 #pragma unroll 1
   for (int n = 0; n < kDepth; ++n) fetcher.fetch(n);
   wait_for_previous_kernel();
-  load_byte_inputs<Element, kFormat>(p, inputs, facts);
+  constexpr int kBits = static_cast<int>(code_bits(kFormat));
+  if (p.linear.norm_weight)
+    load_byte_inputs<Element, kBits, true>(p, shared);
+  else
+    load_byte_inputs<Element, kBits, false>(p, shared);
 
   ByteProducts<Element, kFormat, kZeros, kTokenTiles> products{p};
-  products.prepare(inputs, facts);
-  int place = 0, turn_parts = plan.parts(tokens);  // from this turn's to the next one's
-  int unit = warp, slice = warp % plan.slices;
+  products.prepare(shared.inputs, shared.facts);
+  int place = 0, unit = warp, slice = warp % plan.slices;
 #pragma unroll 1
   for (int first = 0; first < tiles; first += plan.turn_tiles) {
     const int end = min(first + plan.turn_tiles, tiles), end_unit = end * plan.slices;
@@ -296,7 +303,7 @@ __global__ void __launch_bounds__(BytePlan::kThreads, kTokenTiles < 4 ? 2 : 1)
       if (slice >= plan.slices) slice -= plan.slices;
     }
     __syncthreads();
-    finish_byte_turn<Element>(p, parts, first, end - first);
+    finish_byte_turn<Element>(p, parts, shared.factors, first, end - first);
     parts += turn_parts;
     turn_parts = -turn_parts;
   }

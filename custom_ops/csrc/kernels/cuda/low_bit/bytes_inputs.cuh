@@ -60,29 +60,18 @@ struct ByteInputs {
   float unit;  // the power of two
   int sum;     // of the lane's numbers
 
-  // For the whole warp, whose 256 columns share the power. The largest number is at most 32639, which two
-  // signed bytes hold. kInOrder: columns 0 to 3 and 4 to 7; else the even ones and the odd ones.
-  template <typename Element, bool kInOrder>
-  __device__ __forceinline__ void round(const uint4& x) {
-    constexpr uint32_t kAbsolute = 0x7FFF7FFFu;
-    const uint32_t words[] = {x.x, x.y, x.z, x.w};
-    // Compared as bits: what is not a number stays.
-    uint32_t largest =
-        __vmaxu2(__vmaxu2(x.x & kAbsolute, x.y & kAbsolute), __vmaxu2(x.z & kAbsolute, x.w & kAbsolute));
-    largest = __reduce_max_sync(0xFFFFFFFFu, max(largest & 0xFFFFu, largest >> 16));
-    const float magnitude = Half<Element>::unpack(largest).x * (32768.5f / 32640.0f);
-    const uint32_t exponent = max(__float_as_uint(magnitude) >> 23, 19u);
+  // `largest`: magnitude among the columns that share the power. The largest number is at most 32639, which
+  // two signed bytes hold. kInOrder: columns 0 to 3 and 4 to 7; else the even ones and the odd ones.
+  template <bool kInOrder>
+  __device__ __forceinline__ void round(const float (&values)[8], float largest) {
+    const uint32_t exponent = max(__float_as_uint(largest * (32768.5f / 32640.0f)) >> 23, 19u);
     const float factor = __uint_as_float((268u - exponent) << 23);
     unit = __uint_as_float(exponent == 255 ? 0x7FFFFFFFu : (exponent - 14) << 23);
     // 1.5 * 2^23, whose last bits are units, and 128: bits 8 to 15 are the high byte.
     constexpr uint32_t kBase = 0x4B400080u;
     uint32_t numbers[8];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float2 pair = Half<Element>::unpack(words[n]);
-      numbers[2 * n] = __float_as_uint(fmaf(pair.x, factor, __uint_as_float(kBase)));
-      numbers[2 * n + 1] = __float_as_uint(fmaf(pair.y, factor, __uint_as_float(kBase)));
-    }
+    for (int n = 0; n < 8; ++n) numbers[n] = __float_as_uint(fmaf(values[n], factor, __uint_as_float(kBase)));
     sum = static_cast<int>(0u - 8 * kBase);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) sum += static_cast<int>(numbers[n] + numbers[n + 1]);
@@ -114,74 +103,114 @@ __device__ __forceinline__ void store_bytes(uint32_t block, int piece, const uin
   }
 }
 
-// The factors of RMSNorm, one per token, in shared memory. A token's sum has one order. For the whole block.
-template <typename Element>
-__device__ __forceinline__ void find_norm_factors(const ByteStreamParams& p, const uint4* source, int pieces,
-                                                  float* factors) {
-  __shared__ float squares[16][BytePlan::kWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (int token = 0; token < p.pass.num_tokens; ++token) {
-    float sum = 0;
-    for (int i = threadIdx.x; i < pieces; i += BytePlan::kThreads) {
-      const uint4 x = source[token * pieces + i];
-      sum = add_products(x, x, sum, Element{});
+// What lies in shared memory behind the rings.
+struct ByteShared {
+  uint32_t inputs;  // planes of bytes [token, high or low, column]
+  float2* facts;    // [block, token]: what 128 columns' numbers are worth, and their sum
+  float* squares;   // [token, chunk]: of the inputs, where the layer has a norm
+  float* factors;   // [token]: RMSNorm's
+};
+
+// 256 columns of a token, for a warp; eight columns for each of its lanes.
+struct ByteChunk {
+  int token, chunk;
+
+  __device__ __forceinline__ void wrap(int chunks) {
+    while (chunk >= chunks) {
+      chunk -= chunks;
+      ++token;
     }
-    sum = warp_sum(sum);
-    if (lane == 0) squares[token][warp] = sum;
   }
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < p.pass.num_tokens) {
-    float sum = 0;
+  __device__ __forceinline__ void advance(int chunks) {
+    chunk += BytePlan::kWarps;
+    wrap(chunks);
+  }
+  __device__ __forceinline__ int piece() const { return chunk * 32 + static_cast<int>(threadIdx.x % 32); }
+};
+
+// Rounds a chunk, times the norm's weight where there is one; RMSNorm's factor comes to the sums. A token's
+// sum of squares has one order: within a chunk, then chunk after chunk.
+template <typename Element, int kBits, bool kNorm>
+__device__ __forceinline__ void store_chunk(const ByteStreamParams& p, const ByteShared& shared,
+                                            const ByteChunk& at, const uint4& x, const uint4& weight) {
+  const int lane = threadIdx.x % 32, tokens = p.pass.num_tokens;
+  const uint32_t words[] = {x.x, x.y, x.z, x.w}, weights[] = {weight.x, weight.y, weight.z, weight.w};
+  float values[8];
+  float square = 0;
+  uint32_t largest = 0;  // as bits: what is not a number stays
 #pragma unroll
-    for (int n = 0; n < BytePlan::kWarps; ++n) sum += squares[threadIdx.x][n];
-    factors[threadIdx.x] = rsqrtf(sum / static_cast<float>(p.linear.num_inputs) + p.linear.epsilon);
+  for (int n = 0; n < 4; ++n) {
+    float2 pair = Half<Element>::unpack(words[n]);
+    if constexpr (kNorm) {
+      square = fmaf(pair.y, pair.y, fmaf(pair.x, pair.x, square));
+      const float2 factors = Half<Element>::unpack(weights[n]);
+      pair = make_float2(pair.x * factors.x, pair.y * factors.y);
+      largest =
+          max(largest, max(__float_as_uint(pair.x) & 0x7FFFFFFFu, __float_as_uint(pair.y) & 0x7FFFFFFFu));
+    } else {
+      largest = __vmaxu2(largest, words[n] & 0x7FFF7FFFu);
+    }
+    values[2 * n] = pair.x;
+    values[2 * n + 1] = pair.y;
   }
-  __syncthreads();
+  if constexpr (!kNorm)
+    largest = __float_as_uint(Half<Element>::unpack(max(largest & 0xFFFFu, largest >> 16)).x);
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  ByteInputs bytes;
+  bytes.round<kBits == 8>(values, __uint_as_float(largest));
+  const int i = at.piece();
+  const uint32_t plane =
+      shared.inputs + 2 * at.token * p.plan.plane_stride + i / 16 * BytePlan::kBlockColumns;
+  store_bytes<kBits>(plane, i % 16, bytes.high);
+  store_bytes<kBits>(plane + p.plan.plane_stride, i % 16, bytes.low);
+  const int both = __reduce_add_sync(0xFFFFFFFFu, bytes.sum);
+  const int first = __reduce_add_sync(0xFFFFFFFFu, lane < 16 ? bytes.sum : 0);
+  if (lane % 16 == 0) {  // int4's even columns count 16 times
+    const int sum = lane < 16 ? first : both - first;
+    shared.facts[i / 16 * tokens + at.token] =
+        make_float2(bytes.unit * (kBits == 4 ? 0.0625f : 1.0f), __int_as_float(kBits == 4 ? 16 * sum : sum));
+  }
+  if constexpr (kNorm) {
+    square = warp_sum(square);
+    if (lane == 0) shared.squares[at.token * (p.plan.blocks / 2) + at.chunk] = square;
+  }
 }
 
-// Brings the tokens' inputs to shared memory, normalised and rounded to the element type where the layer says
-// so, then as bytes; and what each 128 columns' numbers are worth, and their sum, [block, token]. For the
-// whole block.
-template <typename Element, LowBitFormat kFormat>
-__device__ __forceinline__ void load_byte_inputs(const ByteStreamParams& p, uint32_t inputs, float2* facts) {
-  __shared__ float factors[16];
-  constexpr int kBits = static_cast<int>(code_bits(kFormat));
+// Brings the tokens' inputs to shared memory, several chunks of a warp at once. For the whole block.
+template <typename Element, int kBits, bool kNorm>
+__device__ __forceinline__ void load_byte_inputs(const ByteStreamParams& p, const ByteShared& shared) {
   constexpr int kAtOnce = 4;
-  const FusedLinearParams& layer = p.linear;
-  const int pieces = static_cast<int>(layer.num_inputs) / 8, padded = p.plan.blocks * 16;
+  const int pieces = static_cast<int>(p.linear.num_inputs) / 8, chunks = p.plan.blocks / 2;
   const int tokens = p.pass.num_tokens;
-  const auto* source = static_cast<const uint4*>(layer.input) + int64_t{p.pass.first_token} * pieces;
-  const auto* norm = static_cast<const uint4*>(layer.norm_weight);
-  if (norm) find_norm_factors<Element>(p, source, pieces, factors);
+  const auto* source = static_cast<const uint4*>(p.linear.input) + int64_t{p.pass.first_token} * pieces;
+  const auto* norm = static_cast<const uint4*>(p.linear.norm_weight);
+  ByteChunk fetched{0, static_cast<int>(threadIdx.x) / 32};
+  fetched.wrap(chunks);
+  ByteChunk stored = fetched;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < padded; i += BytePlan::kThreads) {
-    const uint4 weight = norm && i < pieces ? norm[i] : uint4{};
-#pragma unroll 1
-    for (int first = 0; first < tokens; first += kAtOnce) {
-      uint4 x[kAtOnce];
+  while (stored.token < tokens) {
+    uint4 x[kAtOnce], weights[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n)
-        x[n] = i < pieces && first + n < tokens ? source[(first + n) * pieces + i] : uint4{};
+    for (int n = 0; n < kAtOnce; ++n) {
+      const int piece = fetched.piece();
+      const bool exists = fetched.token < tokens && piece < pieces;
+      x[n] = exists ? source[fetched.token * pieces + piece] : uint4{};
+      weights[n] = kNorm && exists ? norm[piece] : uint4{};
+      fetched.advance(chunks);
+    }
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int token = first + n;
-        if (token >= tokens) break;
-        ByteInputs bytes;
-        bytes.round<Element, kBits == 8>(norm ? scale_piece(x[n], factors[token], weight, Element{}) : x[n]);
-        const uint32_t plane = inputs + 2 * token * p.plan.plane_stride + i / 16 * BytePlan::kBlockColumns;
-        store_bytes<kBits>(plane, i % 16, bytes.high);
-        store_bytes<kBits>(plane + p.plan.plane_stride, i % 16, bytes.low);
-        const int both = __reduce_add_sync(0xFFFFFFFFu, bytes.sum);
-        const int first_sum = __reduce_add_sync(0xFFFFFFFFu, threadIdx.x % 32 < 16 ? bytes.sum : 0);
-        const int sum = threadIdx.x % 32 < 16 ? first_sum : both - first_sum;
-        if (i % 16 == 0)  // int4's even columns count 16 times
-          facts[i / 16 * tokens + token] = make_float2(bytes.unit * (kBits == 4 ? 0.0625f : 1.0f),
-                                                       __int_as_float(kBits == 4 ? 16 * sum : sum));
-      }
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (stored.token >= tokens) break;
+      store_chunk<Element, kBits, kNorm>(p, shared, stored, x[n], weights[n]);
+      stored.advance(chunks);
     }
   }
   __syncthreads();
+  if (!kNorm || static_cast<int>(threadIdx.x) >= tokens) return;
+  float sum = 0;
+#pragma unroll 8
+  for (int n = 0; n < chunks; ++n) sum += shared.squares[threadIdx.x * chunks + n];
+  shared.factors[threadIdx.x] = rsqrtf(sum / static_cast<float>(p.linear.num_inputs) + p.linear.epsilon);
 }
 
 }  // namespace ortolan::cuda

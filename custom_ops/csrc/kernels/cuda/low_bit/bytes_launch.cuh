@@ -48,7 +48,7 @@ template <typename Element, LowBitFormat kFormat, bool kZeros, int kTokenTiles, 
 bool launch_byte_tiles(const LowBitLinearParams& p, const GemvPass& pass, int least, const Launch& launch,
                        cudaError_t& error) {
   constexpr auto kKernel = low_bit_bytes_kernel<Element, kFormat, kZeros, kTokenTiles, kDepth>;
-  constexpr int kReservedBytes = 1024, kStaticBytes = 1280;  // of a block
+  constexpr int kReservedBytes = 1024, kStaticBytes = 64;  // of a block
   const ByteStreamParams params{dense_params(p), p.weight, plan_bytes(p, pass.num_tokens, launch.device),
                                 pass};
   const int bytes =
@@ -67,7 +67,7 @@ template <typename Element, LowBitFormat kFormat, bool kZeros>
 bool launch_byte_pass(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
                       cudaError_t& error) {
   if (pass.num_tokens > 8)
-    return launch_byte_tiles<Element, kFormat, kZeros, 4, 3>(p, pass, 1, launch, error);
+    return launch_byte_tiles<Element, kFormat, kZeros, 4, 2>(p, pass, 1, launch, error);
   if (pass.num_tokens > 4)
     return launch_byte_tiles<Element, kFormat, kZeros, 2, 3>(p, pass, 1, launch, error);
   return launch_byte_tiles<Element, kFormat, kZeros, 1, 3>(p, pass, 2, launch, error) ||
