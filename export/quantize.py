@@ -77,8 +77,8 @@ class _Integers:
     def _rows(self, groups: Array, method: str) -> dict[str, Array]:
         low, high = self._range(groups)
         best = self._at(groups, low, high)
-        least = best.squared_errors(groups) if method == "search" else None
-        for ratio in _RATIOS if least is not None else ():
+        least = best.squared_errors(groups)
+        for ratio in _RATIOS if method == "search" else ():
             tried = self._at(groups, low * np.float32(ratio), high * np.float32(ratio))
             errors = tried.squared_errors(groups)
             better = errors < least
@@ -136,7 +136,7 @@ class _Grid:
         errors -= self.zeros[..., None]
         errors *= self.scales[..., None]
         errors -= groups
-        return np.einsum("ngk,ngk->ng", errors, errors)
+        return np.asarray(np.einsum("ngk,ngk->ng", errors, errors))
 
 
 def pack_nibbles(codes: Array) -> Array:

@@ -189,8 +189,8 @@ class RandomWeights:
             yield np.resize(first, (count, *shape[1:]))
 
 
-def place_weights(config: ModelConfig, dtype: str, formats: Formats) -> dict[str, ExternalTensor]:
-    """Decide where each tensor lies in the weights file.
+def place_weights(config: ModelConfig, dtype: str, formats: Formats, file: str) -> dict[str, ExternalTensor]:
+    """Decide where each tensor lies in the weights file of that name.
 
     A group of `stored_groups` starts at a multiple of the alignment and has no padding inside, so that a fused graph
     can read its members as one tensor.
@@ -202,7 +202,7 @@ def place_weights(config: ModelConfig, dtype: str, formats: Formats) -> dict[str
             end += -end % ALIGNMENT_BYTES
             for tensor, (element, shape) in tensors.items():
                 length = math.prod(shape) * element_type(element).bytes
-                placed[tensor] = ExternalTensor(location=WEIGHTS_FILE, offset=end, length=length)
+                placed[tensor] = ExternalTensor(location=file, offset=end, length=length)
                 end += length
     return placed
 
