@@ -69,7 +69,7 @@ def test_inputs_are_off_by_a_part_of_the_largest_of_256(name):
     weight = low_bit_reference.dequantize(codes=feeds["codes"], scales=feeds["scales"], **case.weight_attributes)
     x = feeds["x"].astype(np.float64)
     blocks = np.abs(x).reshape(len(x), -1, 256).max(axis=2) @ np.abs(weight).reshape(len(weight), -1, 256).sum(axis=2).T
-    assert (np.abs(run_low_bit(case, feeds) - x @ weight.T) <= blocks * 2.0**-15).all()
+    assert (np.abs(run_low_bit(case, feeds) - x @ weight.T) <= blocks * 2.0**-14).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

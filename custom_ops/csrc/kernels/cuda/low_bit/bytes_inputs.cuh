@@ -64,7 +64,7 @@ struct ByteInputs {
   // two signed bytes hold. kInOrder: columns 0 to 3 and 4 to 7; else the even ones and the odd ones.
   template <bool kInOrder>
   __device__ __forceinline__ void round(const float (&values)[8], float largest) {
-    const uint32_t exponent = max(__float_as_uint(largest * (32768.5f / 32640.0f)) >> 23, 19u);
+    const uint32_t exponent = max(__float_as_uint(largest * (32768.5f / 32639.0f)) >> 23, 19u);
     const float factor = __uint_as_float((268u - exponent) << 23);
     unit = __uint_as_float(exponent == 255 ? 0x7FFFFFFFu : (exponent - 14) << 23);
     // 1.5 * 2^23, whose last bits are units, and 128: bits 8 to 15 are the high byte.
