@@ -95,6 +95,14 @@ def run_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     return run("LowBitLinear", feeds, {case.output: (shape, dtype)}, **case.attributes)[case.output]
 
 
+def running_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Multiply x [T, K] by weight [R, K] transposed, product after product, as libraries for GPUs add them up."""
+    sums = np.zeros((len(x), len(weight)), np.float32)
+    for column, values in zip(x.T, weight.T, strict=True):
+        sums += column[:, np.newaxis] * values
+    return sums
+
+
 def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     """Compute [T, O] in float32, with normalised rows, dequantised weights and sums of the element type's precision."""
     element = feeds["x"].dtype
@@ -107,7 +115,9 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
         x = devices.rounded(x / np.sqrt(mean + np.float32(1e-5)) * feeds["norm_weight"].astype(np.float32), element)
     others = {name: feeds[name].astype(np.float32) for name in ("bias", "residual") if name in feeds}
     rounded = devices.rounded(weight.astype(np.float32), element)
-    product = fused_linear(x, rounded, **others, activation=case.activation)
+    product = fused_linear(
+        running_sums(x, rounded), np.eye(len(rounded), dtype=np.float32), **others, activation=case.activation
+    )
     return np.asarray(product, np.float32)
 
 

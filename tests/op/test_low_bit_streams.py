@@ -3,6 +3,7 @@
 import dataclasses
 
 import devices
+import numpy as np
 import pytest
 from low_bit_cases import LowBitCase, low_bit_feeds, plain_low_bit, run_low_bit
 from tolerances import assert_as_good_as_plain
@@ -14,12 +15,17 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 CASES = {
     "int4-128": LowBitCase(group_size=128, inputs=2048, outputs=72, norm=True),
     "int4-128-zero-points": LowBitCase(group_size=128, inputs=1152, outputs=68, zero_points=True, bias=True),
+    "int4-128-pairs-of-zero-points": LowBitCase(group_size=128, inputs=1280, outputs=33, zero_points=True),
+    "int4-512": LowBitCase(group_size=512, inputs=1536, outputs=30, residual=True),
+    "int4-channel-zero-points": LowBitCase(group_size=0, inputs=1376, outputs=41, zero_points=True),
+    "int4-gated-long": LowBitCase(group_size=128, inputs=4096, outputs=1100, norm=True, activation="silu_mul"),
     "int4-64-zero-points": LowBitCase(group_size=64, inputs=640, outputs=36, zero_points=True),
     "int4-32": LowBitCase(group_size=32, inputs=2880, outputs=64, residual=True),
     "int4-channel": LowBitCase(group_size=0, inputs=1120, outputs=40, output="y_float32"),
     "int4-gated": LowBitCase(group_size=128, inputs=1024, outputs=52, norm=True, activation="silu_mul"),
     "int8-32-zero-points": LowBitCase(format="int8", group_size=32, inputs=704, outputs=40, zero_points=True),
     "int8-128": LowBitCase(format="int8", group_size=128, inputs=1024, outputs=500, residual=True),
+    "int8-256-zero-points": LowBitCase(format="int8", group_size=256, inputs=768, outputs=29, zero_points=True),
     "int8-channel": LowBitCase(format="int8", group_size=0, inputs=1056, outputs=4300, norm=True),
     "fp8-channel": LowBitCase(format="fp8", group_size=0, inputs=992, outputs=44, norm=True, bias=True),
     "fp8-blocks": LowBitCase(format="fp8", group_size=128, scale_rows=128, inputs=1024, outputs=300),
@@ -48,6 +54,34 @@ def test_products_of_many_tokens_are_right(name, tokens):
     feeds = low_bit_feeds(case, tokens)
     expected = low_bit_reference.low_bit_linear(**feeds, **case.attributes)
     assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
+
+
+@pytest.mark.parametrize("name", ["int4-128", "int8-128"])
+def test_inputs_are_off_by_a_part_of_the_largest_of_256(name):
+    """Where large inputs meet weights of 0, nothing hides how the others were rounded."""
+    case = dataclasses.replace(CASES[name], norm=False, residual=False, output="y_float32", outputs=64)
+    feeds = low_bit_feeds(case, 16)
+    feeds["x"][:, ::256] *= 1000
+    if case.format == "int4":
+        feeds["codes"][:, ::128] = feeds["codes"][:, ::128] & 0xF0 | 8
+    else:
+        feeds["codes"][:, ::256] = 128
+    weight = low_bit_reference.dequantize(codes=feeds["codes"], scales=feeds["scales"], **case.weight_attributes)
+    x = feeds["x"].astype(np.float64)
+    blocks = np.abs(x).reshape(len(x), -1, 256).max(axis=2) @ np.abs(weight).reshape(len(weight), -1, 256).sum(axis=2).T
+    assert (np.abs(run_low_bit(case, feeds) - x @ weight.T) <= blocks * 2.0**-14).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(value):
+    case = CASES["int4-128"]
+    feeds = low_bit_feeds(case, 9)
+    expected = run_low_bit(case, feeds)
+    feeds["x"][4, 700] = value
+    actual = run_low_bit(case, feeds)
+    assert not np.isfinite(actual[4].astype(np.float32)).any()
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    devices.assert_same_bits(actual[others], expected[others])
 
 
 def test_rows_that_no_kernel_streams_are_right():

@@ -2,6 +2,7 @@
 // Many: the weight becomes elements in scratch memory, and the layer a dense one.
 #include <algorithm>
 
+#include "bytes_layers.h"
 #include "codes.cuh"
 #include "dense_params.h"
 #include "dequantise.cuh"
@@ -16,6 +17,8 @@ namespace ortolan::cuda {
 
 template <typename Element>
 cudaError_t launch_low_bit_stream(const LowBitLinearParams& p, const Launch& launch);
+template <typename Element>
+cudaError_t launch_low_bit_bytes(const LowBitLinearParams& p, const Launch& launch);
 
 namespace {
 
@@ -131,7 +134,8 @@ int64_t dense_bytes(const LowBitLinearParams& p) {
 }
 
 bool is_few(const LowBitLinearParams& p, const Device& device) {
-  const int64_t few = takes_low_bit_stream(p, device) ? kFewLowBitTokens : kPassTokens;
+  const bool streams = takes_low_bit_bytes(p) || takes_low_bit_stream(p, device);
+  const int64_t few = streams ? kFewLowBitTokens : kPassTokens;
   return p.num_tokens <= few || !p.cublas || dense_bytes(p) > kMaxDenseBytes;
 }
 
@@ -140,13 +144,16 @@ bool is_few(const LowBitLinearParams& p, const Device& device) {
 size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& device) {
   if (!is_few(params, device))
     return dense_bytes(params) + fused_linear_workspace(dense_params(params), device);
-  if (takes_low_bit_stream(params, device) || !params.norm_weight) return 0;
+  if (takes_low_bit_bytes(params) || takes_low_bit_stream(params, device) || !params.norm_weight) return 0;
   return params.num_tokens * params.num_inputs * element_bytes(params.element);
 }
 
 cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
   if (is_few(params, launch.device)) {
+    if (takes_low_bit_bytes(params))
+      return params.element == ElementType::kFloat16 ? launch_low_bit_bytes<__half>(params, launch)
+                                                     : launch_low_bit_bytes<__nv_bfloat16>(params, launch);
     if (takes_low_bit_stream(params, launch.device))
       return params.element == ElementType::kFloat16 ? launch_low_bit_stream<__half>(params, launch)
                                                      : launch_low_bit_stream<__nv_bfloat16>(params, launch);

@@ -1,0 +1,7 @@
+#include "bytes_launch.cuh"
+
+namespace ortolan::cuda {
+
+template cudaError_t launch_low_bit_bytes<__half>(const LowBitLinearParams&, const Launch&);
+
+}  // namespace ortolan::cuda
