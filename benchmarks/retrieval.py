@@ -1,8 +1,8 @@
 """Measures what eviction keeps: retrieval by the shipped model with full, scored and recent-only caches.
 
 Run it with the package installed: `python benchmarks/retrieval.py --samples 66`. Prints right answers by length and by
-depth and, with --json, writes the counts. --checkpoint measures another model that examples/train_retriever made. "recent" keeps the last tokens without scoring; its prediction is the share of
-prompts whose fact lies in what it keeps.
+depth and, with --json, writes the counts. "recent" keeps the last tokens without scoring; its prediction is the share
+of prompts whose fact lies in what it keeps. --checkpoint measures another model of examples/train_retriever.
 """
 
 from __future__ import annotations
