@@ -21,9 +21,9 @@ from ortolan.errors import (
     whole_number,
 )
 from ortolan.hub import model_folder
-from ortolan.manifest import MODEL_FILE, Manifest, read_manifest
+from ortolan.manifest import HEAD_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.assembly import make_session, make_store_stepper
+from ortolan.runtime.assembly import make_feeder_parts, make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.cuda import CudaBuffers
@@ -45,7 +45,10 @@ from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Progress, Session
+from ortolan.runtime.speculation.draft_head import HeadDrafter
 from ortolan.runtime.speculation.options import Speculation, check_same_vocabulary
+from ortolan.runtime.stats import Stats
+from ortolan.runtime.steps.feeder import Feeder
 from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 from ortolan.runtime.text.generation_config import read_sampling
@@ -80,12 +83,11 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self._draft_models: dict[str, Model] = {}
         self.memory = DeviceMemory(device, manifest)
+        self._head: Decoder | None = None
         file_name = self._choose_file(fused)
-        session = device.open(str(folder / file_name), folder, captures=True)
-        check_graph(session, manifest, file_name)
+        self._is_fused = file_name != MODEL_FILE
+        self.decoder = self._open_graph(file_name, manifest)
         self.memory.note_weights()
-        inputs = frozenset(each.name for each in session.get_inputs())
-        self.decoder = Decoder(session, manifest, inputs, itertools.count(1))
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
     @property
@@ -280,6 +282,30 @@ class Model:
             self._draft_models[place] = draft
         return self._draft_models[place]
 
+    def draft_head(self) -> Decoder:
+        """Open the model's draft head, once.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        manifest = self.manifest.draft_head
+        if manifest is None:
+            raise ConfigError(
+                f"{self.folder} has no draft head: its checkpoint had no mtp.* tensors when it was exported; "
+                "choose ortolan.PromptLookup or ortolan.DraftModel"
+            )
+        if self._head is None:
+            name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
+            self._head = self._open_graph(name, manifest)
+        return self._head
+
+    def open_head_drafter(self, max_context: int) -> HeadDrafter:
+        """Make what drafts for one sequence with the model's draft head. Raises as `draft_head`, and CapacityError."""
+        decoder, buffers = self.draft_head(), self.device.buffers
+        plan = plan_caches(decoder.manifest, max_context, cuda=self.device.cuda is not None)
+        small = [plan.grown_capacity(index, 1) for index in range(len(plan.layers))]
+        return HeadDrafter(Feeder(make_feeder_parts(decoder, plan, buffers, None, small), Stats()), buffers)
+
     def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:
         """Start to decode the token ids that follow a context.
 
@@ -300,6 +326,12 @@ class Model:
             self.memory.check_room(smaller if capacities is None else smaller.with_capacities(capacities), options)
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
+
+    def _open_graph(self, file_name: str, manifest: Manifest) -> Decoder:
+        session = self.device.open(str(self.folder / file_name), self.folder, captures=True)
+        check_graph(session, manifest, file_name)
+        inputs = frozenset(each.name for each in session.get_inputs())
+        return Decoder(session, manifest, inputs, itertools.count(1))
 
     def _choose_file(self, fused: bool | None) -> str:
         """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""
