@@ -12,7 +12,7 @@ from ortolan.runtime.steps.row import HiddenReader
 from ortolan.runtime.steps.stepper import Stepper
 
 SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
-HOST_COST, DEVICE_COST = 0.1, 0.06  # of one more token in a step, as a share of the step: about what was measured
+HOST_COST, DEVICE_COST = 0.2, 0.06  # of one more token in a step, as a share of the step: about what was measured
 MEMORY = 0.85  # share of what earlier drafts count once another was checked
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps
 
