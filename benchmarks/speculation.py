@@ -5,7 +5,7 @@
 Each line is a ratio: tokens per second with drafts over tokens per second without, the median of the rounds' ratios.
  - lookup: `PromptLookup` behind a document whose second copy breaks off in the middle (the model's own text, where it
    has a tokenizer of bytes, else random tokens). How much is gained depends on how far the model copies.
- - mtp: the model's own head, where it has one.
+ - mtp: the model's own head, where it has one; draft: the smaller model of --draft.
  - oracle: a drafter that knows the tokens, each of which it gets right with the given probability.
  - wrong: a drafter whose tokens are all wrong: what speculation costs where it gains nothing.
 With --sequences above 1 an engine runs that many requests at once; the model folder must be paged then.
@@ -19,7 +19,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,11 @@ class Oracle(Speculation):
 class Runner:
     """Generates with sessions, or an engine of several sequences."""
 
-    def __init__(self, model: ortolan.Model, prompts: list[Tokens], new_tokens: int) -> None:
+    def __init__(
+        self, model: ortolan.Model, prompts: list[Tokens], new_tokens: int, clock: Callable[[], float]
+    ) -> None:
         self._model, self._prompts, self._new_tokens = model, prompts, new_tokens
+        self._clock = clock
         self._context = max(map(len, prompts)) + new_tokens
         object.__setattr__(model.manifest, "eos_token_ids", ())  # random weights may choose one at any time
         self._engine = None
@@ -82,9 +85,9 @@ class Runner:
         streams = [self._engine.submit(p, self._new_tokens, speculation=speculation) for p in self._prompts]
         for stream in streams:
             next(stream)
-        start, before = time.perf_counter(), sum(len(stream.tokens) for stream in streams)
+        start, before = self._clock(), sum(len(stream.tokens) for stream in streams)
         results = [stream.result() for stream in streams]
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         checked = streams[0].speculation
         rate = (sum(map(len, results)) - before) / seconds
         return rate, results, checked.tokens_per_check if checked else None
@@ -93,9 +96,9 @@ class Runner:
         session = self._model.session(self._context)
         generation = session.generate(self._prompts[0], self._new_tokens, speculation=speculation)
         first = next(generation)
-        start = time.perf_counter()
+        start = self._clock()
         tokens = [first, *generation]
-        rate = (len(tokens) - 1) / (time.perf_counter() - start)
+        rate = (len(tokens) - 1) / (self._clock() - start)
         checked = generation.speculation
         return rate, [tokens], checked.tokens_per_check if checked else None
 
@@ -139,6 +142,25 @@ def compare(runner: Runner, cases: dict[str, Speculation], rounds: int) -> list[
     ]
 
 
+def list_cases(
+    model: ortolan.Model, options: argparse.Namespace, right: tuple[tuple[int, ...], ...]
+) -> dict[str, Speculation]:
+    """Return who drafts in each case; `right` are the sequences that the model makes."""
+    most = options.tokens
+    cases: dict[str, Speculation] = {
+        "lookup of 4": ortolan.PromptLookup(tokens=4),
+        "lookup of 8": ortolan.PromptLookup(tokens=8, longest=8),
+        "lookup of 15": ortolan.PromptLookup(tokens=15, longest=8),
+    }
+    if options.draft:
+        cases[f"draft of {most}"] = ortolan.DraftModel(options.draft, tokens=most)
+    if model.manifest.draft_head:
+        cases[f"mtp of {most}"] = ortolan.MtpHead(tokens=most)
+    cases[f"oracle of {most}, {options.share:.0%} right"] = Oracle(tokens=most, right=right, share=options.share)
+    cases["wrong"] = Oracle(tokens=most, right=right, share=0.0)
+    return cases
+
+
 def main() -> None:
     """Parse the command line, and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,25 +171,19 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--new-tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=4, help="most tokens of the drafts of head and oracle")
+    parser.add_argument("--tokens", type=int, default=4, help="most tokens of the drafts of model, head and oracle")
     parser.add_argument("--share", type=float, default=0.7, help="of the oracle's right tokens")
+    parser.add_argument("--draft", type=Path, help="model folder of a smaller model")
+    parser.add_argument("--processor-time", action="store_true", help="of all threads, for a CPU that others use too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model = ortolan.load(options.model_dir, options.device, num_threads=options.threads)
     prompts = make_prompts(model, options.sequences, options.prompt_tokens)
-    runner = Runner(model, prompts, options.new_tokens)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    runner = Runner(model, prompts, options.new_tokens, clock)
     _, results, _ = runner.run(None)
     right = tuple((*prompt, *tokens) for prompt, tokens in zip(prompts, results, strict=True))
-    cases: dict[str, Speculation] = {
-        "lookup of 4": ortolan.PromptLookup(tokens=4),
-        "lookup of 8": ortolan.PromptLookup(tokens=8, longest=8),
-        "lookup of 15": ortolan.PromptLookup(tokens=15, longest=8),
-        **({f"mtp of {options.tokens}": ortolan.MtpHead(tokens=options.tokens)} if model.manifest.draft_head else {}),
-        f"oracle of {options.tokens}, {options.share:.0%} right": Oracle(
-            tokens=options.tokens, right=right, share=options.share
-        ),
-        "wrong": Oracle(tokens=options.tokens, right=right, share=0.0),
-    }
+    cases = list_cases(model, options, right)
     for speculation in (*cases.values(), *cases.values()):  # graphs are captured, and pages touched
         runner.run(speculation)
     report = compare(runner, cases, options.rounds)

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from data import BOS, EOS, PAD
-from model import Retriever, RetrieverConfig
+from hybrid import Hybrid, HybridConfig
+from model import DraftHead, Retriever, RetrieverConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
 
 SPECIALS = {PAD: "<pad>", BOS: "<bos>", EOS: "<eos>"}
 
 
-def write_folder(model: Retriever, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+def write_folder(
+    model: Retriever | Hybrid, folder: Path, dtype: torch.dtype = torch.float16, head: DraftHead | None = None
+) -> None:
     """Write config, weights and tokenizer.
 
     Args:
         model: the trained model.
         folder: made if missing; files in it are replaced.
         dtype: of the stored weights.
+        head: for multi-token prediction, stored beside the model as `mtp.*`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = str(dtype).removeprefix("torch.")
-    tensors = {
-        f"model.{key}": value.detach().to("cpu", dtype).contiguous() for key, value in model.state_dict().items()
-    }
+    tensors = _named("model", model, dtype) | ({} if head is None else _named("mtp", head, dtype))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     (folder / "model.safetensors").chmod(0o644)
-    _write_json(folder / "config.json", hugging_face_config(model.config) | specials | {"dtype": name})
+    specials = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    config = hugging_face_config(model.config) | ({} if head is None else {"mtp_num_hidden_layers": 1})
+    _write_json(folder / "config.json", config | specials | {"dtype": name})
     _write_json(folder / "generation_config.json", specials | {"do_sample": False})
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     _write_json(
@@ -48,45 +53,71 @@ def write_folder(model: Retriever, folder: Path, dtype: torch.dtype = torch.floa
     )
 
 
-def read_folder(folder: Path) -> Retriever:
-    """Load a folder that `write_folder` wrote, in float32."""
+def _named(prefix: str, module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    tensors = module.state_dict().items()
+    return {f"{prefix}.{name}": tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
+
+
+def read_folder(folder: Path) -> Retriever | Hybrid:
+    """Load a folder that `write_folder` wrote, in float32, without a head for multi-token prediction."""
     config = json.loads((folder / "config.json").read_text())
-    names = {field.name for field in fields(RetrieverConfig)} & config.keys() - {"layer_types"}
-    shape = {name: config[name] for name in names}
-    model = Retriever(RetrieverConfig(layer_types=tuple(config["layer_types"]), **shape))
-    tensors = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})
+    if config["model_type"] == "qwen3_5_text":
+        model: Retriever | Hybrid = Hybrid(HybridConfig(**_shape(config, HybridConfig)))
+    else:
+        model = Retriever(RetrieverConfig(**_shape(config, RetrieverConfig)))
+    tensors = load_file(folder / "model.safetensors").items()
+    own = {name.removeprefix("model."): tensor.float() for name, tensor in tensors if name.startswith("model.")}
+    model.load_state_dict(own)
     return model
 
 
-def hugging_face_config(config: RetrieverConfig) -> dict[str, Any]:
+def read_retriever(folder: Path) -> Retriever:
+    """Load a folder of the retriever's own architecture."""
+    model = read_folder(folder)
+    if not isinstance(model, Retriever):
+        raise SystemExit(f"{folder} contains a hybrid; give the folder of a retriever")
+    return model
+
+
+def _shape(config: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    shape = {field.name: config[field.name] for field in fields(kind) if field.name in config}
+    return shape | {"layer_types": tuple(config["layer_types"])}
+
+
+def hugging_face_config(config: RetrieverConfig | HybridConfig) -> dict[str, Any]:
     """Return the keys of config.json that describe the shape."""
+    shape = asdict(config) | {"layer_types": list(config.layer_types), "num_hidden_layers": len(config.layer_types)}
+    theta = shape.pop("rope_theta")
+    common = {"attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True, "use_cache": True}
+    if isinstance(config, HybridConfig):
+        sections = [config.rotary_dim // 2, 0, 0]  # of the rotated pairs: all turn by the position in the text
+        rope = {
+            "rope_type": "default",
+            "rope_theta": theta,
+            "partial_rotary_factor": shape.pop("partial_rotary_factor"),
+        }
+        return {
+            "architectures": ["Qwen3_5ForCausalLM"],
+            "model_type": "qwen3_5_text",
+            **shape,
+            **common,
+            "rope_parameters": rope | {"mrope_section": sections, "mrope_interleaved": True},
+            "hidden_act": "silu",
+        }
+    local = shape.pop("rope_local_base_freq")
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": len(config.layer_types),
-        "layer_types": list(config.layer_types),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
+        **shape,
+        **common,
         "query_pre_attn_scalar": config.head_dim,
-        "sliding_window": config.sliding_window,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": config.rope_local_base_freq},
+            "full_attention": {"rope_type": "default", "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
-        "max_position_embeddings": config.max_position_embeddings,
         "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
-        "tie_word_embeddings": True,
-        "use_cache": True,
     }
 
 

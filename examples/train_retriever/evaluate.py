@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 import transformers
 from checkpoint import read_folder
+from hybrid import Hybrid
 from model import Attention, Retriever
 from snapkv import SnapKvAttention
 from torch import Tensor
-from transformers import Gemma3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ortolan.retrieval import KINDS, VALUE_DIGITS, Sample, Task, load_corpus, make_sample
 
@@ -69,29 +70,27 @@ def exact(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Evictable:
-    """The small model with SnapKV in its global layers."""
+    """The small model with SnapKV in its full layers."""
 
-    def __init__(self, model: Retriever, ratio: int) -> None:
+    def __init__(self, model: Retriever | Hybrid, ratio: int) -> None:
         self.model = model
         self.ratio = ratio
-        self.layers: list[Attention] = [layer.self_attn for layer in model.layers if not layer.self_attn.window]
 
     def logits(self, tokens: Tensor, evict: bool) -> Tensor:
         """Return logits [B, ANSWER_BYTES + 1, V]; evicting keeps length / ratio keys."""
         length = tokens.shape[1] - ANSWER_BYTES
-        for attention in self.layers:
+        for attention in self.model.full_attention:
             snapkv = SnapKvAttention(prompt_tokens=length, budget=length // self.ratio)
             plain = partial(Attention.attend, attention)
             attention.attend = snapkv if evict else plain  # type: ignore[method-assign]
-        window = self.model.config.sliding_window
-        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % window))
+        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.model.multiple))
         return self.model(padded)[0][:, length - 1 : length + ANSWER_BYTES]
 
 
 @torch.inference_mode()
 def evaluate(args: argparse.Namespace) -> dict[str, dict[Cell, list[bool]]]:
     """Return the outcomes of every sample, by method and cell."""
-    reference = Gemma3ForCausalLM.from_pretrained(args.folder, dtype=args.dtype).to(args.device).eval()
+    reference = AutoModelForCausalLM.from_pretrained(args.folder, dtype=args.dtype).to(args.device).eval()
     evictable = Evictable(read_folder(args.folder).to(args.device).eval(), args.snapkv) if args.snapkv else None
     outcomes: dict[str, dict[Cell, list[bool]]] = {"full": defaultdict(list), "snapkv": defaultdict(list)}
     for length in args.lengths:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,26 @@ class RetrieverConfig:
     max_position_embeddings: int = 33024
 
 
+DRAFT = RetrieverConfig(  # half the layers, half as wide
+    hidden_size=128,
+    intermediate_size=256,
+    layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+
+
+class AttentionShape(Protocol):
+    """What attention and its MLP take from a config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
 class RmsNorm(nn.Module):
     """Root-mean-square norm with a zero-centered weight."""
 
@@ -46,9 +69,9 @@ class RmsNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, over everything before or over a sliding window."""
 
-    def __init__(self, config: RetrieverConfig, sliding: bool) -> None:
+    def __init__(self, config: AttentionShape, window: int = 0) -> None:
         super().__init__()
-        self.window = config.sliding_window if sliding else 0
+        self.window = window
         self.head_dim = config.head_dim
         width = config.head_dim * config.num_attention_heads
         kv_width = config.head_dim * config.num_key_value_heads
@@ -122,17 +145,18 @@ def _with_previous_block(x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Gated feed-forward with the tanh form of GELU."""
+    """Gated feed-forward."""
 
-    def __init__(self, config: RetrieverConfig) -> None:
+    def __init__(self, config: AttentionShape, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., hidden] to [..., hidden]."""
-        return self.down_proj(functional.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -140,8 +164,8 @@ class Layer(nn.Module):
 
     def __init__(self, config: RetrieverConfig, sliding: bool) -> None:
         super().__init__()
-        self.self_attn = Attention(config, sliding)
-        self.mlp = Mlp(config)
+        self.self_attn = Attention(config, config.sliding_window if sliding else 0)
+        self.mlp = Mlp(config, partial(functional.gelu, approximate="tanh"))
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -163,7 +187,13 @@ class Retriever(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, kind == "sliding_attention") for kind in config.layer_types)
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.apply(_initialize)
+        self.multiple = config.sliding_window  # what the number of tokens is a multiple of
+        self.apply(initialize)
+
+    @property
+    def full_attention(self) -> list[Attention]:
+        """Layers whose caches an eviction shortens."""
+        return [layer.self_attn for layer in self.layers if not layer.self_attn.window]
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Return logits [B, T, V] and each global layer's rotated queries and keys.
@@ -171,18 +201,62 @@ class Retriever(nn.Module):
         Args:
             tokens: [B, T] int64; T is a multiple of the sliding window.
         """
+        hidden, looks = self.read(tokens)
+        return self.logits(hidden), looks
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer reads, [B, T, hidden]."""
+        return self.embed_tokens(tokens) * self.config.hidden_size**0.5
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map normalized hidden states [B, T, hidden] to logits [B, T, V]."""
+        return functional.linear(hidden, self.embed_tokens.weight)
+
+    def read(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return the normalized hidden states [B, T, hidden], and what `forward` does."""
         config = self.config
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         near = rope_table(positions, config.head_dim, config.rope_local_base_freq)
         far = rope_table(positions, config.head_dim, config.rope_theta)
-        x = self.embed_tokens(tokens) * config.hidden_size**0.5
+        x = self.embed(tokens)
         looks = []
         for layer in self.layers:
             sliding = layer.self_attn.window > 0
             x, q, k = layer(x, near if sliding else far)
             if not sliding:
                 looks.append((q, k))
-        return functional.linear(self.norm(x), self.embed_tokens.weight), looks
+        return self.norm(x), looks
+
+
+class DraftHead(nn.Module):
+    """A head that says the token after next: one more layer, over a token and what the model made of the one before.
+
+    Its state dict is that of `mtp` in checkpoints of Qwen3-Next; embedding and head are the model's.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+    """
+
+    def __init__(self, config: RetrieverConfig) -> None:
+        super().__init__()
+        size, self.config = config.hidden_size, config
+        self.pre_fc_norm_embedding = RmsNorm(size, config.rms_norm_eps)
+        self.pre_fc_norm_hidden = RmsNorm(size, config.rms_norm_eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([Layer(config, sliding=False)])
+        self.norm = RmsNorm(size, config.rms_norm_eps)
+        self.apply(initialize)
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Return normalized hidden states [B, T, hidden], for the model's head and for the head's next round.
+
+        Args:
+            embedded: [B, T, hidden], of the tokens.
+            hidden: [B, T, hidden], normalized, of the tokens one position before.
+        """
+        positions = torch.arange(embedded.shape[1], device=embedded.device)
+        rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1))
+        return self.norm(self.layers[0](x, rope)[0])
 
 
 def rope_table(positions: Tensor, head_dim: int, base: float) -> Tensor:
@@ -193,7 +267,8 @@ def rope_table(positions: Tensor, head_dim: int, base: float) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def _initialize(module: nn.Module) -> None:
+def initialize(module: nn.Module) -> None:
+    """Draw the weights of one module."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02 if isinstance(module, nn.Embedding) else module.weight.shape[1] ** -0.5)
 
