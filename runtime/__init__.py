@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from ortolan.runtime.engine.engine import Engine
     from ortolan.runtime.engine.stream import Stream
     from ortolan.runtime.generate.logprobs import TokenLogprobs
-    from ortolan.runtime.model import Model, load
+    from ortolan.runtime.loading import load
+    from ortolan.runtime.model import Model
     from ortolan.runtime.options import Sampling
     from ortolan.runtime.session import Session
-    from ortolan.runtime.speculation.options import DraftModel, PromptLookup, Speculation
+    from ortolan.runtime.speculation.options import DraftModel, MtpHead, PromptLookup, Speculation
     from ortolan.runtime.text.streaming import TextStream
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Eviction",
     "LayerPlan",
     "Model",
+    "MtpHead",
     "PromptLookup",
     "Sampling",
     "Session",
@@ -46,12 +48,13 @@ _HOMES = {
     "Session": "ortolan.runtime.session",
     "SnapKv": "ortolan.policies",
     "DraftModel": "ortolan.runtime.speculation.options",
+    "MtpHead": "ortolan.runtime.speculation.options",
     "PromptLookup": "ortolan.runtime.speculation.options",
     "Speculation": "ortolan.runtime.speculation.options",
     "Stream": "ortolan.runtime.engine.stream",
     "TextStream": "ortolan.runtime.text.streaming",
     "TokenLogprobs": "ortolan.runtime.generate.logprobs",
-    "load": "ortolan.runtime.model",
+    "load": "ortolan.runtime.loading",
     "plan_caches": "ortolan.runtime.caches.plan",
 }
 
