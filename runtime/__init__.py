@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from ortolan.runtime.engine.engine import Engine
     from ortolan.runtime.engine.stream import Stream
     from ortolan.runtime.generate.logprobs import TokenLogprobs
-    from ortolan.runtime.model import Model, load
+    from ortolan.runtime.loading import load
+    from ortolan.runtime.model import Model
     from ortolan.runtime.options import Sampling
     from ortolan.runtime.session import Session
     from ortolan.runtime.speculation.options import DraftModel, MtpHead, PromptLookup, Speculation
@@ -53,7 +54,7 @@ _HOMES = {
     "Stream": "ortolan.runtime.engine.stream",
     "TextStream": "ortolan.runtime.text.streaming",
     "TokenLogprobs": "ortolan.runtime.generate.logprobs",
-    "load": "ortolan.runtime.model",
+    "load": "ortolan.runtime.loading",
     "plan_caches": "ortolan.runtime.caches.plan",
 }
 

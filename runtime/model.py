@@ -1,52 +1,30 @@
-"""Opens a model folder and makes sessions of it."""
+"""An open model, which makes sessions."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ortolan import contract
-from ortolan.custom_ops.library import onnxruntime_problem
-from ortolan.element_types import cache_type
 from ortolan.errors import (
     CapacityError,
     ConfigError,
     ContractMismatchError,
-    OpLibraryError,
     file_path,
-    truth,
     whole_number,
 )
 from ortolan.hub import model_folder
-from ortolan.manifest import HEAD_FILE, MODEL_FILE, Manifest, read_manifest
+from ortolan.manifest import HEAD_FILE, MODEL_FILE, Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.assembly import make_feeder_parts, make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
-from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import Device
-from ortolan.runtime.device.providers import (
-    CPU_PROVIDER,
-    CUDA_PROVIDER,
-    check_device_number,
-    device_number,
-    preload_cuda_libraries,
-    resolve_device,
-)
-from ortolan.runtime.eviction.graphs import (
-    DecoderBuilder,
-    EvictBuilder,
-    EvictionGraphs,
-    GraphBuilders,
-    check_eviction,
-    one_eviction,
-)
+from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
 from ortolan.runtime.options import Sampling
@@ -65,7 +43,6 @@ from ortolan.runtime.text.streaming import TextStream, prompt_ids
 from ortolan.runtime.text.tokenizer import DetokenizerStream, Tokenizer
 
 POOL_SHARE = 0.8  # of the free device memory, for an engine's page pools where nothing else is said
-MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
 
 _log = logging.getLogger(__name__)
 
@@ -94,13 +71,11 @@ class Model:
         self.memory = DeviceMemory(device, manifest)
         self._head: Decoder | None = None
         file_name = self._choose_file(fused)
+        self._builders = builders
         self._is_fused = file_name != MODEL_FILE
-        path = folder / file_name
-        self.decoder = self._open_graph(
-            builders.decoder(path, manifest) if builders.decoder else str(path), manifest, file_name
-        )
+        self.decoder = self._open_graph(file_name, manifest)
         self.memory.note_weights()
-        _log.info("opened %s on %s: %s, %s", path, device.name, manifest.architecture, manifest.dtype)
+        _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -287,6 +262,8 @@ class Model:
         Raises:
             ConfigError: its vocabulary is another one; besides, as `load`.
         """
+        from ortolan.runtime.loading import load  # which makes models of this class
+
         place = str(model_folder(folder))
         if place not in self._draft_models:
             draft = load(place, device=self.device.name, num_threads=self.device.num_threads)
@@ -308,7 +285,7 @@ class Model:
             )
         if self._head is None:
             name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
-            self._head = self._open_graph(str(self.folder / name), manifest, name)
+            self._head = self._open_graph(name, manifest)
         return self._head
 
     def open_head_drafter(self, max_context: int) -> HeadDrafter:
@@ -339,8 +316,9 @@ class Model:
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
 
-    def _open_graph(self, graph: str | bytes, manifest: Manifest, file_name: str) -> Decoder:
-        session = self.device.open(graph, self.folder, captures=True)
+    def _open_graph(self, file_name: str, manifest: Manifest) -> Decoder:
+        path, change = self.folder / file_name, self._builders.decoder if manifest is self.manifest else None
+        session = self.device.open(change(path, manifest) if change else str(path), self.folder, captures=True)
         check_graph(session, manifest, file_name)
         inputs = frozenset(each.name for each in session.get_inputs())
         return Decoder(session, manifest, inputs, itertools.count(1))
@@ -359,70 +337,3 @@ class Model:
 def _pieces(text: TextStream) -> Iterator[str]:
     """Yield the pieces of a text, and then let its session go."""
     yield from text
-
-
-def load(
-    folder: str | Path,
-    device: str | None = None,
-    *,
-    num_threads: int = 0,
-    evict_builder: EvictBuilder | None = None,
-    decoder_builder: DecoderBuilder | None = None,
-    fused: bool | None = None,
-    cache_dtype: str | None = None,
-) -> Model:
-    """Open an exported model.
-
-    Args:
-        folder: what `ortolan.export` wrote, or the id of such a folder on the Hugging Face hub ("owner/name"), which
-            comes from the hub's cache or is downloaded there. A folder of that name wins.
-        device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
-        num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
-        evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
-        decoder_builder: builds a decoder graph with caches of another type of the folder's.
-        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
-        cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
-
-    Raises:
-        ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
-        OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
-            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
-        StorageError: the disk is full.
-    """
-    num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
-    if fused is not None:
-        truth("fused", fused)
-    folder = model_folder(folder)
-    manifest = read_manifest(folder)
-    if manifest.operator_version != contract.OPERATOR_VERSION:
-        raise ContractMismatchError(
-            f"{folder} uses version {manifest.operator_version} of the operators, this Ortolan has "
-            f"{contract.OPERATOR_VERSION}; export the model again"
-        )
-    try:
-        provider = resolve_device(device)
-    except ModuleNotFoundError as error:
-        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
-    if provider == CPU_PROVIDER and manifest.dtype == "bfloat16":
-        raise ConfigError(
-            f"{folder} is a bfloat16 model, and no CPU kernel computes bfloat16; load it on CUDA, or export it as "
-            "float32 or float16"
-        )
-    cuda = None
-    if provider == CUDA_PROVIDER:
-        number = device_number(device)
-        check_device_number(number)
-        preload_cuda_libraries()
-        cuda = CudaBuffers(number)
-    builders = GraphBuilders(evict=evict_builder)
-    wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
-    if wanted != manifest.cache_dtype:
-        if decoder_builder is None:
-            raise ConfigError(
-                f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can "
-                "change them, or export it with that cache_dtype"
-            )
-        manifest = dataclasses.replace(manifest, cache_dtype=wanted)
-        builders = GraphBuilders(evict=evict_builder, decoder=decoder_builder)
-    return Model(folder, manifest, Device(provider=provider, num_threads=num_threads, cuda=cuda), builders, fused)

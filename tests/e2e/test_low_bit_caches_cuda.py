@@ -74,14 +74,17 @@ def test_pages_do_not_change_a_token(code):
 
 
 def test_an_engine_gives_tokens_that_sessions_rate_best(code):
-    """Prompts and single tokens share its steps, with evictions."""
+    """Prompts and single tokens share its steps, also with prompts that are evicted."""
     model = open_model("llama", "bfloat16", cache_dtype=code, page_size=16)
     prompts = [draw_tokens(count, seed=count) for count in (1, 17, 90, 200, 33)]
     with Engine(model, max_sequences=4, chunk_tokens=40) as engine:
-        streams = [engine.submit(p, max_new_tokens=24, snapkv=SNAPKV if len(p) > 60 else None) for p in prompts]
+        streams = [engine.submit(prompt, max_new_tokens=24) for prompt in prompts]
+        evicted = [engine.submit(prompt, max_new_tokens=24, snapkv=SNAPKV) for prompt in prompts]
         results = [list(stream) for stream in streams]
+        assert [len(list(stream)) for stream in evicted] == [24] * len(prompts)
+        assert engine.stats().evictions == sum(len(prompt) > SNAPKV.budget for prompt in prompts)
     for prompt, tokens in zip(prompts, results, strict=True):
-        session = model.session(snapkv=SNAPKV if len(prompt) > 60 else None)
+        session = model.session()
         logits = session.prefill(prompt)
         for token in tokens:
             assert logits.max() - logits[token] <= 0.3 * logits.std()

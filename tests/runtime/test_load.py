@@ -14,6 +14,7 @@ from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
 from ortolan.manifest import EVICT_FILE, FUSED_FILE, MANIFEST_FILE, MODEL_FILE, read_manifest
 from ortolan.runtime.device import providers
 from ortolan.runtime.device.opening import Device
+from ortolan.runtime.eviction.graphs import GraphBuilders
 from ortolan.runtime.model import Model
 
 
@@ -126,7 +127,7 @@ def test_a_refusal_names_the_graph_that_was_opened(full_model, folder, monkeypat
     monkeypatch.setattr(Device, "open", open_graph)
     device = Device(provider=providers.CUDA_PROVIDER, cuda=FakeCuda())
     with pytest.raises(ContractMismatchError, match=rf"^{re.escape(opened)}\b"):
-        Model(folder, read_manifest(folder), device, None, fused)
+        Model(folder, read_manifest(folder), device, GraphBuilders(), fused)
     assert [path for path in paths if not path.endswith(EVICT_FILE)] == [str(folder / opened)]
 
 

@@ -156,11 +156,11 @@ def test_a_graph_of_other_pages_than_the_manifest_is_refused(exported, monkeypat
     model = exported("llama", 16)
     folder = model.folder
     manifest = dataclasses.replace(model.manifest, page_size=32)
-    monkeypatch.setattr("ortolan.runtime.model.read_manifest", lambda _: manifest)
+    monkeypatch.setattr("ortolan.runtime.loading.read_manifest", lambda _: manifest)
     with pytest.raises(ContractMismatchError, match="in pages of 32"):
         ortolan.load(folder, device="cpu")
     contiguous = dataclasses.replace(model.manifest, paged=False, page_size=0, cache_kinds=())
-    monkeypatch.setattr("ortolan.runtime.model.read_manifest", lambda _: contiguous)
+    monkeypatch.setattr("ortolan.runtime.loading.read_manifest", lambda _: contiguous)
     with pytest.raises(ContractMismatchError, match=r"block_table\.full"):
         ortolan.load(folder, device="cpu")
 

@@ -23,8 +23,7 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
 
 // The same of 4 bytes.
 __device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global),
-               "r"(valid ? 4 : 0)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
 }
 

@@ -1,0 +1,94 @@
+"""Opens model folders."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ortolan import contract
+from ortolan.custom_ops.library import onnxruntime_problem
+from ortolan.element_types import cache_type
+from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError, truth, whole_number
+from ortolan.hub import model_folder
+from ortolan.manifest import read_manifest
+from ortolan.runtime.device.cuda import CudaBuffers
+from ortolan.runtime.device.opening import Device
+from ortolan.runtime.device.providers import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    check_device_number,
+    device_number,
+    preload_cuda_libraries,
+    resolve_device,
+)
+from ortolan.runtime.eviction.graphs import DecoderBuilder, EvictBuilder, GraphBuilders
+from ortolan.runtime.model import Model
+
+MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
+
+
+def load(
+    folder: str | Path,
+    device: str | None = None,
+    *,
+    num_threads: int = 0,
+    evict_builder: EvictBuilder | None = None,
+    decoder_builder: DecoderBuilder | None = None,
+    fused: bool | None = None,
+    cache_dtype: str | None = None,
+) -> Model:
+    """Open an exported model.
+
+    Args:
+        folder: what `ortolan.export` wrote, or the id of such a folder on the Hugging Face hub ("owner/name"), which
+            comes from the hub's cache or is downloaded there. A folder of that name wins.
+        device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
+        num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
+        evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
+        decoder_builder: builds a decoder graph with caches of another type of the folder's.
+        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
+
+    Raises:
+        ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
+        OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
+            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
+        StorageError: the disk is full.
+    """
+    num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
+    if fused is not None:
+        truth("fused", fused)
+    folder = model_folder(folder)
+    manifest = read_manifest(folder)
+    if manifest.operator_version != contract.OPERATOR_VERSION:
+        raise ContractMismatchError(
+            f"{folder} uses version {manifest.operator_version} of the operators, this Ortolan has "
+            f"{contract.OPERATOR_VERSION}; export the model again"
+        )
+    try:
+        provider = resolve_device(device)
+    except ModuleNotFoundError as error:
+        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
+    if provider == CPU_PROVIDER and manifest.dtype == "bfloat16":
+        raise ConfigError(
+            f"{folder} is a bfloat16 model, and no CPU kernel computes bfloat16; load it on CUDA, or export it as "
+            "float32 or float16"
+        )
+    cuda = None
+    if provider == CUDA_PROVIDER:
+        number = device_number(device)
+        check_device_number(number)
+        preload_cuda_libraries()
+        cuda = CudaBuffers(number)
+    device_of_model = Device(provider=provider, num_threads=num_threads, cuda=cuda)
+    wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
+    if wanted == manifest.cache_dtype:
+        return Model(folder, manifest, device_of_model, GraphBuilders(evict=evict_builder), fused)
+    if decoder_builder is None:
+        raise ConfigError(
+            f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can "
+            "change them, or export it with that cache_dtype"
+        )
+    builders = GraphBuilders(evict=evict_builder, decoder=decoder_builder)
+    return Model(folder, dataclasses.replace(manifest, cache_dtype=wanted), device_of_model, builders, fused)
