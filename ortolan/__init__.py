@@ -93,7 +93,14 @@ _RUNTIME_NAMES = (
 _POLICY_NAMES = ("Eviction", "SnapKv")
 
 
-def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0, fused: bool | None = None) -> Model:
+def load(
+    folder: str | Path,
+    device: str | None = None,
+    *,
+    num_threads: int = 0,
+    fused: bool | None = None,
+    host_embeddings: bool = False,
+) -> Model:
     """Open an exported model.
 
     Args:
@@ -102,16 +109,27 @@ def load(folder: str | Path, device: str | None = None, *, num_threads: int = 0,
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
+            rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused
-            has a value that is not allowed; the hub does not have the model or cannot be reached.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
+            host_embeddings has a value that is not allowed; host_embeddings is asked of a model without per-layer
+            embeddings; the hub does not have the model or cannot be reached.
+        CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
     open_model: Callable[..., Model] = _imported("ortolan.runtime", "load")
-    return open_model(folder, device=device, num_threads=num_threads, evict_builder=_build_evict_graph, fused=fused)
+    return open_model(
+        folder,
+        device=device,
+        num_threads=num_threads,
+        evict_builder=_build_evict_graph,
+        fused=fused,
+        host_embeddings=host_embeddings,
+    )
 
 
 def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ortolan import contract
 from ortolan.custom_ops.library import onnxruntime_problem
@@ -27,6 +28,7 @@ from ortolan.runtime.assembly import make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.cuda import CudaBuffers
+from ortolan.runtime.device.host_tables import find_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import Device
 from ortolan.runtime.device.providers import (
@@ -71,7 +73,14 @@ class Model:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, device: Device, evict_builder: EvictBuilder | None, fused: bool | None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        device: Device,
+        evict_builder: EvictBuilder | None,
+        fused: bool | None,
+        *,
+        host_embeddings: bool = False,
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
@@ -81,12 +90,20 @@ class Model:
         self._draft_models: dict[str, Model] = {}
         self.memory = DeviceMemory(device, manifest)
         file_name = self._choose_file(fused)
-        session = device.open(str(folder / file_name), folder, captures=True)
+        weights = self._host_weights(folder / file_name) if host_embeddings else {}
+        session = device.open(str(folder / file_name), folder, captures=True, initializers=weights)
         check_graph(session, manifest, file_name)
         self.memory.note_weights()
         inputs = frozenset(each.name for each in session.get_inputs())
-        self.decoder = Decoder(session, manifest, inputs, itertools.count(1))
+        self.decoder = Decoder(session, manifest, inputs, itertools.count(1), weights)
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
+
+    def _host_weights(self, graph: Path) -> dict[str, Any]:
+        """Give the graph its per-layer embeddings in host memory. Raises ConfigError where it has none."""
+        table = find_layer_table(graph)
+        value = self.device.buffers.host_table(table.map(self.folder), table.element)
+        self.memory.host_embedding_bytes = table.bytes
+        return {table.name: value}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -324,6 +341,7 @@ def load(
     num_threads: int = 0,
     evict_builder: EvictBuilder | None = None,
     fused: bool | None = None,
+    host_embeddings: bool = False,
 ) -> Model:
     """Open an exported model.
 
@@ -334,17 +352,22 @@ def load(
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
+            rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
-        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads or fused has
-            a value that is not allowed; the hub does not have the model or cannot be reached.
+        ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
+            host_embeddings has a value that is not allowed; host_embeddings is asked of a model without per-layer
+            embeddings; the hub does not have the model or cannot be reached.
+        CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
     num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
     if fused is not None:
         truth("fused", fused)
+    truth("host_embeddings", host_embeddings)
     folder = model_folder(folder)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
@@ -367,4 +390,5 @@ def load(
         check_device_number(number)
         preload_cuda_libraries()
         cuda = CudaBuffers(number)
-    return Model(folder, manifest, Device(provider=provider, num_threads=num_threads, cuda=cuda), evict_builder, fused)
+    placed = Device(provider=provider, num_threads=num_threads, cuda=cuda)
+    return Model(folder, manifest, placed, evict_builder, fused, host_embeddings=host_embeddings)

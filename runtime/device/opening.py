@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ortolan.custom_ops import register
@@ -14,6 +16,7 @@ from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.providers import CPU_PROVIDER, ERRORS, cuda_options, quiet_opening
 
 Session = Any  # onnxruntime.InferenceSession
+NO_INITIALIZERS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +43,22 @@ class Device:
         """The device's name."""
         return f"cuda:{self.cuda.device_id}" if self.cuda else "cpu"
 
-    def open(self, model: str | bytes, folder: Path, *, captures: bool = False) -> Session:
+    def open(
+        self,
+        model: str | bytes,
+        folder: Path,
+        *,
+        captures: bool = False,
+        initializers: Mapping[str, Any] = NO_INITIALIZERS,
+    ) -> Session:
         """Open a graph.
 
         Args:
             model: its path, or its bytes.
             folder: of the model, for messages.
             captures: whether runs may be captured as CUDA graphs.
+            initializers: OrtValues that take the place of weights in the model's files, by name; they must outlive the
+                session.
 
         Raises:
             CapacityError: the device has no memory for the weights.
@@ -65,6 +77,8 @@ class Device:
             settings = cuda_options(self.cuda.device_id, self.cuda.stream_pointer, graph=captures)
             providers = [(self.provider, settings), CPU_PROVIDER]
         register(options)
+        for name, value in initializers.items():
+            options.add_initializer(name, value)
         try:
             fallback = int(self.provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
             with quiet_opening(self.cuda.device_id if self.cuda else 0):
