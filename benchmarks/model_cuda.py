@@ -4,7 +4,8 @@
 
 The models are public shapes with random bfloat16 weights; both engines export the same checkpoint. Each runs alone, in
 a process of its own, continues equal random prompts greedily, and its memory is what the driver reports. genai's
-model is built with its CUDA graph on.
+model is built with its CUDA graph on. With `--weight-format int4` both export int4, each in blocks of its own default.
+Without the peer no checkpoint is written, so that a large shape needs no more disk than its export.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16
+from model_shapes import SHAPES, make_checkpoint, save_bfloat16, write_config
 
 import ortolan
 
@@ -66,18 +67,24 @@ def main() -> None:
         type=int,
         help=f"prompt tokens per step, ours (default: {RINGS_CHUNK} for models with windows, else a session's choice)",
     )
+    parser.add_argument("--weight-format", help="of both engines, as `ortolan export` takes it (default: bfloat16)")
+    parser.add_argument("--group-size", type=int, help="of our weight format (default: the export's)")
+    parser.add_argument("--cache-dtype", help="of our caches (default: bfloat16)")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         work = (options.work_dir or Path(scratch)) / options.shape
-        checkpoint = make_checkpoint(options.shape, work / "checkpoint", "bfloat16", save_bfloat16)
+        checkpoint = work / "checkpoint"
+        if options.no_peer:
+            write_config(options.shape, checkpoint, "bfloat16")
+        else:
+            make_checkpoint(options.shape, checkpoint, "bfloat16", save_bfloat16)
         limit = max(options.prompts) + options.decode + 2
-        chunk_size = options.chunk_size or (RINGS_CHUNK if SHAPES[options.shape].get("sliding_window") else None)
-        folders = {"ortolan": export_ours(checkpoint, work / "ortolan", limit, chunk_size)}
+        folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options)}
         if not options.no_peer:
-            folders["genai"] = export_peer(checkpoint, work / "genai")
+            folders["genai"] = export_peer(checkpoint, work / "genai", options.weight_format or "bf16")
         results = {name: measure(name, folder, limit, options) for name, folder in folders.items() if folder}
     report = {"gpu": query("name"), "model": options.shape, **results}
     print_table(options.prompts, results)
@@ -85,18 +92,34 @@ def main() -> None:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def export_ours(checkpoint: Path, folder: Path, max_context: int, chunk_size: int | None) -> Path:
-    """Export by Ortolan."""
+def kind_of(options: argparse.Namespace) -> str:
+    """Name what the export of one set of options is."""
+    return "-".join(filter(None, ("bfloat16", options.weight_format, options.cache_dtype)))
+
+
+def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace) -> Path:
+    """Export by Ortolan, with weights of its own where the checkpoint has none."""
     if not folder.exists():
-        ortolan.export(checkpoint, folder, dtype="bfloat16", max_context=max_context, chunk_size=chunk_size)
+        windows = SHAPES[options.shape].get("sliding_window")
+        ortolan.export(
+            checkpoint,
+            folder,
+            dtype="bfloat16",
+            max_context=max_context,
+            chunk_size=options.chunk_size or (RINGS_CHUNK if windows else None),
+            weight_format=options.weight_format,
+            group_size=options.group_size,
+            cache_dtype=options.cache_dtype,
+            weights="checkpoint" if (checkpoint / "model.safetensors").is_file() else "random",
+        )
     return folder
 
 
-def export_peer(checkpoint: Path, folder: Path) -> Path | None:
+def export_peer(checkpoint: Path, folder: Path, precision: str) -> Path | None:
     """Export by the peer's builder; None where it refuses the model."""
     if not (folder / "genai_config.json").is_file():
         command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
-        command += ["-p", "bf16", "-e", "cuda", "-c", folder / "cache"]
+        command += ["-p", precision, "-e", "cuda", "-c", folder / "cache"]
         command += ["--extra_options", "enable_cuda_graph=true", "prune_lm_head=true"]
         built = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if built.returncode:

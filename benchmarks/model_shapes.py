@@ -33,6 +33,19 @@ QWEN3: dict[str, Any] = COMMON | {
     "use_sliding_window": False,
     "sliding_window": None,
 }
+QWEN35: dict[str, Any] = COMMON | {
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3
     | {
@@ -76,6 +89,100 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": True,
         "mlp_bias": False,
+    },
+    "llama-3b": COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "mlp_bias": False,
+    },
+    "qwen3-30b-a3b": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "max_window_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": COMMON
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "sliding_window": 128,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-4b": QWEN35
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3.5-35b-a3b": QWEN35
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
     },
     "tiny": COMMON  # for trying a benchmark out
     | {
@@ -156,16 +263,21 @@ def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
     """
     if (folder / "model.safetensors").is_file():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": dtype}, indent=2))
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
-        (folder / name).write_bytes((shipped_model() / name).read_bytes())
+    write_config(shape, folder, dtype)
     hf_config = read_hf_config(folder)
     family = find_family(hf_config)
     config = family.read(family.text_config(hf_config), 4096)
     sources = family.sources(config)
     save({sources[name].name: size for name, size in weight_shapes(config).items()}, folder / "model.safetensors")
     return folder
+
+
+def write_config(shape: str, folder: Path, dtype: str) -> None:
+    """Write what a checkpoint of one shape has beside its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": dtype}, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
+        (folder / name).write_bytes((shipped_model() / name).read_bytes())
 
 
 def save_float32(shapes: dict[str, tuple[int, ...]], path: Path) -> None:

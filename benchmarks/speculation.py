@@ -5,6 +5,7 @@
 Each line is a ratio: tokens per second with drafts over tokens per second without, the median of the rounds' ratios.
  - lookup: `PromptLookup` behind a document whose second copy breaks off in the middle (the model's own text, where it
    has a tokenizer of bytes, else random tokens). How much is gained depends on how far the model copies.
+ - mtp: the model's own head, where it has one.
  - oracle: a drafter that knows the tokens, each of which it gets right with the given probability.
  - wrong: a drafter whose tokens are all wrong: what speculation costs where it gains nothing.
 With --sequences above 1 an engine runs that many requests at once; the model folder must be paged then.
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--new-tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=4, help="most tokens of the oracle's drafts")
+    parser.add_argument("--tokens", type=int, default=4, help="most tokens of the drafts of head and oracle")
     parser.add_argument("--share", type=float, default=0.7, help="of the oracle's right tokens")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -161,6 +162,7 @@ def main() -> None:
         "lookup of 4": ortolan.PromptLookup(tokens=4),
         "lookup of 8": ortolan.PromptLookup(tokens=8, longest=8),
         "lookup of 15": ortolan.PromptLookup(tokens=15, longest=8),
+        **({f"mtp of {options.tokens}": ortolan.MtpHead(tokens=options.tokens)} if model.manifest.draft_head else {}),
         f"oracle of {options.tokens}, {options.share:.0%} right": Oracle(
             tokens=options.tokens, right=right, share=options.share
         ),

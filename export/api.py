@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import cast
 
-import onnx
-
-from ortolan.element_types import COMPUTE_TYPES, cache_type
-from ortolan.errors import ConfigError, check_progress, file_path, one_of, truth
+from ortolan.errors import ConfigError, check_progress, file_path, truth
 from ortolan.export.caller import warn_caller
-from ortolan.export.checkpoint import checkpoint_folder, open_checkpoint
-from ortolan.export.families.base import Family
-from ortolan.export.folder import (
-    DEFAULT_CONTEXT,
-    IDLE_SINK,
-    CacheOptions,
-    check_numbers,
-    check_target,
-    complete_folder,
-    describe_layer,
-    put_in_place,
-    temporary_sibling,
+from ortolan.export.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
+from ortolan.export.draft_head import (
+    MODULE,
+    can_have_head,
+    head_config,
+    head_sources,
+    holds_head,
+    promises_head,
+    with_shared,
 )
+from ortolan.export.families.base import Family
+from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_sibling
 from ortolan.export.hf_config import HfConfig, read_hf_config
+from ortolan.export.model_files import HEAD_WEIGHTS_FILE, ModelFiles, write_folder
+from ortolan.export.options import DENSE, HEADS, ExportOptions
 from ortolan.export.packed import Published, read_quantization
 from ortolan.export.quantize import METHODS
 from ortolan.export.registry import find_family
@@ -36,110 +34,13 @@ from ortolan.export.weights import (
     CheckpointWeights,
     RandomWeights,
     WeightProvider,
-    WeightsFile,
     place_weights,
     placed_bytes,
 )
-from ortolan.graphs import (
-    ExternalTensor,
-    GraphOptions,
-    attach_external_data,
-    build_model,
-    verify_fused_pair,
-    verify_model,
-)
-from ortolan.graphs.cached_attention import is_evictable
-from ortolan.graphs.config import ModelConfig, Rope
-from ortolan.graphs.external_data import span_of
+from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
-from ortolan.graphs.formats.low_bit import Kind
-from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, Wish, joint_tensors, wished_formats
+from ortolan.graphs.formats.plan import wished_formats
 from ortolan.graphs.parts import Formats
-from ortolan.manifest import (
-    FUSED_FILE,
-    MANIFEST_METADATA,
-    MODEL_FILE,
-    Manifest,
-    cache_kinds,
-)
-from ortolan.version import __version__
-
-DENSE = "dense"
-QUANTIZED = ("int4", "int8", "fp8")
-WEIGHT_FORMATS = (DENSE, *QUANTIZED)
-HEADS = ("int8", DENSE)
-FP8_GROUP_SIZES = (128,)
-WEIGHT_KINDS = ("checkpoint", "random")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions(CacheOptions):
-    """Options of `export`, checked."""
-
-    dtype: str
-    max_context: int | None
-    weights: str
-    fuse: bool
-    weight_format: str | None
-    cache_dtype: str | None
-    group_size: int | str | None = None
-    asymmetric: bool = False
-    quantizer: str = METHODS[0]
-    head_format: str = HEADS[0]
-
-    def __post_init__(self) -> None:
-        CacheOptions.__post_init__(self)  # super() does not work in a class with slots
-        one_of("dtype", self.dtype, COMPUTE_TYPES)
-        self._check_weights()
-        cache_type(self.cache_dtype, self.dtype)
-        one_of("weights", self.weights, WEIGHT_KINDS)
-        truth("fuse", self.fuse)
-        if self.max_context is not None:
-            check_numbers(self, max_context=1)
-            if self.sink >= self.max_context:
-                raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
-
-    def _check_weights(self) -> None:
-        truth("asymmetric", self.asymmetric)
-        one_of("quantizer", self.quantizer, METHODS)
-        one_of("head_format", self.head_format, HEADS)
-        if self.weight_format is not None:
-            one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
-        if self.weight_format not in QUANTIZED:
-            idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric}
-            given = [name for name, is_given in idle.items() if is_given]
-            if given:
-                raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")
-            return
-        sizes = FP8_GROUP_SIZES if self.weight_format == "fp8" else GROUP_SIZES
-        if self.group_size is not None and self.group_size not in (*sizes, CHANNEL):
-            allowed = ", ".join(map(str, sizes))
-            raise ConfigError(f'group_size is {self.group_size!r}; allowed: {allowed}, or "{CHANNEL}"')
-        if self.asymmetric and self.weight_format == "fp8":
-            raise ConfigError("asymmetric is for int4 and int8; fp8 has no zero points")
-
-    @property
-    def wish(self) -> Wish | None:
-        """What is asked of weights that are quantized; None where none are."""
-        if self.weight_format not in QUANTIZED:
-            return None
-        return Wish(
-            kind=cast("Kind", self.weight_format),
-            group_size=self.group_size,
-            zero_points=self.asymmetric,
-            head=self.head_format,
-        )
-
-    def graph(self, *, fused: bool) -> GraphOptions:
-        """Return what the graph builder is asked for."""
-        return GraphOptions(
-            dtype=self.dtype,
-            cache_dtype=cache_type(self.cache_dtype, self.dtype),
-            sink=self.sink,
-            snapkv_window=self.snapkv_window,
-            page_size=self.graph_page_size,
-            fused=fused,
-        )
 
 
 def export(
@@ -222,15 +123,16 @@ def export(
     target = file_path("out_dir", out_dir)
     check_progress(progress)
     check_target(target, truth("overwrite", overwrite))
-    parts = _read(checkpoint_folder(hf_dir, weights=weights != "random"), options)
-    with temporary_sibling(target, placed_bytes(parts.placed)) as folder:
-        _write_folder(folder, parts, progress or (lambda done, total: None))
+    source = checkpoint_folder(hf_dir, weights=weights != "random")
+    model, head = _read(source, options)
+    with temporary_sibling(target, sum(placed_bytes(files.placed) for files in (model, head) if files)) as folder:
+        write_folder(folder, source, model, head, progress or (lambda done, total: None))
         put_in_place(folder, target)
     return target
 
 
-def _read(source: Path, options: ExportOptions) -> _Parts:
-    """Read and check a checkpoint folder, and warn of what its user may not expect."""
+def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles | None]:
+    """Read and check a checkpoint folder, and warn of what its user may not expect; returns model and draft head."""
     hf_config = read_hf_config(source)
     top_config, family = hf_config, find_family(hf_config)
     hf_config = family.text_config(hf_config)
@@ -240,7 +142,14 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
     config = family.read(hf_config, context)
     check_shapes(config)
     published = read_quantization(top_config)
-    provider, formats = _provider(source, family, hf_config, config, options, published)
+    if published is not None:
+        _check_published(published, options)
+    checkpoint = None if options.weights == "random" else open_checkpoint(source).part(family.prefixes, family.left_out)
+    has_head = promises_head(hf_config) if checkpoint is None else holds_head(checkpoint)
+    if has_head and (has_head := can_have_head(config)):
+        config = replace(config, gives_hidden=True)
+    files = partial(_files, family, hf_config, checkpoint, published)
+    model = files(options, config)
     check_tokenizer(source, is_wanted=options.weights != "random")
     if context > own:
         warn_caller(f"max_context {context} is beyond the model's max_position_embeddings {own}")
@@ -251,30 +160,41 @@ def _read(source: Path, options: ExportOptions) -> _Parts:
             f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "
             "text alone"
         )
-    placed = place_weights(config, options.dtype, formats)
-    name = (options.weight_format or DENSE) if published is None else published.method
-    return _Parts(source, config, context, provider, options, placed, formats, name)
+    head_options = replace(options, snapkv_window=0, paged=False, weight_format=None, group_size=None, asymmetric=False)
+    return model, files(head_options, head_config(config), model.formats) if has_head else None
 
 
-def _provider(
-    source: Path,
+def _files(
     family: Family,
     hf_config: HfConfig,
-    config: ModelConfig,
-    options: ExportOptions,
+    checkpoint: Checkpoint | None,
     published: Published | None,
-) -> tuple[WeightProvider, Formats]:
-    """Return what gives the weights, and their formats."""
-    if published is not None:
-        _check_published(published, options)
+    options: ExportOptions,
+    config: ModelConfig,
+    shared: Formats | None = None,
+) -> ModelFiles:
+    """Return what is written of a model, or of its draft head, which takes the model's formats of what they share."""
     formats = Formats(default=Dense()) if options.wish is None else wished_formats(config, options.wish)
-    if options.weights == "random":
-        return RandomWeights(config, hf_config.number("initializer_range", 0.02)), formats
-    checkpoint = open_checkpoint(source).part(family.prefixes, family.left_out).part({}, family.unread(config))
-    sources = family.sources(config)
-    if published is not None:
-        formats = published.formats(checkpoint, sources, config)
-    return CheckpointWeights(checkpoint, sources, config, published), formats
+    provider: WeightProvider
+    if checkpoint is None:
+        provider = RandomWeights(config, hf_config.number("initializer_range", 0.02))
+    else:
+        part = checkpoint.only(MODULE) if config.drafts else checkpoint.part({}, (MODULE, *family.unread(config)))
+        sources = head_sources(family, config) if config.drafts else family.sources(config)
+        if published is not None:
+            formats = published.formats(part, sources, config)
+        provider = CheckpointWeights(part, sources, config, published)
+    if shared is not None:
+        formats = with_shared(formats, shared)
+    return ModelFiles(
+        config=config,
+        max_context=options.max_context or DEFAULT_CONTEXT,
+        provider=provider,
+        options=options,
+        placed=place_weights(config, options.dtype, formats, HEAD_WEIGHTS_FILE if config.drafts else WEIGHTS_FILE),
+        formats=formats,
+        weight_format=(options.weight_format or DENSE) if published is None else published.method,
+    )
 
 
 def _check_published(published: Published, options: ExportOptions) -> None:
@@ -288,85 +208,3 @@ def _check_published(published: Published, options: ExportOptions) -> None:
         raise ConfigError(
             f"weights='random' needs a config.json without quantization_config; this one names {published.method}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a model folder is written from."""
-
-    source: Path
-    config: ModelConfig
-    max_context: int
-    provider: WeightProvider
-    options: ExportOptions
-    placed: dict[str, ExternalTensor]
-    formats: Formats
-    weight_format: str
-
-
-def _write_folder(folder: Path, parts: _Parts, progress: Callable[[int, int], object]) -> None:
-    manifest = _manifest(parts)
-    for name, model in _graphs(parts, manifest).items():
-        (folder / name).write_bytes(model.SerializeToString(deterministic=True))
-    total, written = sum(where.length for where in parts.placed.values()), 0
-
-    def advance(count: int) -> None:
-        nonlocal written
-        written += count
-        progress(written, total)
-
-    file = WeightsFile(
-        config=parts.config,
-        formats=parts.formats,
-        placed=parts.placed,
-        dtype=parts.options.dtype,
-        method=parts.options.quantizer,
-    )
-    file.write(parts.provider, folder / WEIGHTS_FILE, advance)
-    complete_folder(folder, manifest, parts.source)
-
-
-def _graphs(parts: _Parts, manifest: Manifest) -> dict[str, onnx.ModelProto]:
-    """Build and verify the decoder graphs by file name; all read the one weights file."""
-    options, config = parts.options, parts.config
-    graphs = {MODEL_FILE: build_model(config, options.graph(fused=False), parts.formats)}
-    if options.fuse:
-        graphs[FUSED_FILE] = build_model(config, options.graph(fused=True), parts.formats)
-    joints = joint_tensors(config, parts.formats, options.dtype)
-    whole = {name: span_of(parts.placed, members) for name, members in joints.items()}
-    places = parts.placed | whole
-    for graph in graphs.values():
-        graph.metadata_props.add(key=MANIFEST_METADATA, value=manifest.to_json())
-        attach_external_data(graph, {t.name: places[t.name] for t in graph.graph.initializer if t.name in places})
-        verify_model(graph)
-        verify_fused_pair(graphs[MODEL_FILE], graph)
-    return graphs
-
-
-def _manifest(parts: _Parts) -> Manifest:
-    config, max_context, options = parts.config, parts.max_context, parts.options
-    graph = options.graph(fused=False)
-    layers = tuple(describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers)
-    ropes = [rope for rope in config.ropes if isinstance(rope, Rope)]  # checkpoints have frequencies, not tables
-    return Manifest(
-        architecture=config.architecture,
-        dtype=options.dtype,
-        weight_format=parts.weight_format,
-        cache_dtype=cache_type(options.cache_dtype, options.dtype),
-        vocab_size=config.vocab_size,
-        max_context=max_context,
-        chunk_size=options.planned_chunk,
-        chunk_chosen=options.chunk_size is not None,
-        sink=options.sink,
-        snapkv_window=options.snapkv_window,
-        paged=options.paged,
-        page_size=options.graph_page_size,
-        cache_kinds=cache_kinds(layers) if options.paged else (),
-        layers=layers,
-        rope_limits=tuple(variant.limit for variant in ropes[0].variants) if ropes else (max_context,),
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=config.eos_token_ids,
-        fused_model=FUSED_FILE if options.fuse else None,
-        ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in ropes},
-        ortolan_version=__version__,
-    )

@@ -74,6 +74,10 @@ class Checkpoint:
         entries = {name: entry for name, entry in self.entries.items() if not name.startswith(others)}
         return Checkpoint({_renamed(name, prefixes): entry for name, entry in entries.items()})
 
+    def only(self, module: str) -> Checkpoint:
+        """Return the checkpoint of one module, whose tensors keep their names."""
+        return Checkpoint({name: entry for name, entry in self.entries.items() if name.startswith(f"{module}.")})
+
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     for prefix, replacement in prefixes.items():

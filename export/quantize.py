@@ -7,6 +7,7 @@ group, the one whose squared error is least; it needs no data. Source: the clipp
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,7 @@ from ortolan.graphs.formats.low_bit import LowBit
 
 METHODS = ("search", "nearest")
 FP8_LARGEST = 448.0
+_CACHED_WEIGHTS = 2**15  # that are quantized at a time, so that what is computed of them stays in a core's cache
 _RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
 
 
@@ -68,18 +70,24 @@ class _Integers:
         self._middle, self._last = 1 << (stored.bits - 1), (1 << stored.bits) - 1
 
     def quantize(self, groups: Array, method: str) -> dict[str, Array]:
+        rows = max(1, _CACHED_WEIGHTS // groups[0].size)
+        parts = [self._rows(groups[begin : begin + rows], method) for begin in range(0, len(groups), rows)]
+        return {port: np.concatenate([part[port] for part in parts]) for port in parts[0]}
+
+    def _rows(self, groups: Array, method: str) -> dict[str, Array]:
         low, high = self._range(groups)
         best = self._at(groups, low, high)
+        least = best.squared_errors(groups)
         for ratio in _RATIOS if method == "search" else ():
             tried = self._at(groups, low * np.float32(ratio), high * np.float32(ratio))
-            better = tried[3] < best[3]
-            np.copyto(best[0], tried[0], where=better[..., None])
-            for old, new in zip(best[1:], tried[1:], strict=True):
-                np.copyto(old, new, where=better)
-        codes, scales, zeros, _ = best
-        count = len(codes)
-        found = {"codes": self._packed(codes.reshape(count, -1)), "scales": scales.astype(self._element)}
-        return found | ({"zero_points": self._packed(zeros)} if self._stored.zero_points else {})
+            errors = tried.squared_errors(groups)
+            better = errors < least
+            np.copyto(least, errors, where=better)
+            np.copyto(best.scales, tried.scales, where=better)
+            np.copyto(best.zeros, tried.zeros, where=better)
+        codes = best.codes(groups).astype(np.uint8).reshape(len(groups), -1)
+        found = {"codes": self._packed(codes), "scales": best.scales.astype(self._element)}
+        return found | ({"zero_points": self._packed(best.zeros.astype(np.uint8))} if self._stored.zero_points else {})
 
     def _range(self, groups: Array) -> tuple[Array, Array]:
         """Return the values of the first code and of the last, [n, G] each."""
@@ -91,8 +99,8 @@ class _Integers:
         low = np.where(-least >= most, least, most)
         return low, -low * np.float32((self._middle - 1) / self._middle)
 
-    def _at(self, groups: Array, low: Array, high: Array) -> tuple[Array, Array, Array, Array]:
-        """Round to codes between two values; returns codes, scales, zero points, squared errors."""
+    def _at(self, groups: Array, low: Array, high: Array) -> _Grid:
+        """Spread the codes evenly between two values of each group."""
         scales = (high - low) / np.float32(self._last)
         scales = scales.astype(self._element).astype(np.float32)
         scales = np.where((scales != 0) & np.isfinite(scales), scales, np.float32(1))
@@ -100,18 +108,35 @@ class _Integers:
             zeros = np.clip(np.rint(-low / scales), 0, self._last)
         else:
             zeros = np.full(scales.shape, np.float32(self._middle))
-        codes = np.rint(groups / scales[..., None])
-        codes += zeros[..., None]
-        np.clip(codes, 0, self._last, out=codes)
-        errors = codes - zeros[..., None]
-        errors *= scales[..., None]
-        errors -= groups
-        return codes.astype(np.uint8), scales, zeros.astype(np.uint8), np.einsum("ngk,ngk->ng", errors, errors)
+        return _Grid(scales, zeros, self._last)
 
     def _packed(self, codes: Array) -> Array:
         if self._stored.bits == 8:
             return np.ascontiguousarray(codes)
         return pack_nibbles(codes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The values that codes stand for, (code - zero) * scale; scales and zeros are [n, G] float32."""
+
+    scales: Array
+    zeros: Array
+    last: int
+
+    def codes(self, groups: Array) -> Array:
+        """Round [n, G, g] to codes, as float32."""
+        codes = np.rint(groups / self.scales[..., None])
+        codes += self.zeros[..., None]
+        return np.clip(codes, 0, self.last, out=codes)
+
+    def squared_errors(self, groups: Array) -> Array:
+        """Sum the squares of what rounding changes, [n, G]."""
+        errors = self.codes(groups)
+        errors -= self.zeros[..., None]
+        errors *= self.scales[..., None]
+        errors -= groups
+        return np.asarray(np.einsum("ngk,ngk->ng", errors, errors))
 
 
 def pack_nibbles(codes: Array) -> Array:

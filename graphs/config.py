@@ -268,6 +268,9 @@ class ModelConfig:
         logit_divisor: divides the logits, before their softcap (Granite).
         logit_softcap: 0 means none.
         layer_inputs: per-layer embeddings; None where there are none.
+        gives_hidden: whether the graph returns what its head reads of every token, for a draft head.
+        drafts: whether this is a draft head: layers over embeddings that are joined with the hidden states of another
+            model, whose embedding and head it shares (multi-token prediction, arXiv 2412.19437).
     """
 
     architecture: str
@@ -286,6 +289,8 @@ class ModelConfig:
     logit_divisor: float = 1.0
     logit_softcap: float = 0.0
     layer_inputs: LayerInputs | None = None
+    gives_hidden: bool = False
+    drafts: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -23,7 +23,7 @@ from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats, Linear, Normed, Parts
 from ortolan.graphs.readers import drop_rows, first_reader
 from ortolan.graphs.rope import add_rotations, list_angles_late
-from ortolan.graphs.weights import joint_shapes, weight_shapes
+from ortolan.graphs.weights import joint_shapes, shared_shapes, weight_shapes
 
 FUSIONS_METADATA = "ortolan.fusions"
 DOC_STRING = (
@@ -50,13 +50,15 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     """
     graph = GraphBuilder(config.architecture, DOC_STRING + FUSED_DOC_STRING * options.fused)
     formats = formats or Formats(default=Dense())
-    shapes = weight_shapes(config) | joint_shapes(config)
+    shapes = weight_shapes(config) | shared_shapes(config) | joint_shapes(config)
     parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
     attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
     states = [layer.mixer.kind for layer in config.layers if not isinstance(layer.mixer, AttentionConfig)]
     parts.step = declare_step(graph, options, [mixer.window for mixer in attentions], states)
     token_ids = graph.input(contract.TOKEN_IDS, INT64, ["T"])
     hidden = _embed(parts, token_ids)
+    if config.drafts:
+        hidden = _join_hidden(parts, hidden)
     add_rotations(parts)
     shares = prepare_layer_inputs(parts, token_ids, hidden) if config.layer_inputs else None
     for index in range(len(config.layers)):
@@ -66,6 +68,9 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         hidden = _add_layer(parts, index, hidden)
         hidden = hidden if shares is None else add_layer_input(parts, index, hidden, shares)
         hidden = _scale(parts, index, hidden)
+    if config.gives_hidden:
+        hidden = parts.value(parts.norm("final_norm", hidden))
+        graph.output(hidden, contract.HIDDEN_OUT, options.onnx_type, ["T", config.hidden_size])
     graph.output(_logits(parts, hidden), contract.LOGITS, FLOAT, ["R", config.vocab_size])
     for cache in (*parts.attentions.values(), *parts.states.values()):
         cache.declare_outputs()
@@ -95,6 +100,14 @@ def _embed(parts: Parts, token_ids: Tensor) -> Tensor:
         ones = parts.ones(parts.config.hidden_size)
         hidden = parts.rms_norm("embedding/norm", hidden, ones, parts.config.norm_epsilon)
     return hidden
+
+
+def _join_hidden(parts: Parts, embedded: Tensor) -> Tensor:
+    """Project a token's embedding and the hidden state before it, both normalised, to one state [T, hidden]."""
+    graph, size = parts.graph, parts.config.hidden_size
+    given = graph.input(contract.HIDDEN, parts.options.onnx_type, ["T", size])
+    both = [parts.value(parts.norm("mtp/embedding_norm", embedded)), parts.value(parts.norm("mtp/hidden_norm", given))]
+    return parts.linear("mtp/input", graph.node("mtp/Concat", "Concat", both, {"axis": 1}))
 
 
 def _add_layer(parts: Parts, index: int, hidden: Tensor) -> Tensor:
@@ -131,11 +144,14 @@ def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Te
 
 
 def _logits(parts: Parts, hidden: Tensor) -> Tensor:
-    """Project the rows whose logits are wanted, which are picked before the norm and the head at the latest."""
+    """Project the rows whose logits are wanted, which are picked before the head at the latest.
+
+    They are normalised first, unless all rows are that already, for a draft head.
+    """
     graph, config = parts.graph, parts.config
     if parts.row_axis == "T":
         hidden = parts.rows("head", hidden, parts.step.logit_rows)
-    normed = parts.norm("final_norm", hidden)
+    normed = hidden if config.gives_hidden else parts.norm("final_norm", hidden)
     stem = "embedding" if config.tied_embeddings else "head"
     logits = parts.add_linear(Linear(path="head", stem=stem, x=normed, in_float32=True))
     if config.logit_divisor != 1.0:

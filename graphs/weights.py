@@ -22,9 +22,17 @@ def norm_names(config: ModelConfig, index: int) -> tuple[str, ...]:
 
 
 def weight_shapes(config: ModelConfig) -> Shapes:
-    """List every weight of the graph by its canonical name, with its shape ([out, in] for linear layers)."""
+    """List every weight of the model by its canonical name, with its shape ([out, in] for linear layers).
+
+    Those that a draft head shares with its model are not its own; see `shared_shapes`.
+    """
     hidden = config.hidden_size
-    shapes: Shapes = {"embedding.weight": (config.vocab_size, hidden)} | layer_inputs.model_shapes(config)
+    shared: Shapes = {} if config.drafts else shared_shapes(config)
+    shapes = {name: shape for name, shape in shared.items() if name == "embedding.weight"}
+    if config.drafts:
+        shapes |= {"mtp.embedding_norm.weight": (hidden,), "mtp.hidden_norm.weight": (hidden,)}
+        shapes |= {"mtp.input.weight": (hidden, 2 * hidden)}
+    shapes |= layer_inputs.model_shapes(config)
     for index, layer in enumerate(config.layers):
         mixer, mlp = MIXERS[layer.mixer.kind], MLPS[layer.mlp.kind]
         inside = mixer.weights(layer.mixer, hidden) | mlp.weights(layer.mlp, hidden)
@@ -33,10 +41,13 @@ def weight_shapes(config: ModelConfig) -> Shapes:
         )
         inside |= {"scale": (1,)} if layer.scaled else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
-    shapes["final_norm.weight"] = (hidden,)
-    if not config.tied_embeddings:
-        shapes["head.weight"] = (config.vocab_size, hidden)
-    return shapes
+    return shapes | {"final_norm.weight": (hidden,)} | shared
+
+
+def shared_shapes(config: ModelConfig) -> Shapes:
+    """List the weights that a model and its draft head share."""
+    names = ("embedding.weight",) if config.tied_embeddings else ("embedding.weight", "head.weight")
+    return dict.fromkeys(names, (config.vocab_size, config.hidden_size))
 
 
 def joint_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:

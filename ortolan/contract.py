@@ -7,6 +7,8 @@ PAST_LEN = "past_len"  # [B] int32, logical length before this step
 ROPE_VARIANT = "rope_variant"  # [T] int64, only where the manifest lists more than one RoPE variant
 LOGIT_ROWS = "logit_rows"  # [R] int64, the packed rows whose logits are computed
 LOGITS = "logits"  # [R, V] float32, of those rows
+HIDDEN = "hidden"  # [T, features], what the head before this one made of the token before; draft heads only
+HIDDEN_OUT = "hidden_out"  # [T, features], what the model's own head reads, for a draft head
 
 # Inputs of evict.onnx beside the caches, captures and kv_len of each evictable layer; all int64 [1].
 EVICT_BUDGET = "budget"

@@ -19,6 +19,7 @@ from ortolan.folders import not_a_model, pointer_problem
 
 MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
+HEAD_FILE, HEAD_FUSED_FILE = "mtp.onnx", "mtp.fused.onnx"  # of a draft head
 EVICT_FILE = "evict.onnx"
 EDITABLE_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")  # checked by their readers
 MANIFEST_METADATA = "ortolan.manifest"  # key of the manifest in a graph's metadata
@@ -108,6 +109,9 @@ class Manifest:
         cache_dtype: element type of caches: the dtype, or that of codes, which scales belong to.
         fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
             there is none.
+        hidden_size: features of `hidden_out`, where the graph returns it for a draft head; else 0.
+        drafts: whether this describes a draft head, which reads `hidden`.
+        draft_head: of the model; None where it has none.
     """
 
     architecture: str
@@ -128,6 +132,9 @@ class Manifest:
     page_size: int = 0
     cache_kinds: tuple[CacheKind, ...] = ()
     chunk_chosen: bool = True
+    hidden_size: int = 0
+    drafts: bool = False
+    draft_head: Manifest | None = None
     ropes: dict[str, tuple[tuple[float, ...], ...]] | None = None
     ortolan_version: str = ""
     operator_version: int = 1
@@ -203,10 +210,21 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source}: layers or cache_kinds do not have the expected keys: {error}"
         ) from error
     values |= {"layers": layers, "cache_kinds": kinds}
+    if isinstance(head := raw.get("draft_head"), dict):
+        values["draft_head"] = _draft_head(head, source)
     for name, hint in get_type_hints(Manifest).items():
         if name in values and not _fits(values[name], hint):
             raise ContractMismatchError(f"{source}: {name} has a value of another type than any export writes")
     return values
+
+
+def _draft_head(raw: dict[str, Any], source: str) -> Manifest:
+    """Read the description of a draft head. Raises ContractMismatchError."""
+    head = Manifest(**_checked_fields(raw, f"{source}, draft_head"))
+    _check_values(head, f"{source}, draft_head")
+    if not head.drafts or head.draft_head is not None:
+        raise ContractMismatchError(f"{source}: draft_head describes something else; export the model again")
+    return head
 
 
 def _with_tuples(value: Any) -> Any:
@@ -237,9 +255,10 @@ def _fits(value: Any, hint: Any) -> bool:
 def _check_values(manifest: Manifest, source: str) -> None:
     """Raise ContractMismatchError for numbers that no export writes."""
     limits = manifest.rope_limits
-    least = {"vocab_size": 1, "chunk_size": 1, "snapkv_window": 0}
+    least = {"vocab_size": 1, "chunk_size": 1, "snapkv_window": 0, "hidden_size": 0}
     checks = {name: number <= getattr(manifest, name) <= MAX_LENGTH for name, number in least.items()} | {
         "sink": 0 <= manifest.sink < manifest.max_context,
+        "drafts": manifest.hidden_size > 0 or not manifest.drafts,
         "page_size": manifest.paged or manifest.page_size == 0,
         "max_context": 1 <= manifest.max_context <= MAX_LENGTH,
         "rope_limits": bool(limits) and list(limits) == sorted(limits) and limits[-1] >= manifest.max_context,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ortolan.runtime.model import Model, load
     from ortolan.runtime.options import Sampling
     from ortolan.runtime.session import Session
-    from ortolan.runtime.speculation.options import DraftModel, PromptLookup, Speculation
+    from ortolan.runtime.speculation.options import DraftModel, MtpHead, PromptLookup, Speculation
     from ortolan.runtime.text.streaming import TextStream
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Eviction",
     "LayerPlan",
     "Model",
+    "MtpHead",
     "PromptLookup",
     "Sampling",
     "Session",
@@ -46,6 +47,7 @@ _HOMES = {
     "Session": "ortolan.runtime.session",
     "SnapKv": "ortolan.policies",
     "DraftModel": "ortolan.runtime.speculation.options",
+    "MtpHead": "ortolan.runtime.speculation.options",
     "PromptLookup": "ortolan.runtime.speculation.options",
     "Speculation": "ortolan.runtime.speculation.options",
     "Stream": "ortolan.runtime.engine.stream",

@@ -10,7 +10,18 @@ from ortolan.manifest import MANIFEST_METADATA, Manifest
 from ortolan.runtime.caches.layer_state import SLOTS, TensorSpec, kind_of, own_layers
 
 # What the graph was built for. Other fields, such as chunk_size, say how it is run.
-BUILT_FOR = ("dtype", "weight_format", "cache_dtype", "vocab_size", "sink", "paged", "page_size", "layers")
+BUILT_FOR = (
+    "dtype",
+    "weight_format",
+    "cache_dtype",
+    "vocab_size",
+    "sink",
+    "paged",
+    "page_size",
+    "layers",
+    "hidden_size",
+    "drafts",
+)
 
 
 def check_graph(ort_session: Any, manifest: Manifest, file_name: str) -> None:
@@ -32,6 +43,8 @@ def _check_inputs(ort_session: Any, manifest: Manifest, file_name: str) -> None:
     for index, layer in enumerate(manifest.layers):
         if layer.evictable:
             wanted |= {contract.kv_len(index), contract.capture(index)}
+    if manifest.drafts:
+        wanted.add(contract.HIDDEN)
     wanted |= {kind.block_table for kind in manifest.cache_kinds}
     if len(manifest.rope_limits) > 1:
         wanted.add(contract.ROPE_VARIANT)
@@ -51,6 +64,12 @@ def _check_shapes(ort_session: Any, manifest: Manifest, file_name: str) -> None:
         raise ContractMismatchError(
             f"{file_name}: {contract.LOGITS} has the shape {logits}, the manifest says a vocabulary "
             f"of {manifest.vocab_size}; export the model again"
+        )
+    hidden = shapes.get(contract.HIDDEN_OUT, [0])[-1]
+    if hidden != manifest.hidden_size:
+        raise ContractMismatchError(
+            f"{file_name}: {contract.HIDDEN_OUT} has {hidden} features, the manifest says {manifest.hidden_size}; "
+            "export the model again"
         )
     for index, layer in enumerate(manifest.layers):
         name = contract.capture(index)

@@ -6,39 +6,28 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ortolan import contract
-from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.errors import (
     CapacityError,
     ConfigError,
     ContractMismatchError,
-    OpLibraryError,
     file_path,
     truth,
     whole_number,
 )
 from ortolan.hub import model_folder
-from ortolan.manifest import MODEL_FILE, Manifest, read_manifest
+from ortolan.manifest import HEAD_FILE, MODEL_FILE, Manifest, read_manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.assembly import make_session, make_store_stepper
+from ortolan.runtime.assembly import make_feeder_parts, make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
-from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.host_tables import find_layer_table
+from ortolan.runtime.device.host_tables import give_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
-from ortolan.runtime.device.opening import Device
-from ortolan.runtime.device.providers import (
-    CPU_PROVIDER,
-    CUDA_PROVIDER,
-    check_device_number,
-    device_number,
-    preload_cuda_libraries,
-    resolve_device,
-)
+from ortolan.runtime.device.opening import NO_WEIGHTS, Device, find_device
 from ortolan.runtime.eviction.graphs import EvictBuilder, EvictionGraphs, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
@@ -47,7 +36,10 @@ from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Progress, Session
+from ortolan.runtime.speculation.draft_head import HeadDrafter
 from ortolan.runtime.speculation.options import Speculation, check_same_vocabulary
+from ortolan.runtime.stats import Stats
+from ortolan.runtime.steps.feeder import Feeder
 from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 from ortolan.runtime.text.generation_config import read_sampling
@@ -89,21 +81,14 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self._draft_models: dict[str, Model] = {}
         self.memory = DeviceMemory(device, manifest)
+        self._head: Decoder | None = None
         file_name = self._choose_file(fused)
-        weights = self._host_weights(folder / file_name) if host_embeddings else {}
-        session = device.open(str(folder / file_name), folder, captures=True, initializers=weights)
-        check_graph(session, manifest, file_name)
+        self._is_fused = file_name != MODEL_FILE
+        weights, hosted = give_layer_table(folder / file_name, device.buffers) if host_embeddings else ({}, 0)
+        self.memory.host_embedding_bytes = hosted
+        self.decoder = self._open_graph(file_name, manifest, weights)
         self.memory.note_weights()
-        inputs = frozenset(each.name for each in session.get_inputs())
-        self.decoder = Decoder(session, manifest, inputs, itertools.count(1), weights)
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
-
-    def _host_weights(self, graph: Path) -> dict[str, Any]:
-        """Give the graph its per-layer embeddings in host memory. Raises ConfigError where it has none."""
-        table = find_layer_table(graph)
-        value = self.device.buffers.host_table(table.map(self.folder), table.element)
-        self.memory.host_embedding_bytes = table.bytes
-        return {table.name: value}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -297,6 +282,30 @@ class Model:
             self._draft_models[place] = draft
         return self._draft_models[place]
 
+    def draft_head(self) -> Decoder:
+        """Open the model's draft head, once.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        manifest = self.manifest.draft_head
+        if manifest is None:
+            raise ConfigError(
+                f"{self.folder} has no draft head: its checkpoint had no mtp.* tensors when it was exported; "
+                "choose ortolan.PromptLookup or ortolan.DraftModel"
+            )
+        if self._head is None:
+            name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
+            self._head = self._open_graph(name, manifest)
+        return self._head
+
+    def open_head_drafter(self, max_context: int) -> HeadDrafter:
+        """Make what drafts for one sequence with the model's draft head. Raises as `draft_head`, and CapacityError."""
+        decoder, buffers = self.draft_head(), self.device.buffers
+        plan = plan_caches(decoder.manifest, max_context, cuda=self.device.cuda is not None)
+        small = [plan.grown_capacity(index, 1) for index in range(len(plan.layers))]
+        return HeadDrafter(Feeder(make_feeder_parts(decoder, plan, buffers, None, small), Stats()), buffers)
+
     def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:
         """Start to decode the token ids that follow a context.
 
@@ -317,6 +326,13 @@ class Model:
             self.memory.check_room(smaller if capacities is None else smaller.with_capacities(capacities), options)
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
+
+    def _open_graph(self, file_name: str, manifest: Manifest, weights: Mapping[str, Any] = NO_WEIGHTS) -> Decoder:
+        path = str(self.folder / file_name)
+        session = self.device.open(path, self.folder, captures=True, weights=weights)
+        check_graph(session, manifest, file_name)
+        inputs = frozenset(each.name for each in session.get_inputs())
+        return Decoder(session, manifest, inputs, itertools.count(1), weights)
 
     def _choose_file(self, fused: bool | None) -> str:
         """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""
@@ -375,20 +391,10 @@ def load(
             f"{folder} uses version {manifest.operator_version} of the operators, this Ortolan has "
             f"{contract.OPERATOR_VERSION}; export the model again"
         )
-    try:
-        provider = resolve_device(device)
-    except ModuleNotFoundError as error:
-        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
-    if provider == CPU_PROVIDER and manifest.dtype == "bfloat16":
+    placed = find_device(device, num_threads)
+    if placed.cuda is None and manifest.dtype == "bfloat16":
         raise ConfigError(
             f"{folder} is a bfloat16 model, and no CPU kernel computes bfloat16; load it on CUDA, or export it as "
             "float32 or float16"
         )
-    cuda = None
-    if provider == CUDA_PROVIDER:
-        number = device_number(device)
-        check_device_number(number)
-        preload_cuda_libraries()
-        cuda = CudaBuffers(number)
-    placed = Device(provider=provider, num_threads=num_threads, cuda=cuda)
     return Model(folder, manifest, placed, evict_builder, fused, host_embeddings=host_embeddings)

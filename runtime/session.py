@@ -199,15 +199,15 @@ class Session:
             stop: texts, token ids and lists of these, or one text or id, that end the generation. They are not
                 yielded; of a stop of several tokens all but the last were read, and stay in the sequence.
             logprobs: how many most likely tokens come with each token's log-probability; None: no log-probabilities.
-            speculation: who drafts tokens, which are then checked several in a step, `ortolan.PromptLookup` or
-                `ortolan.DraftModel`; None: every token takes a step of its own.
+            speculation: who drafts tokens, which are then checked several in a step, `ortolan.PromptLookup`,
+                `ortolan.DraftModel` or `ortolan.MtpHead`; None: every token takes a step of its own.
 
         Raises:
             ConfigError: max_new_tokens is below 1, a stop is not allowed, the model cannot have that drafter, or the
                 session was used otherwise before the iterator ended; besides, as `prefill`.
         """
         check_progress(progress)
-        speculator = self._drafters.start(speculation)
+        speculator = self._start_drafts(speculation)
         tokens = self._checked(token_ids)
         turn = self._turn(
             TurnOptions(
@@ -283,7 +283,7 @@ class Session:
                 "no generation can be resumed: none was started, it ended, other calls came after it, or it was "
                 "interrupted where too little was left to go on from"
             )
-        speculator = self._drafters.start(speculation) or left.speculator
+        speculator = self._start_drafts(speculation) or left.speculator
         self._chain.settle()
         turn = left.turn
         longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
@@ -384,6 +384,11 @@ class Session:
     @property
     def _manifest(self) -> Manifest:
         return self.feeder.manifest
+
+    def _start_drafts(self, speculation: Speculation | None) -> Speculator | None:
+        speculator = self._drafters.start(speculation)
+        self.feeder.reader = self._drafters.reader
+        return speculator
 
     def _turn(self, options: TurnOptions) -> Turn:
         return Turn(options, self._manifest.vocab_size, self._parts.detokenize)

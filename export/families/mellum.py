@@ -41,4 +41,4 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     return read_common(config, ARCHITECTURE, layers, tuple(ropes))
 
 
-FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=qwen3_moe.sources, unread=lambda config: ("mtp",))
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=qwen3_moe.sources)

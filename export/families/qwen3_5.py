@@ -42,7 +42,6 @@ def _family(name: str, suffix: str) -> Family:
         text_config=(lambda config: text_section(config, {})) if has_images else (lambda config: config),
         prefixes=PREFIXES if has_images else {},
         left_out=("visual",) if has_images else (),
-        unread=lambda config: ("mtp",),
     )
 
 

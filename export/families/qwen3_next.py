@@ -168,4 +168,4 @@ def sources(config: ModelConfig) -> Sources:
     return hybrid_sources(config, delta)
 
 
-FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=sources, unread=lambda config: ("mtp",))
+FAMILY = Family(architecture=ARCHITECTURE, read=read, sources=sources)

@@ -83,9 +83,10 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--speculate",
-        metavar="lookup|FOLDER",
+        metavar="lookup|mtp|FOLDER",
         help="draft tokens that are then checked several in a step: lookup drafts what followed the last tokens "
-        "earlier in the text; FOLDER is a smaller model with the same tokenizer (default: off)",
+        "earlier in the text; mtp drafts with the model's own head for it, where it has one; FOLDER is a smaller model "
+        "with the same tokenizer (default: off)",
     )
     group.add_argument("--speculate-tokens", type=int, metavar="N", help="most tokens of a draft (default: 4)")
 
@@ -97,10 +98,12 @@ def _read_speculation(options: argparse.Namespace) -> Any:
     given = {} if options.speculate_tokens is None else {"tokens": options.speculate_tokens}
     if options.speculate is None:
         if given:
-            raise ConfigError("--speculate-tokens needs --speculate lookup or --speculate FOLDER")
+            raise ConfigError("--speculate-tokens needs --speculate lookup, --speculate mtp or --speculate FOLDER")
         return None
     if options.speculate == "lookup":
         return ortolan.PromptLookup(**given)
+    if options.speculate == "mtp":
+        return ortolan.MtpHead(**given)
     return ortolan.DraftModel(options.speculate, **given)
 
 

@@ -61,15 +61,20 @@ def run(options: argparse.Namespace) -> int:
     plain = load_structure(path)
     verify_model(plain)
     summary, facts = summarize_model(path), read_facts(folder, manifest, plain)
-    fused = _inspect_fused(folder, manifest, plain)
+    fused, head = _inspect_fused(folder, manifest, plain), _inspect_head(folder, manifest)
     plans = [plan_caches(manifest, c, options.chunk_size) for c in options.context or [manifest.max_context]]
     if options.json:
-        print(json.dumps({**_as_json(manifest, summary, plans), **as_json(facts), "fused": fused}, indent=2))
+        print(
+            json.dumps(
+                {**_as_json(manifest, summary, plans), **as_json(facts), "fused": fused, "draft_head": head}, indent=2
+            )
+        )
     else:
         kinds = manifest.dtype + (f", caches {manifest.cache_dtype}" if manifest.has_code_caches else "")
         print(f"{manifest.architecture}, {kinds}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
         print(facts_table(facts))
         _print(summary, facts.layer_weights, fused)
+        _print_head(head)
         _print_kinds(manifest)
         _print_plans(plans)
     if shown is not None:
@@ -114,6 +119,27 @@ def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, An
     verify_model(fused)
     verify_fused_pair(plain, fused)
     return {"file": name, "graph": "ok", "nodes": len(fused.graph.node), "operators": count_fusions(fused)}
+
+
+def _inspect_head(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
+    """Check and count the draft head's graph; None where the model has none."""
+    from ortolan.graphs import verify_model
+    from ortolan.graphs.summary import load_structure
+    from ortolan.manifest import HEAD_FILE
+    from ortolan.runtime.caches.plan import plan_caches
+
+    if manifest.draft_head is None:
+        return None
+    graph = load_structure(folder / HEAD_FILE)
+    verify_model(graph)
+    plan = plan_caches(manifest.draft_head)
+    return {"file": HEAD_FILE, "graph": "ok", "nodes": len(graph.graph.node), "cache_bytes": plan.bytes}
+
+
+def _print_head(head: dict[str, Any] | None) -> None:
+    if head is not None:
+        caches = format_bytes(head["cache_bytes"])
+        print(f"\ndraft head (mtp): {head['file']}, {head['nodes']} nodes, caches of at most {caches}")
 
 
 def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, Any]:

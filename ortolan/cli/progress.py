@@ -19,7 +19,7 @@ def run_bar(total: int) -> Any:
     """Make a progress bar of `total` runs on standard error, shown on a terminal only."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="run", leave=False, disable=not sys.stderr.isatty())
+    return tqdm(total=total, unit="run", leave=False, mininterval=0, disable=not sys.stderr.isatty())
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,13 @@ class _SharedTensor(ctypes.Structure):
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
     )
+
+
+class Place(Protocol):
+    """Where a table is put."""
+
+    def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue of rows that are mapped from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +95,17 @@ def find_layer_table(graph: Path) -> HostTable:
         f"host_embeddings is True, but the model in {graph.parent} has no per-layer embeddings; leave it out "
         "(--host-embeddings)"
     )
+
+
+def give_layer_table(graph: Path, place: Place) -> tuple[dict[str, Any], int]:
+    """Put a graph's per-layer embeddings into host memory; returns the OrtValue by its name, and its bytes.
+
+    Raises:
+        ConfigError: the model has none.
+        CapacityError: there is no memory for them.
+    """
+    table = find_layer_table(graph)
+    return {table.name: place.host_table(table.map(graph.parent), table.element)}, table.bytes
 
 
 def as_initializer(rows: npt.NDArray[Any], element: ElementType, device: tuple[int, int] = (DL_CPU, 0)) -> Any:

@@ -9,14 +9,25 @@ from types import MappingProxyType
 from typing import Any
 
 from ortolan.custom_ops import register
+from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
 from ortolan.runtime.device import forks
 from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.providers import CPU_PROVIDER, ERRORS, cuda_options, quiet_opening
+from ortolan.runtime.device.providers import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    ERRORS,
+    check_device_number,
+    cuda_options,
+    device_number,
+    preload_cuda_libraries,
+    quiet_opening,
+    resolve_device,
+)
 
 Session = Any  # onnxruntime.InferenceSession
-NO_INITIALIZERS: Mapping[str, Any] = MappingProxyType({})
+NO_WEIGHTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +60,7 @@ class Device:
         folder: Path,
         *,
         captures: bool = False,
-        initializers: Mapping[str, Any] = NO_INITIALIZERS,
+        weights: Mapping[str, Any] = NO_WEIGHTS,
     ) -> Session:
         """Open a graph.
 
@@ -57,7 +68,7 @@ class Device:
             model: its path, or its bytes.
             folder: of the model, for messages.
             captures: whether runs may be captured as CUDA graphs.
-            initializers: OrtValues that take the place of weights in the model's files, by name; they must outlive the
+            weights: OrtValues that take the place of weights in the model's files, by name; they must outlive the
                 session.
 
         Raises:
@@ -77,7 +88,7 @@ class Device:
             settings = cuda_options(self.cuda.device_id, self.cuda.stream_pointer, graph=captures)
             providers = [(self.provider, settings), CPU_PROVIDER]
         register(options)
-        for name, value in initializers.items():
+        for name, value in weights.items():
             options.add_initializer(name, value)
         try:
             fallback = int(self.provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
@@ -95,6 +106,25 @@ class Device:
         forks.outlive_forks(session)
         _check_texts(session, model if isinstance(model, str) else str(folder))
         return session
+
+
+def find_device(name: str | None, num_threads: int = 0) -> Device:
+    """Return the device that a name stands for; None takes CUDA where it is usable, else the CPU.
+
+    Raises:
+        ConfigError, DeviceError: as `resolve_device`; or there is no CUDA device of that number.
+        OpLibraryError: onnxruntime is missing, or broken.
+    """
+    try:
+        provider = resolve_device(name)
+    except ModuleNotFoundError as error:
+        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
+    if provider != CUDA_PROVIDER:
+        return Device(provider=provider, num_threads=num_threads)
+    number = device_number(name)
+    check_device_number(number)
+    preload_cuda_libraries()
+    return Device(provider=provider, num_threads=num_threads, cuda=CudaBuffers(number))
 
 
 def _check_texts(session: Session, name: str) -> None:

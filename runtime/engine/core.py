@@ -16,7 +16,7 @@ from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.speculation.drafter import count_accepted
-from ortolan.runtime.steps.row import NO_DRAWS, Row
+from ortolan.runtime.steps.row import NO_DRAWS, HiddenReader, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 _log = logging.getLogger(__name__)
@@ -156,8 +156,7 @@ class EngineCore:
             try:
                 sequence.draft = request.draft(min(room, plan.rope_limits[sequence.variant] - len(sequence.tokens)))
             except OrtolanError as error:
-                _log.warning("request %d goes on without drafts: %s", sequence.number, error)
-                request.speculator = None
+                self._stop_drafting(request, error)
             room -= len(sequence.draft)
 
     def save(self, request: Request, path: Path) -> None:
@@ -277,8 +276,22 @@ class EngineCore:
             captures=sequence.captures if chunk.captures else {},
             draws=request.draws(chunk.end, chunk.draft) if chunk.samples else NO_DRAWS,
             logprobs=request.turn.logprobs if chunk.samples else None,
+            reader=self._reader(request),
+            history=sequence.tokens,
             source=self._row_ahead(sequence) if tokens[-1] == PENDING else None,
         )
+
+    def _reader(self, request: Request) -> HiddenReader | None:
+        """Return what takes the hidden states of a request; where it cannot be made, nobody drafts."""
+        try:
+            return None if request.speculator is None else request.speculator.open_reader()
+        except OrtolanError as error:
+            self._stop_drafting(request, error)
+            return None
+
+    def _stop_drafting(self, request: Request, error: OrtolanError) -> None:
+        _log.warning("request %d goes on without drafts: %s", request.sequence.number, error)
+        request.speculator = None
 
     def _row_ahead(self, sequence: TokenSequence) -> int:
         return next(each.row for each in self._ahead if each.chunk.sequence is sequence)

@@ -287,7 +287,7 @@ class Engine:
             return None
         return Speculator(
             self._parts.prepare_drafter(options),
-            options.tokens,
+            options,
             self._parts.manifest.vocab_size,
             token_cost(self._parts.stepper),
         )

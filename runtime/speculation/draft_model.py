@@ -28,7 +28,7 @@ class ModelDrafter:
         count = min(count, session.plan.max_context - len(tokens) + 1)
         if count < 1:
             return []
-        common = _count_common(session.state.history, tokens)
+        common = count_common(session.state.history, tokens)
         if common < session.logical_length or session.state.pending:
             try:
                 session.rewind(common)
@@ -42,7 +42,7 @@ class ModelDrafter:
         return known < self._session.plan.max_context
 
 
-def _count_common(history: Sequence[int], tokens: Sequence[int]) -> int:
+def count_common(history: Sequence[int], tokens: Sequence[int]) -> int:
     """Return how many first tokens are the same, all but the last at most: one is always read for its logits."""
     most = min(len(history), len(tokens) - 1)
     if list(history[:most]) == list(tokens[:most]):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ortolan.runtime.options import Sampling
+from ortolan.runtime.speculation.options import Speculation
+from ortolan.runtime.steps.row import HiddenReader
 from ortolan.runtime.steps.stepper import Stepper
 
 SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
@@ -103,13 +105,25 @@ class Speculator:
     """
 
     def __init__(
-        self, open_drafter: Callable[[], Drafter], most: int, vocab_size: int, token_cost: float = HOST_COST
+        self,
+        open_drafter: Callable[[], Drafter],
+        options: Speculation,
+        vocab_size: int,
+        token_cost: float = HOST_COST,
     ) -> None:
-        """Draft at most `most` tokens at a time; the drafter is opened by the first draft."""
-        self._open = open_drafter
+        """Draft as the options say; the drafter is opened by the first draft, or where it takes hidden states."""
+        self._open, self._reads_hidden = open_drafter, options.reads_hidden
         self._drafter: Drafter | None = None
-        self._length, self._vocab_size = DraftLength(most, token_cost), vocab_size
+        self._length, self._vocab_size = DraftLength(options.tokens, token_cost), vocab_size
         self.stats = SpeculationStats()
+
+    def open_reader(self) -> HiddenReader | None:
+        """Return what takes the hidden states of all steps; None: nobody does. Raises as opening the drafter does."""
+        if not self._reads_hidden:
+            return None
+        if self._drafter is None:
+            self._drafter = self._open()
+        return self._drafter if isinstance(self._drafter, HiddenReader) else None
 
     def wants_to_draft(self, tokens: Sequence[int], known: int) -> bool:
         """Say whether the next step may check a draft, so that what follows the known tokens is to be waited for."""

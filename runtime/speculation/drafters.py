@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ortolan.runtime.speculation.drafter import Drafter, Speculator
 from ortolan.runtime.speculation.options import Speculation, check_speculation
+from ortolan.runtime.steps.row import HiddenReader
 
 
 class Drafters:
@@ -15,6 +16,12 @@ class Drafters:
         self._open, self._vocab_size, self._token_cost = open_drafter, vocab_size, token_cost
         self._last: tuple[Speculation, Drafter] | None = None
 
+    @property
+    def reader(self) -> HiddenReader | None:
+        """What takes the hidden states of all that the sequence reads; None: nobody does."""
+        drafter = None if self._last is None else self._last[1]
+        return drafter if isinstance(drafter, HiddenReader) else None
+
     def start(self, speculation: Speculation | None) -> Speculator | None:
         """Start to draft for a generation; None where nothing is to be drafted. Raises ConfigError."""
         options = check_speculation(speculation)
@@ -23,4 +30,4 @@ class Drafters:
         if self._last is None or self._last[0] != options:
             self._last = (options, self._open(options))
         drafter = self._last[1]
-        return Speculator(lambda: drafter, options.tokens, self._vocab_size, self._token_cost)
+        return Speculator(lambda: drafter, options, self._vocab_size, self._token_cost)

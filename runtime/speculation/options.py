@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ortolan.errors import ConfigError, ContractMismatchError, file_path, whole_number
 
@@ -26,9 +26,11 @@ class Speculation:
 
     Attributes:
         tokens: the most that are drafted in one step, 1 to 15; fewer where drafts turn out wrong.
+        reads_hidden: whether the drafter takes the model's hidden states, and so is there before the prompt is read.
     """
 
     tokens: int = 4
+    reads_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         given = whole_number(f"{type(self).__name__} tokens", self.tokens, 1, MOST_DRAFTED)
@@ -110,6 +112,31 @@ class DraftModel(Speculation):
         return ModelDrafter(draft.session(min(max_context, draft.manifest.max_context)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpHead(Speculation):
+    """Drafts with the model's own head for multi-token prediction, which some checkpoints have (`mtp.*`).
+
+    The head reads along with the model from the first generation that names it; what was read before stays unknown to
+    it, which costs right drafts and nothing else. It has a key/value cache of its own, of one layer, that grows with
+    the sequence.
+
+    Raises:
+        ConfigError: a number is not allowed.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), and Qwen3-Next for the layout.
+    """
+
+    reads_hidden: ClassVar[bool] = True
+
+    def check(self, model: Model) -> None:
+        """Open the model's draft head."""
+        model.draft_head()
+
+    def open(self, model: Model, max_context: int) -> Drafter:
+        """Make caches for one sequence."""
+        return model.open_head_drafter(max_context)
+
+
 def check_same_vocabulary(model: Model, draft: Model) -> None:
     """Refuse a draft model whose tokens mean something else. Raises ConfigError."""
     try:
@@ -128,6 +155,6 @@ def check_speculation(given: Speculation | None) -> Speculation | None:
     """Return speculation options; None: no drafts. Raises ConfigError where it is something else."""
     if given is not None and not isinstance(given, Speculation):
         raise ConfigError(
-            f"speculation is {given!r}; it must be an ortolan.PromptLookup or an ortolan.DraftModel, or None"
+            f"speculation is {given!r}; it must be None, or an ortolan.PromptLookup, a DraftModel or an MtpHead"
         )
     return given

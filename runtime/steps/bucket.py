@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ortolan import contract
 from ortolan.manifest import Manifest
 from ortolan.runtime.caches.plan import STEPS_AHEAD
 from ortolan.runtime.device.buffers import Array
@@ -18,7 +19,7 @@ from ortolan.runtime.generate.device_sampler import DeviceSampler
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.device_result import Choices, DeviceResult
 from ortolan.runtime.steps.layout import StepLayout, StepShape
-from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.row import Row, hand_on_hidden
 
 NO_GRAPH = -1
 # Copies from pinned memory wait for nothing: one buffer for each step that may be under way, one for the step that was
@@ -36,6 +37,53 @@ class DecodeState:
     kv_len: Array  # [all layers' B * Hkv] int32, with what lies between them
 
 
+class Hidden:
+    """What the draft heads of steps of T tokens read and write; None where the graph does not.
+
+    Attributes:
+        given: [T, features], beside the tokens of a draft head.
+        out: [T, features], for a draft head.
+    """
+
+    def __init__(self, manifest: Manifest, tokens: int, device: CudaBuffers) -> None:
+        shape = (tokens, manifest.hidden_size)
+        self._device = device
+        self.out: Array | None = device.empty(shape, manifest.dtype) if manifest.hidden_size else None
+        self.given: Array | None = None
+        if manifest.drafts:
+            self.given = device.empty(shape, manifest.dtype)
+            with device.scope():
+                self.given.fill(0)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of both."""
+        return sum(int(array.nbytes) for array in (self.given, self.out) if array is not None)
+
+    def give(self, rows: Sequence[Row]) -> None:
+        """Enqueue the copy of what a draft head reads beside the tokens of rows."""
+        if self.given is None:
+            return
+        begin = 0
+        with self._device.scope():
+            for row in rows:
+                end = begin + len(row.tokens)
+                self.given[begin:end] = row.hidden
+                begin = end
+
+    def hand_on(self, rows: Sequence[Row]) -> None:
+        """Hand what a step computed to the readers of its rows."""
+        with self._device.scope():
+            hand_on_hidden(rows, self.out)
+
+    def bind(self, binding: Any) -> None:
+        """Bind what there is."""
+        if self.given is not None:
+            self._device.bind_input(binding, contract.HIDDEN, self.given)
+        if self.out is not None:
+            self._device.bind_output(binding, contract.HIDDEN_OUT, self.out)
+
+
 class Bucket:
     """Steps of one shape. `host` is what the inputs are written to first."""
 
@@ -46,6 +94,7 @@ class Bucket:
         self._device, self._turn = device, 0
         self._staging = [device.pinned(self.host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
         self.logits = logits  # [R, V]
+        self.hidden = Hidden(manifest, shape.tokens, device)
         with device.scope():
             self.state = DecodeState(
                 token_ids=self.layout.token_ids.view(self.block),
@@ -62,7 +111,7 @@ class Bucket:
     @property
     def bytes(self) -> int:
         """Device memory of the inputs and of choosing tokens; the logits may be shared."""
-        return int(self.block.nbytes) + self._sampler.bytes
+        return int(self.block.nbytes) + self._sampler.bytes + self.hidden.bytes
 
     def take_binding(self, binding: Any, options: Any, graph_id: int, generation: int) -> None:
         """Take the binding of the graph that the next run captures, to caches of a generation."""

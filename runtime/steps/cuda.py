@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.opening import is_out_of_memory
-from ortolan.runtime.steps.bucket import NO_GRAPH, Bucket
+from ortolan.runtime.steps.bucket import NO_GRAPH, Bucket, Hidden
 from ortolan.runtime.steps.device_result import DeviceResult
 from ortolan.runtime.steps.layout import StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
@@ -32,6 +33,14 @@ from ortolan.runtime.steps.stepper import Decoder
 
 EMPTY_ENTRY = 0  # of block tables, past the pages in use: never followed, but a page all the same
 MOST_STEP_TOKENS = 16  # of each sequence, in a step that is captured
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """What a step that runs kernel by kernel reads and writes, which must stay as it is until the step is done."""
+
+    host: npt.NDArray[np.uint8]  # pinned, where the step's inputs come from
+    hidden: Hidden
 
 
 class CudaStepper:
@@ -83,8 +92,10 @@ class CudaStepper:
             staging = self._run_eagerly(rows, bucket, chosen) if is_eager else None
             if not is_eager:
                 self._run_decode(rows, bucket, chosen, goes_on=goes_on)
+            hidden = staging.hidden if staging else bucket.hidden
             advance = int(not is_eager and bucket.layout.shape.tokens == bucket.layout.shape.sequences)
             result = bucket.choose(rows, goes_on=goes_on, advance_tokens=advance, begin=begin, staging=staging)
+            hidden.hand_on(rows)
         except Exception:
             self._device.synchronize()  # what was enqueued still reads pinned memory, which others get now
             raise
@@ -167,13 +178,8 @@ class CudaStepper:
             with self._device.scope():
                 token_ids[chosen[0]] = chosen[1]
 
-    def _run_eagerly(
-        self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None
-    ) -> npt.NDArray[np.uint8]:
-        """Run a step kernel by kernel; its logits are the first rows of the bucket's.
-
-        Returns the host memory that the step's inputs come from, which must stay as it is until the step is done.
-        """
+    def _run_eagerly(self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None) -> _Staging:
+        """Run a step kernel by kernel; its logits are the first rows of the bucket's."""
         shape = StepShape(
             tokens=sum(len(row.tokens) for row in rows),
             sequences=len(rows),
@@ -191,8 +197,11 @@ class CudaStepper:
             self._bind_caches(self._binding)
             self._generation = self._store.generation
         self._bind(self._binding, inputs, rows[0].captures or self._empty_captures(len(rows)), logits)
+        hidden = Hidden(self._decoder.manifest, shape.tokens, self._device)
+        hidden.give(rows)
+        hidden.bind(self._binding)
         self._run(self._binding, self._eager)
-        return host
+        return _Staging(host, hidden)
 
     def _run_decode(
         self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None, *, goes_on: bool
@@ -205,6 +214,7 @@ class CudaStepper:
         elif layout.extend(bucket.host, rows):
             bucket.write(layout.tables_begin, layout.bytes)
         self._put_chosen(bucket.state.token_ids, chosen)
+        bucket.hidden.give(rows)
         if not bucket.is_captured(self._store.generation):
             self._bind_bucket(bucket)
         self._run(bucket.binding, bucket.options)
@@ -219,6 +229,7 @@ class CudaStepper:
         binding = self._decoder.session.io_binding()
         self._bind_caches(binding)
         self._bind(binding, inputs, captures, bucket.logits)
+        bucket.hidden.bind(binding)
         graph_id = next(self._decoder.graph_ids) if self.captures_graphs else NO_GRAPH
         bucket.take_binding(binding, run_options(graph_id), graph_id, self._store.generation)
 

@@ -20,7 +20,7 @@ from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.steps.interrupt import Interrupt
-from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.row import HiddenReader, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 Tokens = npt.NDArray[np.int64]
@@ -81,6 +81,7 @@ class Feeder:
         self.manifest, self.plan, self.state, self.caches = parts.manifest, parts.plan, parts.state, parts.caches
         self.room, self.stepper, self.capture_rows = parts.room, parts.stepper, parts.capture_rows
         self.interrupt, self.stats = parts.interrupt, stats
+        self.reader: HiddenReader | None = None  # of the hidden states of all steps
         own = own_layers(self.manifest)
         self._growing = [i for i in own if kind_of(self.manifest.layers[i]).grows]
         self._views = [(i, kind_of(self.manifest.layers[i])) for i in own]
@@ -121,6 +122,8 @@ class Feeder:
             captures=state.captures,
             draws=wanted.draws,
             logprobs=wanted.logprobs,
+            reader=self.reader,
+            history=state.tokens,
             source=source,
         )
 

@@ -20,7 +20,7 @@ from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
 from ortolan.runtime.generate.sampler import choose
 from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.layout import StepLayout, StepShape
-from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.row import Row, hand_on_hidden
 from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
 
 NO_PAGE = -1  # in a table's entries past the pages in use, which are never followed
@@ -74,8 +74,16 @@ class _Bound:
     block: npt.NDArray[np.uint8]
     logits: Logits
     binding: Any
+    hidden: Array | None = None  # what a draft head reads
+    hidden_out: Array | None = None  # what one will read
     generation: int = -1
     captures: Mapping[int, Array] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory."""
+        arrays = (self.block, self.logits, self.hidden, self.hidden_out)
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 class HostStepper:
@@ -95,12 +103,14 @@ class HostStepper:
     @property
     def bytes(self) -> int:
         """Bytes of the inputs and outputs of steps."""
-        return sum(bound.block.nbytes + bound.logits.nbytes for bound in self._bound.values())
+        return sum(bound.bytes for bound in self._bound.values())
 
     def run(self, rows: Sequence[Row]) -> HostResult:
         """Feed tokens of several sequences."""
         bound = self._binding(rows)
         bound.layout.fill(bound.block, rows, NO_PAGE)
+        if bound.hidden is not None:
+            bound.hidden[:] = np.concatenate([row.hidden for row in rows])
         self._bind_caches(bound, rows)
         try:
             with self._interrupt.running(self._options):
@@ -108,6 +118,7 @@ class HostStepper:
         except Exception as error:  # the binding raises its own exception types, one per status code
             self._interrupt.check()
             raise OrtolanError(f"the decoder graph failed: {error}") from error
+        hand_on_hidden(rows, bound.hidden_out)
         return HostResult(rows, bound.logits)
 
     def capture(self, row: Row) -> None:
@@ -149,7 +160,15 @@ class HostStepper:
             if name in self._decoder.inputs:
                 binding.bind_ortvalue_input(name, wrap(array))
         binding.bind_ortvalue_output(contract.LOGITS, wrap(logits))
-        return _Bound(layout, block, logits, binding)
+        bound = _Bound(layout, block, logits, binding)
+        manifest, buffers = self._decoder.manifest, self._store.buffers
+        if manifest.hidden_size:
+            bound.hidden_out = buffers.empty((shape.tokens, manifest.hidden_size), manifest.dtype)
+            buffers.bind_output(binding, contract.HIDDEN_OUT, bound.hidden_out)
+        if manifest.drafts:
+            bound.hidden = buffers.empty((shape.tokens, manifest.hidden_size), manifest.dtype)
+            buffers.bind_input(binding, contract.HIDDEN, bound.hidden)
+        return bound
 
     def _bind_caches(self, bound: _Bound, rows: Sequence[Row]) -> None:
         """Bind caches and captured queries, where others were bound before."""

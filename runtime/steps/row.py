@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,17 @@ from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.generate.draw import Draw
 
 NO_DRAWS: tuple[Draw | None, ...] = (None,)
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """Takes what a model's head reads."""
+
+    def take_hidden(self, row: Row, hidden: Array) -> None:
+        """Take the hidden states [T, features] of a row's tokens, which are overwritten by the next step.
+
+        On a device they are there once the work that was enqueued so far is done. Never raises.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,6 +40,9 @@ class Row:
         draws: for each of the last tokens whose logits are wanted, how the token after it is chosen; None: it is known,
             or not wanted. At least one, at most as many as `tokens`.
         logprobs: the number of most likely tokens whose log-probabilities are wanted; None: none.
+        hidden: what a draft head reads beside each token, [T, features]; None for a model.
+        reader: takes the hidden states that the step computes of `tokens`; None: nobody does.
+        history: tokens of the sequence that are known, those before the row first.
         source: row of the step before whose choice is this row's only token, whatever `tokens` says; None: `tokens`
             are known.
     """
@@ -40,4 +55,17 @@ class Row:
     captures: Mapping[int, Array] = field(default_factory=dict)
     draws: Sequence[Draw | None] = NO_DRAWS
     logprobs: int | None = None
+    hidden: Array | None = None
+    reader: HiddenReader | None = None
+    history: Sequence[int] = ()
     source: int | None = None
+
+
+def hand_on_hidden(rows: Sequence[Row], hidden: Array | None) -> None:
+    """Hand the hidden states [T, features] of a step to the rows' readers."""
+    begin = 0
+    for row in rows:
+        end = begin + len(row.tokens)
+        if row.reader is not None and hidden is not None:
+            row.reader.take_hidden(row, hidden[begin:end])
+        begin = end

@@ -2,9 +2,12 @@
 
 import pytest
 from cuda_models import CHUNK_SIZE, FAMILIES, GRAPHS, VOCABULARY, draw_tokens, open_device, open_pair
+from draft_heads import checkpoint_with_head
+from families import shared_model
 from oracle_drafter import Oracle
 
-from ortolan import DraftModel, Engine, PromptLookup, Sampling, SnapKv
+import ortolan
+from ortolan import DraftModel, Engine, MtpHead, PromptLookup, Sampling, SnapKv
 
 pytestmark = pytest.mark.cuda
 
@@ -48,3 +51,26 @@ def test_requests_with_and_without_drafts_share_steps(family, sampling):
         assert [stream.result() for stream in streams] == expected
         assert streams[3].speculation.tokens_per_check > 3
     assert max(max(tokens) for tokens in expected) < VOCABULARY
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_next"])
+def test_heads_draft_as_on_the_host(family, fused):
+    checkpoint, sizes = checkpoint_with_head(family, quiet=True), {"max_context": 400, "chunk_size": 40}
+    host = ortolan.load(shared_model(checkpoint, **sizes), device="cpu")
+    model = ortolan.load(host.folder, device="cuda", fused=fused)
+    prompts = [draw_tokens(count, seed=count) for count in (95, 20)]
+    plain, drafted, on_host = model.session(), model.session(), host.session()
+    for prompt in prompts:
+        expected = list(plain.generate(prompt, 60))
+        generation = drafted.generate(prompt, 60, speculation=MtpHead(tokens=4))
+        assert list(generation) == expected
+        reference = on_host.generate(prompt, 60, speculation=MtpHead(tokens=4))
+        assert list(reference) == expected
+        assert generation.speculation.tokens_per_check > 1.5
+    paged = ortolan.load(shared_model(checkpoint, **sizes, paged=True, page_size=64), device="cuda", fused=fused)
+    expected = [list(paged.session().generate(prompt, 40)) for prompt in prompts]
+    with Engine(paged, 2, chunk_tokens=48) as engine:
+        streams = [engine.submit(prompt, 40, speculation=MtpHead(tokens=4)) for prompt in prompts]
+        assert [stream.result() for stream in streams] == expected
+        assert streams[0].speculation.accepted_tokens > 0

@@ -92,7 +92,7 @@ def test_a_draft_ends_before_what_is_not_a_token():
         def propose(self, tokens, count, sampling):
             return [4, 5, 131, 6][:count]
 
-    speculator = Speculator(Strange, 4, 131)
+    speculator = Speculator(Strange, Speculation(tokens=4), 131)
     assert speculator.draft([1], 4, GREEDY) == [4, 5]
     assert speculator.draft([1], 3, GREEDY) == [4, 5]
     assert speculator.draft([1], 1, GREEDY) == [4]
@@ -128,6 +128,8 @@ def test_a_draft_model_has_the_same_vocabulary(full_model, paged_model):
 
 
 def test_something_else_is_not_a_drafter(full_model):
-    with pytest.raises(ConfigError, match=r"speculation is 'lookup'; it must be an ortolan.PromptLookup or"):
+    with pytest.raises(
+        ConfigError, match=r"speculation is 'lookup'; it must be None, or an ortolan.PromptLookup, a DraftModel or"
+    ):
         full_model.session().generate([1, 2], speculation="lookup")
     assert issubclass(PromptLookup, Speculation)

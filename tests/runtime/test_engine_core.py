@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_drafter import OracleDrafter
 
-from ortolan import Sampling, SnapKv
+from ortolan import Sampling, SnapKv, Speculation
 from ortolan.errors import CapacityError, NumericError, OrtolanError, RequestCancelledError
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.sequence import TokenSequence
@@ -36,7 +36,7 @@ def make_request(manifest, number, prompt, new, *, eviction=None, saved=None, ma
         max_context=max_context,
         outbox=Outbox(),
         saved=saved,
-        speculator=drafter and Speculator(lambda: drafter, 6, manifest.vocab_size),
+        speculator=drafter and Speculator(lambda: drafter, Speculation(tokens=6), manifest.vocab_size),
     )
 
 

@@ -63,7 +63,7 @@ def test_the_graph_reads_the_given_rows_and_not_the_files(folder, tmp_path, draw
     with pytest.raises(NumericError):
         ortolan.load(spoiled, device="cpu").session().prefill(draw_tokens(20))
     value = model.device.buffers.host_table(table.map(folder), table.element)
-    session = model.device.open(str(spoiled / MODEL_FILE), spoiled, initializers={contract.LAYER_TABLE: value})
+    session = model.device.open(str(spoiled / MODEL_FILE), spoiled, weights={contract.LAYER_TABLE: value})
     model.decoder = dataclasses.replace(model.decoder, session=session)
     np.testing.assert_array_equal(model.session().prefill(draw_tokens(20)), expected)
 

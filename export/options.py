@@ -1,0 +1,91 @@
+"""What the caller of `export` may choose, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from ortolan.element_types import COMPUTE_TYPES, cache_type
+from ortolan.errors import ConfigError, one_of, truth
+from ortolan.export.folder import CacheOptions, check_numbers
+from ortolan.export.quantize import METHODS
+from ortolan.graphs import GraphOptions
+from ortolan.graphs.formats.low_bit import Kind
+from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, Wish
+
+DENSE = "dense"
+QUANTIZED = ("int4", "int8", "fp8")
+WEIGHT_FORMATS = (DENSE, *QUANTIZED)
+HEADS = ("int8", DENSE)
+FP8_GROUP_SIZES = (128,)
+WEIGHT_KINDS = ("checkpoint", "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(CacheOptions):
+    """Options of `export`, checked."""
+
+    dtype: str
+    max_context: int | None
+    weights: str
+    fuse: bool
+    weight_format: str | None
+    cache_dtype: str | None
+    group_size: int | str | None = None
+    asymmetric: bool = False
+    quantizer: str = METHODS[0]
+    head_format: str = HEADS[0]
+
+    def __post_init__(self) -> None:
+        CacheOptions.__post_init__(self)  # super() does not work in a class with slots
+        one_of("dtype", self.dtype, COMPUTE_TYPES)
+        self._check_weights()
+        cache_type(self.cache_dtype, self.dtype)
+        one_of("weights", self.weights, WEIGHT_KINDS)
+        truth("fuse", self.fuse)
+        if self.max_context is not None:
+            check_numbers(self, max_context=1)
+            if self.sink >= self.max_context:
+                raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
+
+    def _check_weights(self) -> None:
+        truth("asymmetric", self.asymmetric)
+        one_of("quantizer", self.quantizer, METHODS)
+        one_of("head_format", self.head_format, HEADS)
+        if self.weight_format is not None:
+            one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+        if self.weight_format not in QUANTIZED:
+            idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric}
+            given = [name for name, is_given in idle.items() if is_given]
+            if given:
+                raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")
+            return
+        sizes = FP8_GROUP_SIZES if self.weight_format == "fp8" else GROUP_SIZES
+        if self.group_size is not None and self.group_size not in (*sizes, CHANNEL):
+            allowed = ", ".join(map(str, sizes))
+            raise ConfigError(f'group_size is {self.group_size!r}; allowed: {allowed}, or "{CHANNEL}"')
+        if self.asymmetric and self.weight_format == "fp8":
+            raise ConfigError("asymmetric is for int4 and int8; fp8 has no zero points")
+
+    @property
+    def wish(self) -> Wish | None:
+        """What is asked of weights that are quantized; None where none are."""
+        if self.weight_format not in QUANTIZED:
+            return None
+        return Wish(
+            kind=cast("Kind", self.weight_format),
+            group_size=self.group_size,
+            zero_points=self.asymmetric,
+            head=self.head_format,
+        )
+
+    def graph(self, *, fused: bool) -> GraphOptions:
+        """Return what the graph builder is asked for."""
+        return GraphOptions(
+            dtype=self.dtype,
+            cache_dtype=cache_type(self.cache_dtype, self.dtype),
+            sink=self.sink,
+            snapkv_window=self.snapkv_window,
+            page_size=self.graph_page_size,
+            fused=fused,
+        )
