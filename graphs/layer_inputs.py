@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from ortolan import contract
 from ortolan.graphs.builder import Tensor
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.kinds import Shapes, linear_shapes
@@ -27,7 +28,7 @@ def model_shapes(config: ModelConfig) -> Shapes:
         return {}
     width = len(config.layers) * config.layer_inputs.size
     return {
-        f"{STEM}.embedding.weight": (config.layer_inputs.vocab_size, width),
+        contract.LAYER_TABLE: (config.layer_inputs.vocab_size, width),
         f"{STEM}.projection.weight": (width, config.hidden_size),
         f"{STEM}.norm.weight": (config.layer_inputs.size,),
     }
@@ -60,7 +61,7 @@ def prepare_layer_inputs(parts: Parts, token_ids: Tensor, embedded: Tensor) -> T
     # RMSNorm(x / sqrt(h)) with epsilon e is RMSNorm(x) with epsilon e * h.
     epsilon = config.norm_epsilon * config.hidden_size
     normed = parts.rms_norm(f"{STEM}/norm", projected, parts.weight(f"{STEM}.norm.weight"), epsilon)
-    table = parts.weight(f"{STEM}.embedding.weight")
+    table = parts.weight(contract.LAYER_TABLE)
     wide = graph.node(f"{STEM}/embedding/Gather", "Gather", [table, token_ids])
     own = _times(parts, "embedding", wide, math.sqrt(options.size))
     flat = graph.reshape(f"{STEM}/norm/Reshape", normed, (0, len(config.layers) * options.size))

@@ -103,6 +103,7 @@ def load(
     num_threads: int = 0,
     fused: bool | None = None,
     cache_dtype: str | None = None,
+    host_embeddings: bool = False,
 ) -> Model:
     """Open an exported model.
 
@@ -114,17 +115,29 @@ def load(
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
         cache_dtype: of keys and values that layers keep: "fp8", "int8" or the model's dtype; None: as the model was
             exported. The graph is changed in memory; the folder stays as it is.
+        host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
+            rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
-            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
+            cache_dtype or host_embeddings has a value that is not allowed; host_embeddings is asked of a model without
+            per-layer embeddings; the hub does not have the model or cannot be reached.
+        CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
     open_model: Callable[..., Model] = _imported("ortolan.runtime", "load")
-    builders = {"evict_builder": _build_evict_graph, "decoder_builder": _build_decoder_graph}
-    return open_model(folder, device=device, num_threads=num_threads, **builders, fused=fused, cache_dtype=cache_dtype)
+    return open_model(
+        folder,
+        device=device,
+        num_threads=num_threads,
+        evict_builder=_build_evict_graph,
+        decoder_builder=_build_decoder_graph,
+        fused=fused,
+        cache_dtype=cache_dtype,
+        host_embeddings=host_embeddings,
+    )
 
 
 def _build_decoder_graph(path: Path, manifest: Manifest) -> bytes:

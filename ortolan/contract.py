@@ -15,6 +15,8 @@ EVICT_BUDGET = "budget"
 EVICT_WINDOW = "window"
 EVICT_SINK = "sink"
 
+LAYER_TABLE = "layer_inputs.embedding.weight"  # per-layer embeddings, an initializer [V, layers * size]
+
 PAGE_SIZES = (16, 32, 64, 128, 256)  # slots per page of a paged export
 
 RECENT_TOKENS = 16  # of a recurrent state, which can be taken back

@@ -6,21 +6,11 @@ import dataclasses
 from pathlib import Path
 
 from ortolan import contract
-from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.element_types import cache_type
-from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError, truth, whole_number
+from ortolan.errors import ConfigError, ContractMismatchError, truth, whole_number
 from ortolan.hub import model_folder
 from ortolan.manifest import read_manifest
-from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.opening import Device
-from ortolan.runtime.device.providers import (
-    CPU_PROVIDER,
-    CUDA_PROVIDER,
-    check_device_number,
-    device_number,
-    preload_cuda_libraries,
-    resolve_device,
-)
+from ortolan.runtime.device.opening import find_device
 from ortolan.runtime.eviction.graphs import DecoderBuilder, EvictBuilder, GraphBuilders
 from ortolan.runtime.model import Model
 
@@ -36,6 +26,7 @@ def load(
     decoder_builder: DecoderBuilder | None = None,
     fused: bool | None = None,
     cache_dtype: str | None = None,
+    host_embeddings: bool = False,
 ) -> Model:
     """Open an exported model.
 
@@ -48,17 +39,22 @@ def load(
         decoder_builder: builds a decoder graph with caches of another type of the folder's.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
         cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
+        host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
+            rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
-            cache_dtype has a value that is not allowed; the hub does not have the model or cannot be reached.
+            cache_dtype or host_embeddings has a value that is not allowed; host_embeddings is asked of a model without
+            per-layer embeddings; the hub does not have the model or cannot be reached.
+        CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
     num_threads = whole_number("num_threads", num_threads, 0, MAX_THREADS)
     if fused is not None:
         truth("fused", fused)
+    truth("host_embeddings", host_embeddings)
     folder = model_folder(folder)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
@@ -66,29 +62,21 @@ def load(
             f"{folder} uses version {manifest.operator_version} of the operators, this Ortolan has "
             f"{contract.OPERATOR_VERSION}; export the model again"
         )
-    try:
-        provider = resolve_device(device)
-    except ModuleNotFoundError as error:
-        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
-    if provider == CPU_PROVIDER and manifest.dtype == "bfloat16":
+    placed = find_device(device, num_threads)
+    if placed.cuda is None and manifest.dtype == "bfloat16":
         raise ConfigError(
             f"{folder} is a bfloat16 model, and no CPU kernel computes bfloat16; load it on CUDA, or export it as "
             "float32 or float16"
         )
-    cuda = None
-    if provider == CUDA_PROVIDER:
-        number = device_number(device)
-        check_device_number(number)
-        preload_cuda_libraries()
-        cuda = CudaBuffers(number)
-    device_of_model = Device(provider=provider, num_threads=num_threads, cuda=cuda)
     wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
     if wanted == manifest.cache_dtype:
-        return Model(folder, manifest, device_of_model, GraphBuilders(evict=evict_builder), fused)
+        builders = GraphBuilders(evict=evict_builder)
+        return Model(folder, manifest, placed, builders, fused, host_embeddings=host_embeddings)
     if decoder_builder is None:
         raise ConfigError(
             f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can "
             "change them, or export it with that cache_dtype"
         )
     builders = GraphBuilders(evict=evict_builder, decoder=decoder_builder)
-    return Model(folder, dataclasses.replace(manifest, cache_dtype=wanted), device_of_model, builders, fused)
+    changed = dataclasses.replace(manifest, cache_dtype=wanted)
+    return Model(folder, changed, placed, builders, fused, host_embeddings=host_embeddings)

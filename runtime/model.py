@@ -6,8 +6,9 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ortolan.errors import (
     CapacityError,
@@ -22,8 +23,9 @@ from ortolan.policies import Eviction
 from ortolan.runtime.assembly import make_feeder_parts, make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
+from ortolan.runtime.device.host_tables import give_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
-from ortolan.runtime.device.opening import Device
+from ortolan.runtime.device.opening import NO_WEIGHTS, Device
 from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
@@ -60,7 +62,14 @@ class Model:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, device: Device, builders: GraphBuilders, fused: bool | None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        device: Device,
+        builders: GraphBuilders,
+        fused: bool | None,
+        *,
+        host_embeddings: bool = False,
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
@@ -73,7 +82,9 @@ class Model:
         file_name = self._choose_file(fused)
         self._builders = builders
         self._is_fused = file_name != MODEL_FILE
-        self.decoder = self._open_graph(file_name, manifest)
+        weights, hosted = give_layer_table(folder / file_name, device.buffers) if host_embeddings else ({}, 0)
+        self.memory.host_embedding_bytes = hosted
+        self.decoder = self._open_graph(file_name, manifest, weights)
         self.memory.note_weights()
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
@@ -316,12 +327,13 @@ class Model:
 
         return fit_chunk(plan, self.manifest.chunk_size, check)
 
-    def _open_graph(self, file_name: str, manifest: Manifest) -> Decoder:
+    def _open_graph(self, file_name: str, manifest: Manifest, weights: Mapping[str, Any] = NO_WEIGHTS) -> Decoder:
         path, change = self.folder / file_name, self._builders.decoder if manifest is self.manifest else None
-        session = self.device.open(change(path, manifest) if change else str(path), self.folder, captures=True)
+        graph = change(path, manifest) if change else str(path)
+        session = self.device.open(graph, self.folder, captures=True, weights=weights)
         check_graph(session, manifest, file_name)
         inputs = frozenset(each.name for each in session.get_inputs())
-        return Decoder(session, manifest, inputs, itertools.count(1))
+        return Decoder(session, manifest, inputs, itertools.count(1), weights)
 
     def _choose_file(self, fused: bool | None) -> str:
         """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""

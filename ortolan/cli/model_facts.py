@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ortolan import contract
 from ortolan.cli.table import format_bytes, format_table
+from ortolan.element_types import from_onnx
 from ortolan.errors import ContractMismatchError
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class ModelFacts:
         layer_weights: of each layer, by format.
         folder_bytes: of all files that the manifest names.
         cpu_bytes: what the weights take in memory on the CPU; None where it is what the file takes.
+        layer_embedding_bytes: of these weights, the per-layer embeddings; 0 where there are none.
         vocab_size: of the graph.
         tokenizer: None where there is none.
     """
@@ -51,6 +55,7 @@ class ModelFacts:
     layer_weights: tuple[tuple[StoredWeights, ...], ...]
     folder_bytes: int
     cpu_bytes: int | None
+    layer_embedding_bytes: int
     vocab_size: int
     tokenizer: TokenizerFacts | None
 
@@ -70,9 +75,16 @@ def read_facts(folder: Path, manifest: Manifest, graph: Any) -> ModelFacts:
         layer_weights=summarize_layer_weights(graph, len(manifest.layers)),
         folder_bytes=sum(manifest.files.values()),
         cpu_bytes=held if held != weight_file_bytes(manifest) else None,
+        layer_embedding_bytes=_layer_embedding_bytes(graph),
         vocab_size=manifest.vocab_size,
         tokenizer=_read_tokenizer(folder),
     )
+
+
+def _layer_embedding_bytes(graph: Any) -> int:
+    """Return the bytes of the table that `ortolan.load(host_embeddings=True)` keeps in host memory."""
+    tables = [tensor for tensor in graph.graph.initializer if tensor.name == contract.LAYER_TABLE]
+    return sum(math.prod(table.dims) * from_onnx(table.data_type).bytes for table in tables)
 
 
 def _read_tokenizer(folder: Path) -> TokenizerFacts | None:
@@ -121,6 +133,11 @@ def facts_table(facts: ModelFacts) -> str:
     if facts.cpu_bytes is not None:
         lines.append(
             f"on the CPU: ONNX Runtime holds these weights as float32, about {format_bytes(facts.cpu_bytes)} in memory"
+        )
+    if facts.layer_embedding_bytes:
+        lines.append(
+            f"per-layer embeddings: {format_bytes(facts.layer_embedding_bytes)} of the weights; on the device, or with "
+            "--host-embeddings in the host's memory"
         )
     return "\n".join([*lines, "", format_table(["weights stored as", "tensors", "parameters", "size"], rows), ""])
 

@@ -17,6 +17,11 @@ def add_device_options(parser: argparse.ArgumentParser, *, plain: bool = True) -
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: one per core (default: %(default)s)")
     if plain:
         parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+        parser.add_argument(
+            "--host-embeddings",
+            action="store_true",
+            help="keep per-layer embeddings (Gemma 4 E2B, E4B) in host memory, which takes them from the GPU's",
+        )
 
 
 def open_model(options: argparse.Namespace) -> Any:
@@ -24,7 +29,13 @@ def open_model(options: argparse.Namespace) -> Any:
     import ortolan
 
     fused = False if options.plain else None
-    return ortolan.load(options.model_dir, device=options.device, num_threads=options.threads, fused=fused)
+    return ortolan.load(
+        options.model_dir,
+        device=options.device,
+        num_threads=options.threads,
+        fused=fused,
+        host_embeddings=options.host_embeddings,
+    )
 
 
 def open_session(model: Any, options: argparse.Namespace, eviction: Any) -> Any:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortolan import contract
-from ortolan.element_types import element_type, from_numpy
+from ortolan.element_types import ElementType, element_type, from_numpy
 from ortolan.errors import CapacityError
+from ortolan.runtime.device.host_tables import as_initializer
 
 Array: TypeAlias = Any  # numpy.ndarray on the host, cupy.ndarray on a device
 
@@ -42,6 +43,9 @@ class Buffers(Protocol):
 
     def rare_run_options(self) -> Any:
         """Return run options for a graph that runs rarely, and should hold no memory in between; None: the usual."""
+
+    def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue of a large table that stays in host memory, of rows that are mapped from a file."""
 
     def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
         """Allocate host memory that `download` is quick to fill; None where nothing needs to be brought."""
@@ -96,6 +100,10 @@ class HostBuffers:
     def rare_run_options(self) -> Any:
         """Return None: the usual run options."""
         return None
+
+    def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue over the mapped rows themselves."""
+        return as_initializer(rows, element)
 
     def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         """Return None: arrays are on the host."""

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan import contract
-from ortolan.element_types import element_type
+from ortolan.element_types import ElementType, element_type
 from ortolan.errors import CapacityError, OrtolanError
 from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.device.host_tables import DL_CUDA, as_initializer
 
 GRAPH_TYPES = (
     "float32",
@@ -138,6 +139,18 @@ class CudaBuffers:
         except CapacityError as error:
             raise CapacityError(f"cannot allocate {size_bytes} bytes of pinned host memory") from error
         return np.frombuffer(memory, dtype, size).reshape(shape)
+
+    def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue over a copy of rows in pinned memory, which kernels read over the bus.
+
+        A mapped file could be pinned as it is on some systems alone; a copy can on all.
+
+        Raises:
+            CapacityError: the host has no memory that can be pinned.
+        """
+        pinned = self.pinned(rows.shape, rows.dtype)
+        pinned[...] = rows
+        return as_initializer(pinned, element, (DL_CUDA, self.device_id))
 
     def event(self) -> Any:
         """Make an event that `record` marks and `wait` waits for."""

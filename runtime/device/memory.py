@@ -34,6 +34,8 @@ class MemoryReport:
     Attributes:
         device: "cpu" or "cuda:N".
         weights_bytes: of the model: on CUDA what opening it took, elsewhere about what `held_weight_bytes` says.
+        host_embedding_bytes: of per-layer embeddings that `host_embeddings` keeps in host memory: on CUDA besides
+            `weights_bytes`, on the CPU among them.
         cache_bytes: key and value caches now.
         planned_cache_bytes: key and value caches before any eviction.
         free_page_bytes: of a paged session's pools, the pages that hold nothing now.
@@ -53,6 +55,7 @@ class MemoryReport:
     capture_bytes: int
     step_bytes: int
     free_page_bytes: int = 0
+    host_embedding_bytes: int = 0
     other_session_bytes: int | None = None
     arena_bytes: int | None = None
     used_bytes: int | None = None
@@ -214,6 +217,7 @@ class DeviceMemory:
         self._device, self._manifest = device, manifest
         self._free_before = device.cuda.memory()[0] if device.cuda else 0
         self.weights_bytes = held_weight_bytes(manifest, is_cuda=device.cuda is not None)
+        self.host_embedding_bytes = 0
 
     def note_weights(self) -> None:
         """Take what was taken since for the weights; other programs on the device blur it."""
@@ -277,14 +281,18 @@ class DeviceMemory:
         }
         planned = session.plan.bytes
         cuda = self._device.cuda
+        hosted = self.host_embedding_bytes
         if cuda is None:
-            return MemoryReport(device=self._device.name, planned_cache_bytes=planned, **parts)
+            return MemoryReport(
+                device=self._device.name, planned_cache_bytes=planned, host_embedding_bytes=hosted, **parts
+            )
         free, total = cuda.memory()
         own = sum(parts.values()) - self.weights_bytes
         parts |= {"other_session_bytes": max(0, cuda.pool_bytes - own), "arena_bytes": self.arena_bytes()}
         return MemoryReport(
             device=self._device.name,
             planned_cache_bytes=planned,
+            host_embedding_bytes=hosted,
             used_bytes=sum(parts.values()),
             free_bytes=free,
             total_bytes=total,

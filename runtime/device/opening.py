@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ortolan.custom_ops import register
+from ortolan.custom_ops.library import onnxruntime_problem
 from ortolan.errors import CapacityError, ContractMismatchError, OpLibraryError
 from ortolan.runtime.device import forks
 from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.device.providers import CPU_PROVIDER, ERRORS, cuda_options, quiet_opening
+from ortolan.runtime.device.providers import (
+    CPU_PROVIDER,
+    CUDA_PROVIDER,
+    ERRORS,
+    check_device_number,
+    cuda_options,
+    device_number,
+    preload_cuda_libraries,
+    quiet_opening,
+    resolve_device,
+)
 
 Session = Any  # onnxruntime.InferenceSession
+NO_WEIGHTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +54,22 @@ class Device:
         """The device's name."""
         return f"cuda:{self.cuda.device_id}" if self.cuda else "cpu"
 
-    def open(self, model: str | bytes, folder: Path, *, captures: bool = False) -> Session:
+    def open(
+        self,
+        model: str | bytes,
+        folder: Path,
+        *,
+        captures: bool = False,
+        weights: Mapping[str, Any] = NO_WEIGHTS,
+    ) -> Session:
         """Open a graph.
 
         Args:
             model: its path, or its bytes.
             folder: of the model, for messages.
             captures: whether runs may be captured as CUDA graphs.
+            weights: OrtValues that take the place of weights in the model's files, by name; they must outlive the
+                session.
 
         Raises:
             CapacityError: the device has no memory for the weights.
@@ -67,6 +90,8 @@ class Device:
             settings = cuda_options(self.cuda.device_id, self.cuda.stream_pointer, graph=captures)
             providers = [(self.provider, settings), CPU_PROVIDER]
         register(options)
+        for name, value in weights.items():
+            options.add_initializer(name, value)
         try:
             fallback = int(self.provider != CPU_PROVIDER)  # from the CPU it would only print, to standard output
             with quiet_opening(self.cuda.device_id if self.cuda else 0):
@@ -83,6 +108,25 @@ class Device:
         forks.outlive_forks(session)
         _check_texts(session, model if isinstance(model, str) else str(folder))
         return session
+
+
+def find_device(name: str | None, num_threads: int = 0) -> Device:
+    """Return the device that a name stands for; None takes CUDA where it is usable, else the CPU.
+
+    Raises:
+        ConfigError, DeviceError: as `resolve_device`; or there is no CUDA device of that number.
+        OpLibraryError: onnxruntime is missing, or broken.
+    """
+    try:
+        provider = resolve_device(name)
+    except ModuleNotFoundError as error:
+        raise OpLibraryError(onnxruntime_problem() or str(error)) from error
+    if provider != CUDA_PROVIDER:
+        return Device(provider=provider, num_threads=num_threads)
+    number = device_number(name)
+    check_device_number(number)
+    preload_cuda_libraries()
+    return Device(provider=provider, num_threads=num_threads, cuda=CudaBuffers(number))
 
 
 def _check_texts(session: Session, name: str) -> None:

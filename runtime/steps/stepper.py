@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,12 +26,14 @@ class Decoder:
         manifest: of the model.
         inputs: names that the graph takes.
         graph_ids: numbers of CUDA graphs that no other of the session's has.
+        weights: OrtValues that the session reads, and does not own.
     """
 
     session: Any
     manifest: Manifest
     inputs: frozenset[str]
     graph_ids: Iterator[int]
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StepResult(Protocol):

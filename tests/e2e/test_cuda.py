@@ -137,6 +137,20 @@ def test_a_captured_graph_equals_eager_steps_bit_for_bit(family, dtype, policy, 
     assert stats.graph_captures > (1 if policy else 0)
 
 
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_per_layer_embeddings_are_read_from_host_memory(dtype, graph):
+    """In chunks and in captured steps, whose tokens are chosen on the device."""
+    device = open_pair("gemma4", dtype, graph).device
+    hosted = ortolan.load(device.folder, device="cuda", fused=GRAPHS[graph], host_embeddings=True)
+    object.__setattr__(hosted.manifest, "eos_token_ids", ())
+    rows, tokens, stats = run_turns(hosted, captures=True)
+    expected, expected_tokens, _ = run_turns(device, captures=True)
+    np.testing.assert_array_equal(rows, expected)
+    assert tokens == expected_tokens
+    assert stats.graph_captures > 0
+    assert hosted.session().memory_report().host_embedding_bytes > 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_turns_after_evictions_equal_the_hosts(float32, policy):
     options = Eviction(policy=policy, budget=40, window=8, sink=2)

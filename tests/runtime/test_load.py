@@ -120,7 +120,7 @@ def test_a_refusal_names_the_graph_that_was_opened(full_model, folder, monkeypat
     change_manifest(folder, layers=[layer | change for layer in layers])
     paths = []
 
-    def open_graph(self, path, folder, *, captures=False):
+    def open_graph(self, path, folder, **options):
         paths.append(path)
         return full_model.decoder.session  # what differs between the files needs CUDA; their inputs are the same
 
