@@ -30,6 +30,7 @@ CASES = {
     "fp8-channel": LowBitCase(format="fp8", group_size=0, inputs=992, outputs=44, norm=True, bias=True),
     "fp8-blocks": LowBitCase(format="fp8", group_size=128, scale_rows=128, inputs=1024, outputs=300),
     "mxfp4": LowBitCase(format="mxfp4", group_size=32, inputs=2048, outputs=48, activation="gelu_mul"),
+    "mxfp4-rows-of-90-scales": LowBitCase(format="mxfp4", group_size=32, inputs=2880, outputs=48, residual=True),
     "nvfp4": LowBitCase(format="nvfp4", group_size=16, inputs=1536, outputs=56, norm=True, residual=True),
     "rows-of-24576": LowBitCase(group_size=128, inputs=24576, outputs=20),
 }
