@@ -80,13 +80,13 @@ class PublishedWeights:
         self._layout, self._experts, self._checkpoint = published.layout, published.experts, checkpoint
         self._sources, self._shapes = sources, weight_shapes(config)
         self._described: dict[str, tuple[LowBit, set[str]]] = {}
-        stems = [*linear_stems(config), *([] if config.tied_embeddings else ["head"])]
+        stems = [*linear_stems(config), *([] if config.tied_embeddings or config.drafts else ["head"])]
         by_stem: dict[str, WeightFormat] = {
             stem: self._describe(f"{stem}.weight")[0] for stem in stems if self._holds(f"{stem}.weight")
         }
         mixtures = {stem: self._mixture(stem) for stem in expert_stems(config)}
         experts = {stem: stored for stem, stored in mixtures.items() if stored is not None}
-        if not by_stem and not experts:
+        if not by_stem and not experts and not config.drafts:  # a draft head is often left as it is
             raise CheckpointError(
                 f"config.json names the quant_method {published.method}, but the checkpoint has no weights in its form"
             )

@@ -4,9 +4,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from draft_heads import TorchHead, checkpoint_with_head
 from fake_cuda import make_session
 from families import shared_model
+from published import FORMS, write_published
+from safetensors.torch import load_file, save_file
 
 import ortolan
 from ortolan import Engine, MtpHead, PromptLookup, Sampling, SnapKv
@@ -164,8 +167,6 @@ def test_random_weights_have_a_head_where_the_config_names_one(tmp_path, draw_to
 
 
 def test_damaged_heads_are_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     source = checkpoint_with_head("llama")
     damaged = tmp_path / "checkpoint"
     shutil.copytree(source, damaged)
@@ -179,6 +180,25 @@ def test_damaged_heads_are_refused(tmp_path):
     with pytest.warns(UserWarning, match="mtp tensors are not those of one layer"):
         ortolan.export(damaged, tmp_path / "model", **SIZES)
     assert ortolan.load(tmp_path / "model", device="cpu").manifest.draft_head is None
+
+
+@pytest.mark.parametrize("is_dense", [True, False], ids=["dense", "published"])
+def test_heads_beside_weights_in_low_bits(is_dense, tmp_path, draw_tokens):
+    source = write_published(tmp_path, FORMS["gptq"], vocab_size=131)
+    tensors, dense = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "dense"))
+    layer = {n.removeprefix("model.layers.1."): t for n, t in (dense if is_dense else tensors).items() if ".1." in n}
+    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+    size = tensors["model.norm.weight"].shape[0]
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = tensors["model.norm.weight"].clone()
+    tensors["mtp.fc.weight"] = torch.cat([torch.eye(size), torch.eye(size)], dim=1)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    model = ortolan.load(ortolan.export(source, tmp_path / "model", **SIZES), device="cpu", num_threads=1)
+    head, prompt = Recording(tokens=3), draw_tokens(60)
+    tokens = list(model.session().generate(prompt, 20, speculation=head))
+    assert tokens == list(model.session().generate(prompt, 20))
+    assert any(draft for _, draft in head.made)
+    assert ("LowBit" in model.folder.joinpath("mtp.fused.onnx").read_bytes().decode("latin-1")) != is_dense
 
 
 def test_a_folder_without_its_heads_files_is_refused(tmp_path):
