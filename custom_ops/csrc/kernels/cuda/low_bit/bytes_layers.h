@@ -26,9 +26,10 @@ inline bool takes_low_bit_bytes(const LowBitLinearParams& p) {
       (w.group_size % slice != 0 || !is_power_of_two(w.group_size / slice)))
     return false;
   if (!has_whole_pieces(w.columns * bits / 8, {w.codes, p.input, p.norm_weight})) return false;
-  const int64_t slice_groups = has_paired_groups(w) ? 2 : 1;
-  return has_whole_words(w.scales, w.rows, groups * 2, slice_groups * 2) &&
-         (!w.zero_points || has_whole_words(w.zero_points, w.rows, (groups * bits + 7) / 8, 1));
+  const int64_t slice_groups = has_paired_groups(w) ? 2 : 1, zero_row_bytes = (groups * bits + 7) / 8;
+  if (!has_words(w.scales, w.rows, groups * 2) || !begins_with_words(groups * 2, slice_groups * 2))
+    return false;
+  return !w.zero_points || has_words(w.zero_points, w.rows, zero_row_bytes);
 }
 
 }  // namespace ortolan::cuda
