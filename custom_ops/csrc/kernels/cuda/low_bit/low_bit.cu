@@ -133,6 +133,12 @@ int64_t dense_bytes(const LowBitLinearParams& p) {
   return aligned(p.weight.rows * p.weight.columns * element_bytes(p.element));
 }
 
+// Integer products lead up to 8 tokens, a draft and the token before it; streams lead for more.
+bool uses_bytes(const LowBitLinearParams& p, const Device& device) {
+  constexpr int64_t kMostTokens = 8;
+  return takes_low_bit_bytes(p) && (p.num_tokens <= kMostTokens || !takes_low_bit_stream(p, device));
+}
+
 bool is_few(const LowBitLinearParams& p, const Device& device) {
   const bool streams = takes_low_bit_bytes(p) || takes_low_bit_stream(p, device);
   const int64_t few = streams ? kFewLowBitTokens : kPassTokens;
@@ -151,7 +157,7 @@ size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& 
 cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
   if (is_few(params, launch.device)) {
-    if (takes_low_bit_bytes(params))
+    if (uses_bytes(params, launch.device))
       return params.element == ElementType::kFloat16 ? launch_low_bit_bytes<__half>(params, launch)
                                                      : launch_low_bit_bytes<__nv_bfloat16>(params, launch);
     if (takes_low_bit_stream(params, launch.device))
