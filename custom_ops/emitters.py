@@ -526,7 +526,8 @@ def low_bit_linear(
     scales, and a zero point is 8 or 128 where none are given. fp8: e4m3 code * float_scales, for scale_rows
     rows each. mxfp4: e2m1 code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes *
     float_scales of the row, groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One
-    of the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 16.
+    of the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8
+    rows, or of 9 to 16.
 
     Args:
         x: [T, I] T1. Rows of I features.
