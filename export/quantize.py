@@ -35,7 +35,7 @@ _E2M1_BETWEEN = np.array(
     ],
     np.float32,
 )
-_CACHED_WEIGHTS = 2**15  # that are quantized at a time, so that what is computed of them stays in a core's cache
+_CACHED_WEIGHTS = 2**17  # that are quantized at a time, so that what is computed of them stays in a core's cache
 _RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
 
 
