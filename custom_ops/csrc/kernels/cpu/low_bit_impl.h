@@ -85,6 +85,7 @@ class LowBitLayer {
 };
 
 inline void low_bit_linear(const LowBitLinearParams& p, ParallelFor& parallel) {
+  if (p.num_tokens == 0) return;  // products read a first row
   if (p.element == ElementType::kFloat32) return LowBitLayer<float>(p).run(parallel);
   LowBitLayer<Half>(p).run(parallel);
 }
