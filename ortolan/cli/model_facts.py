@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ortolan import contract
 from ortolan.cli.table import format_bytes, format_table
-from ortolan.element_types import from_onnx
 from ortolan.errors import ContractMismatchError
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ def read_facts(folder: Path, manifest: Manifest, graph: Any) -> ModelFacts:
 
 def _layer_embedding_bytes(graph: Any) -> int:
     """Return the bytes of the table that `ortolan.load(host_embeddings=True)` keeps in host memory."""
+    from ortolan.element_types import from_onnx
+
     tables = [tensor for tensor in graph.graph.initializer if tensor.name == contract.LAYER_TABLE]
     return sum(math.prod(table.dims) * from_onnx(table.data_type).bytes for table in tables)
 
