@@ -13,6 +13,7 @@ from ortolan import SnapKv
 from ortolan.errors import ConfigError, OrtolanError
 from ortolan.runtime.device.opening import Device
 from ortolan.runtime.device.providers import CPU_PROVIDER
+from ortolan.runtime.eviction.graphs import GraphBuilders
 from ortolan.runtime.model import Model
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2, kernel=5)
@@ -245,7 +246,8 @@ def test_a_failed_eviction_leaves_an_empty_session(full_model, draw_tokens, monk
 
 
 def test_other_options_need_a_builder(full_model):
-    bare = Model(full_model.folder, full_model.manifest, Device(provider=CPU_PROVIDER, num_threads=1), None, None)
+    device = Device(provider=CPU_PROVIDER, num_threads=1)
+    bare = Model(full_model.folder, full_model.manifest, device, GraphBuilders(), None)
     bare.session(snapkv=SNAPKV)
     with pytest.raises(ConfigError, match=r"ortolan\.load"):
         bare.session(snapkv=dataclasses.replace(SNAPKV, pool="max"))
