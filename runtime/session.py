@@ -387,7 +387,8 @@ class Session:
 
     def _start_drafts(self, speculation: Speculation | None) -> Speculator | None:
         speculator = self._drafters.start(speculation)
-        self.feeder.reader = self._drafters.reader
+        if speculator is not None:  # without one, the last drafter reads on
+            self.feeder.reader = speculator.open_reader()
         return speculator
 
     def _turn(self, options: TurnOptions) -> Turn:

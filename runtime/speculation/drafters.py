@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ortolan.runtime.speculation.drafter import Drafter, Speculator
 from ortolan.runtime.speculation.options import Speculation, check_speculation
-from ortolan.runtime.steps.row import HiddenReader
 
 
 class Drafters:
@@ -15,12 +14,6 @@ class Drafters:
     def __init__(self, open_drafter: Callable[[Speculation], Drafter], vocab_size: int, token_cost: float) -> None:
         self._open, self._vocab_size, self._token_cost = open_drafter, vocab_size, token_cost
         self._last: tuple[Speculation, Drafter] | None = None
-
-    @property
-    def reader(self) -> HiddenReader | None:
-        """What takes the hidden states of all that the sequence reads; None: nobody does."""
-        drafter = None if self._last is None else self._last[1]
-        return drafter if isinstance(drafter, HiddenReader) else None
 
     def start(self, speculation: Speculation | None) -> Speculator | None:
         """Start to draft for a generation; None where nothing is to be drafted. Raises ConfigError."""
