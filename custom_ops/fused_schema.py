@@ -221,4 +221,68 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         params_header="fused_params.h",
         sizes=(("T", "num_tokens"), ("I", "row_size")),
     ),
+    Operator(
+        name="GateMul",
+        doc="What a gate lets through: y = residual + act(gate) * x, in float32 and rounded once. x are O columns of a "
+        "wider row, the gates gate_size columns of another, each for O / gate_size columns of x. With a norm weight, "
+        "each N columns of x are normalised first.",
+        inputs=(
+            Port(name="x", shape="[T, X]", type=ELEMENT, doc="Rows that hold x."),
+            Port(name="gate", shape="[T, G]", type=ELEMENT, doc="Rows that hold the gates."),
+            Port(
+                name="norm_weight",
+                shape="[N]",
+                type=ELEMENT,
+                doc="Weight of an RMSNorm of each N columns; absent: x is used as it is.",
+                optional=True,
+            ),
+            Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
+        ),
+        outputs=(Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result."),),
+        attributes=(
+            Attribute(
+                name="activation",
+                default="silu",
+                choices=("silu", "sigmoid", "softplus", "gelu", "gelu_tanh"),
+                enumeration="GateActivation",
+                allowed='"silu", "sigmoid", "softplus", "gelu" or "gelu_tanh"',
+                doc="What gates go through.",
+            ),
+            Attribute(name="size", symbol="O", default=0, least=0, allowed="1 or more", doc="O: columns of y."),
+            Attribute(name="x_offset", default=0, least=0, allowed="0 or more", doc="First column of x."),
+            Attribute(name="gate_offset", default=0, least=0, allowed="0 or more", doc="Column of the first gate."),
+            Attribute(
+                name="gate_size",
+                default=0,
+                least=0,
+                allowed="0, or a divisor of O",
+                doc="Gates of a row; 0: O of them.",
+            ),
+            EPSILON,
+        ),
+        cuda_only=True,
+        params_header="gate_params.h",
+    ),
+    Operator(
+        name="DeltaGates",
+        doc="The gates of the gated delta rule, in float32: decay = -exp(a_log) * softplus(d + dt_bias) and beta = "
+        "beta_scale * sigmoid(b), of Hv columns d and b of wider rows.",
+        inputs=(
+            Port(name="decay_rows", shape="[T, X]", type=ELEMENT, doc="Rows that hold d."),
+            Port(name="beta_rows", shape="[T, Y]", type=ELEMENT, doc="Rows that hold b."),
+            Port(name="a_log", shape="[Hv]", type=ELEMENT, doc="Logarithm of each head's rate."),
+            Port(name="dt_bias", shape="[Hv]", type=ELEMENT, doc="Added to d."),
+        ),
+        outputs=(
+            Port(name="decay", shape="[T, Hv]", type=FLOAT, doc="Logarithm of the state's factor."),
+            Port(name="beta", shape="[T, Hv]", type=FLOAT, doc="How much of a new value is written."),
+        ),
+        attributes=(
+            Attribute(name="decay_offset", default=0, least=0, allowed="0 or more", doc="Column of the first d."),
+            Attribute(name="beta_offset", default=0, least=0, allowed="0 or more", doc="Column of the first b."),
+            Attribute(name="beta_scale", default=1.0, allowed="any finite number", doc="Multiplies beta."),
+        ),
+        cuda_only=True,
+        params_header="gate_params.h",
+    ),
 )

@@ -318,6 +318,57 @@ def fused_linear(
     return y if residual is None else residual.astype(np.float64) + y
 
 
+ROW_GATES: dict[str, Callable[[Floats], Floats]] = {
+    "silu": _silu,
+    "sigmoid": lambda gate: np.asarray(1 / (1 + np.exp(-gate))),
+    "softplus": lambda gate: np.logaddexp(gate, 0),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+}
+
+
+def gate_mul(
+    x: Array,
+    gate: Array,
+    norm_weight: Array | None = None,
+    residual: Array | None = None,
+    *,
+    activation: str = "silu",
+    size: int = 0,
+    x_offset: int = 0,
+    gate_offset: int = 0,
+    gate_size: int = 0,
+    epsilon: float = 1e-6,
+) -> Floats:
+    """Return residual + act(gate) * x, [T, size], of some columns of x and of gate."""
+    own, gates = x[:, x_offset : x_offset + size], gate[:, gate_offset : gate_offset + (gate_size or size)]
+    y = own.astype(np.float64)
+    if norm_weight is not None:
+        heads = own.reshape(len(own), -1, len(norm_weight))
+        y = _rms_norm(heads, norm_weight, epsilon).reshape(own.shape)
+    opened = ROW_GATES[activation](gates.astype(np.float64))
+    y = y * np.repeat(opened, size // gates.shape[1], axis=1)
+    return y if residual is None else residual.astype(np.float64) + y
+
+
+def delta_gates(
+    decay_rows: Array,
+    beta_rows: Array,
+    a_log: Array,
+    dt_bias: Array,
+    *,
+    decay_offset: int = 0,
+    beta_offset: int = 0,
+    beta_scale: float = 1.0,
+) -> tuple[Floats, Floats]:
+    """Return decay and beta of the gated delta rule, [T, Hv] each."""
+    heads = len(a_log)
+    given = decay_rows[:, decay_offset : decay_offset + heads].astype(np.float64) + dt_bias.astype(np.float64)
+    decay = -np.exp(a_log.astype(np.float64)) * np.logaddexp(given, 0)
+    opened = beta_rows[:, beta_offset : beta_offset + heads].astype(np.float64)
+    return decay, beta_scale / (1 + np.exp(-opened))
+
+
 def rope_angles(positions: Array, inv_freq: Array, *, factor: float = 1.0) -> tuple[Floats, Floats]:
     """Return cosines and sines [1, T, R] of angles that are rounded to float32, as the operator's are."""
     angles = positions.astype(np.float32)[None, :, None] * inv_freq.astype(np.float32)

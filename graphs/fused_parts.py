@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
 from ortolan.graphs.cached_attention import CachedAttention
-from ortolan.graphs.parts import Linear, Normed, Parts, Rotation
+from ortolan.graphs.parts import Columns, Linear, Normed, Parts, Rotation
 
 
 class FusedParts(Parts):
@@ -21,7 +21,9 @@ class FusedParts(Parts):
        captures.
     3. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is a norm that 1 does not
        fold. A residual and the norm of the sum are one SkipSimplifiedLayerNormalization where 1 does not fold them.
-    4. One GatherRows, whose launch overlaps with its neighbours', picks the rows that the head reads.
+    4. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
+       the gated delta rule are one DeltaGates.
+    5. One GatherRows, whose launch overlaps with its neighbours', picks the rows that the head reads.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -50,6 +52,16 @@ class FusedParts(Parts):
         constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
         inputs = [self.linear(f"{path}/qkv", x), constant]
         return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
+
+    def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
+        """Add several linear layers of one input, by one product where they are stored as one."""
+        stem = f"{path}/{whole}".replace("/", ".")
+        members = [f"{path}/{name}".replace("/", ".") for name in names]
+        if not self._joins(stem, members):
+            return super().columns(path, x, whole, names)
+        rows = self.linear(f"{path}/{whole}", x)
+        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
+        return [Columns(rows, sum(sizes[:place])) for place in range(len(sizes))]
 
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
         """Add activation(gate(x)) * up(x)."""

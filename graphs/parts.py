@@ -37,6 +37,19 @@ class Normed:
         return self.path.replace("/", ".") + ".weight"
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Some columns of rows.
+
+    Attributes:
+        rows: [T, features].
+        offset: the first of the columns.
+    """
+
+    rows: Tensor
+    offset: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """A linear layer to be added: y = residual + activation(x @ weight^T + bias).
@@ -209,6 +222,10 @@ class Parts:
     def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
         """Add several linear layers of one input: [T, out] of each."""
         return [self.linear(f"{path}/{name}", x) for name in names]
+
+    def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
+        """Add several linear layers of one input, whose results may be columns of one tensor, named by the whole."""
+        return [Columns(rows) for rows in self.projections(path, self.value(x), names)]
 
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
         """Add activation(gate(x)) * up(x)."""

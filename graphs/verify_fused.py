@@ -28,6 +28,8 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
         "GatherRows": checker.gather_rows,
+        "GateMul": checker.gate_mul,
+        "DeltaGates": checker.delta_gates,
     }
     for node in graph.node:
         if node.domain == OPERATOR_DOMAIN and node.op_type in checks:
@@ -133,6 +135,29 @@ class _Checker:
         self._expect_dims(node, "scale", scale, [1])
         self._features[node.output[0]] = size
 
+    def gate_mul(self, node: onnx.NodeProto) -> None:
+        """Check a GateMul: the rows hold the columns that it takes."""
+        x, gate, weight, residual = _ports(node.input, 4)
+        size, gates = _attribute(node, "size", 0), _attribute(node, "gate_size", 0)
+        gates = gates or size
+        if size < 1 or size % gates:
+            raise _mismatch(node, f"gate_size {gates} must divide size {size}")
+        self._expect_columns(node, "x", x, _attribute(node, "x_offset", 0) + size)
+        self._expect_columns(node, "gate", gate, _attribute(node, "gate_offset", 0) + gates)
+        if weight and size % self._weight_dims(node, "norm_weight", weight, 1)[0]:
+            raise _mismatch(node, f"norm_weight '{weight}' must have a number of elements that divides size {size}")
+        if residual:
+            self._expect(node, "residual", residual, size)
+        self._features[node.output[0]] = size
+
+    def delta_gates(self, node: onnx.NodeProto) -> None:
+        """Check a DeltaGates: the rows hold a column for each head."""
+        decays, betas, a_log, dt_bias = _ports(node.input, 4)
+        (heads,) = self._weight_dims(node, "a_log", a_log, 1)
+        self._expect_dims(node, "dt_bias", dt_bias, [heads])
+        self._expect_columns(node, "decay_rows", decays, _attribute(node, "decay_offset", 0) + heads)
+        self._expect_columns(node, "beta_rows", betas, _attribute(node, "beta_offset", 0) + heads)
+
     def gather_rows(self, node: onnx.NodeProto) -> None:
         """Check a GatherRows: it takes the rows that the caller wants."""
         x, indices = _ports(node.input, 2)
@@ -155,6 +180,11 @@ class _Checker:
         """Check a value's features where an operator before told them."""
         if self._features.get(name, features) != features:
             raise _mismatch(node, f"{port} '{name}' has {self._features[name]} features, expected {features}")
+
+    def _expect_columns(self, node: onnx.NodeProto, port: str, name: str, count: int) -> None:
+        """Check that a value has so many features or more, where an operator before told them."""
+        if self._features.get(name, count) < count:
+            raise _mismatch(node, f"{port} '{name}' has {self._features[name]} features, expected {count} or more")
 
 
 def _ports(names: Iterable[str], count: int) -> list[str]:

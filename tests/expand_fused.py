@@ -51,6 +51,7 @@ class _Expander:
         by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
         by_name |= {"GatherRows": self._gather_rows}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
+        by_name |= {"GateMul": self._gate_mul, "DeltaGates": self._delta_gates}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         inputs = [*node.input, *[""] * 14]
         yield from by_name[node.op_type](node, inputs, attributes) if node.op_type in by_name else [node]
@@ -121,6 +122,63 @@ class _Expander:
             yield helper.make_node("Mul", [y, scale], [f"{node.name}/scaled"], name=f"{node.name}/scale")
             y = f"{node.name}/scaled"
         yield helper.make_node("Identity", [y], list(node.output), name=f"{node.name}/result")
+
+    def _columns(self, path: str, rows: str, offset: int, count: int, shape: list[int]) -> Iterator[onnx.NodeProto]:
+        """Take columns of rows, as heads of that shape."""
+        edges = [self._constant(f"{path}/edge{n}", [edge]) for n, edge in enumerate((offset, offset + count))]
+        axis = self._constant(f"{path}/axis", [1])
+        yield helper.make_node("Slice", [rows, *edges, axis], [f"{path}/taken"], name=f"{path}/slice")
+        heads = self._constant(f"{path}/shape", [-1, *shape])
+        yield helper.make_node("Reshape", [f"{path}/taken", heads], [path], name=f"{path}/reshape")
+
+    def _gate_mul(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        x, gate, weight, residual = inputs[:4]
+        size, path = attributes["size"], node.name
+        gates = attributes["gate_size"] or size
+        width = self._sizes[weight][0] if weight else size
+        yield from self._columns(f"{path}/x", x, attributes["x_offset"], size, [size // width, width])
+        yield from self._columns(f"{path}/g", gate, attributes["gate_offset"], gates, [gates, 1])
+        y = f"{path}/x"
+        if weight:
+            yield self._norm(path, y, weight, attributes["epsilon"])
+            y = f"{path}/normed"
+        opened, activation = f"{path}/opened", attributes["activation"].decode()
+        if activation == "silu":
+            yield helper.make_node("Sigmoid", [f"{path}/g"], [f"{path}/logistic"], name=f"{path}/sigmoid")
+            yield helper.make_node("Mul", [f"{path}/g", f"{path}/logistic"], [opened], name=f"{path}/silu")
+        elif activation.startswith("gelu"):
+            kind = "tanh" if activation == "gelu_tanh" else "none"
+            yield helper.make_node("Gelu", [f"{path}/g"], [opened], name=f"{path}/gelu", approximate=kind)
+        else:
+            name = {"sigmoid": "Sigmoid", "softplus": "Softplus"}[activation]
+            yield helper.make_node(name, [f"{path}/g"], [opened], name=f"{path}/activation")
+        shared = self._constant(f"{path}/shared", [-1, gates, size // gates])
+        flat = self._constant(f"{path}/flat", [-1, size])
+        yield helper.make_node("Reshape", [y, shared], [f"{path}/grouped"], name=f"{path}/group")
+        yield helper.make_node("Mul", [f"{path}/grouped", opened], [f"{path}/product"], name=f"{path}/multiply")
+        last = [f"{path}/flattened"] if residual else list(node.output)
+        yield helper.make_node("Reshape", [f"{path}/product", flat], last, name=f"{path}/flatten")
+        if residual:
+            yield helper.make_node("Add", [residual, *last], list(node.output), name=f"{path}/add")
+
+    def _delta_gates(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        decays, betas, a_log, dt_bias = inputs[:4]
+        heads, path = self._sizes[a_log][0], node.name
+        yield from self._columns(f"{path}/d", decays, attributes["decay_offset"], heads, [heads])
+        yield from self._columns(f"{path}/b", betas, attributes["beta_offset"], heads, [heads])
+        steps = [
+            ("Add", [f"{path}/d", dt_bias], f"{path}/shifted"),
+            ("Softplus", [f"{path}/shifted"], f"{path}/soft"),
+            ("Exp", [a_log], f"{path}/exp"),
+            ("Neg", [f"{path}/exp"], f"{path}/rate"),
+            ("Mul", [f"{path}/rate", f"{path}/soft"], node.output[0]),
+            ("Sigmoid", [f"{path}/b"], f"{path}/opened"),
+            ("Mul", [f"{path}/opened", f"{path}/scale"], node.output[1]),
+        ]
+        scale = np.array(attributes["beta_scale"], np.float32)
+        self._graph.initializer.append(numpy_helper.from_array(scale, f"{path}/scale"))
+        for op, given, output in steps:
+            yield helper.make_node(op, given, [output], name=f"{output}/{op}")
 
     def _gather_rows(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         yield helper.make_node("Gather", inputs[:2], list(node.output), name=f"{node.name}/gather")

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from attention_cases import block_table
+from expand_fused import expand_fused
 from harness import find_operator
 
 import ortolan.custom_ops
@@ -62,6 +63,20 @@ def run_fused(
     """Run one fused operator on the GPU; `in_place` binds an output to the buffer of an input."""
     model = build_fused_model(name, feeds, outputs, attributes).SerializeToString(deterministic=True)
     return devices.run(_session(model), feeds, outputs, in_place)
+
+
+def run_expanded(name: str, feeds: Feeds, outputs: Outputs, **attributes: object) -> Feeds:
+    """Run standard operators in the place of a fused one, on the CPU."""
+    model = build_fused_model(name, feeds, outputs, attributes)
+    for value in model.graph.input:
+        value.CopyFrom(
+            onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, feeds[value.name].shape)
+        )
+    options = ort.SessionOptions()
+    ortolan.custom_ops.register(options)
+    expanded = expand_fused(model).SerializeToString()
+    session = ort.InferenceSession(expanded, options, providers=[devices.PROVIDERS["cpu"]])
+    return dict(zip(outputs, session.run(list(outputs), dict(feeds)), strict=True))
 
 
 def run_model(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], outputs: Outputs) -> Feeds:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ortolan.graphs.builder import Tensor
 from ortolan.graphs.cached_attention import CachedAttention, attend
 from ortolan.graphs.config import AttentionConfig
+from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.kinds import LayerKind, Shapes, linear_shapes
-from ortolan.graphs.parts import Normed, Parts
+from ortolan.graphs.parts import Columns, Normed, Parts
 
 
 def weights(config: AttentionConfig, hidden_size: int) -> Shapes:
@@ -51,6 +52,12 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
 def _gated(parts: Parts, path: str, config: AttentionConfig, attended: Tensor, x: Tensor | Normed) -> Tensor:
     """Multiply what heads return, [T, Hq, D], by a gate of the layer's input."""
     gate = parts.linear(f"{path}/gate", x)
+    if parts.options.fused:
+        size = config.num_heads * config.head_size
+        rows = Columns(parts.graph.reshape(f"{path}/gate/Reshape", attended, (0, size)))
+        gates = config.num_heads if config.gate_per_head else 0
+        opened = Gated(x=rows, gates=Columns(gate), size=size, activation=config.output_gate, gate_size=gates)
+        return gate_mul(parts, f"{path}/gate", opened)
     if config.output_gate == "sigmoid":
         gate = parts.graph.node(f"{path}/gate/Sigmoid", "Sigmoid", [gate])
     else:

@@ -14,10 +14,12 @@ import numpy as np
 from ortolan import contract
 from ortolan.graphs.builder import FLOAT, INT32, Tensor, emitters
 from ortolan.graphs.config import GatedDeltaConfig
+from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.kinds import LayerKind, Shapes, linear_shapes
-from ortolan.graphs.parts import Normed, Parts
+from ortolan.graphs.parts import Columns, Normed, Parts
 
-PROJECTIONS = ("qkv", "gate", "beta", "decay")
+GATES = "gates"  # what a fused graph calls the product of these
+MEMBERS = ("gate", "beta", "decay")
 STATES = ("state", "recent_keys", "recent_updates", "recent_decays", "state_len")
 
 
@@ -68,7 +70,8 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
     state = parts.states[index] = DeltaState(parts, index, config)
     step = {"query_start": parts.step.query_start, "past_len": parts.step.past_len}
     step |= {"state_slot": slot} if (slot := parts.step.state_slots.get(config.kind)) is not None else {}
-    qkv, gate, beta, decay = parts.projections(path, parts.value(x), PROJECTIONS)
+    gate, beta, decay = parts.columns(path, x, GATES, MEMBERS)
+    qkv = parts.linear(f"{path}/qkv", x)
     mixed, state.updated["conv_state"] = graph.operator(
         f"{path}/CausalConv",
         emitters.causal_conv,
@@ -81,7 +84,7 @@ def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -
         f"{path}/GatedDeltaRule",
         emitters.gated_delta_rule,
         {"query": query, "key": key, "value": value}
-        | {"decay": _decay(parts, index, decay), "beta": _beta(parts, path, config, beta)}
+        | _gates(parts, index, decay, beta)
         | {role: state.inputs[role] for role in STATES}
         | step,
         num_outputs=1 + len(STATES),
@@ -101,6 +104,24 @@ def _heads(parts: Parts, path: str, config: GatedDeltaConfig, mixed: Tensor) -> 
         parts.graph.reshape(f"{path}/{name}/Reshape", tensor, (0, *shape))
         for name, tensor, shape in zip(names, flat, (key, key, value), strict=True)
     ]
+
+
+def _gates(parts: Parts, index: int, decay: Columns, beta: Columns) -> dict[str, Tensor]:
+    """Compute decay and beta, [T, Hv] float32 each."""
+    config, path = parts.config.layers[index].mixer, f"layers.{index}/delta"
+    if not parts.options.fused:
+        return {"decay": _decay(parts, index, decay.rows), "beta": _beta(parts, path, config, beta.rows)}
+    found = parts.graph.operator(
+        f"{path}/DeltaGates",
+        emitters.delta_gates,
+        {"decay_rows": decay.rows, "beta_rows": beta.rows}
+        | {name: parts.weight(f"layers.{index}.delta.{name}") for name in ("a_log", "dt_bias")},
+        num_outputs=2,
+        decay_offset=decay.offset,
+        beta_offset=beta.offset,
+        beta_scale=config.beta_scale,
+    )
+    return dict(zip(("decay", "beta"), found, strict=True))
 
 
 def _decay(parts: Parts, index: int, given: Tensor) -> Tensor:
@@ -125,15 +146,20 @@ def _beta(parts: Parts, path: str, config: GatedDeltaConfig, given: Tensor) -> T
 
 
 def _finish(
-    parts: Parts, path: str, config: GatedDeltaConfig, read: Tensor, gate: Tensor, residual: Tensor | None
+    parts: Parts, path: str, config: GatedDeltaConfig, read: Tensor, gate: Columns, residual: Tensor | None
 ) -> Tensor:
     """Add the gated norm of each head and the output projection."""
     graph, shape = parts.graph, (0, config.num_value_heads, config.value_size)
+    size, weight = config.num_value_heads * config.value_size, f"{path}.norm.weight".replace("/", ".")
     epsilon = parts.config.norm_epsilon if config.norm_epsilon is None else config.norm_epsilon
-    normed = parts.rms_norm(f"{path}/norm", read, parts.weight(f"{path}.norm.weight".replace("/", ".")), epsilon)
-    gated = parts.gate(f"{path}/gate", graph.reshape(f"{path}/gate/Reshape", gate, shape), normed, "silu")
-    flat = graph.reshape(f"{path}/Reshape", gated, (0, config.num_value_heads * config.value_size))
+    if parts.options.fused:
+        rows = Columns(graph.reshape(f"{path}/Reshape", read, (0, size)))
+        opened = Gated(x=rows, gates=gate, size=size, activation="silu", norm=(weight, epsilon))
+        return parts.linear(f"{path}/output", gate_mul(parts, f"{path}/gate", opened), residual)
+    normed = parts.rms_norm(f"{path}/norm", read, parts.weight(weight), epsilon)
+    gated = parts.gate(f"{path}/gate", graph.reshape(f"{path}/gate/Reshape", gate.rows, shape), normed, "silu")
+    flat = graph.reshape(f"{path}/Reshape", gated, (0, size))
     return parts.linear(f"{path}/output", flat, residual)
 
 
-MIXER = LayerKind(weights=weights, add=add)
+MIXER = LayerKind(weights=weights, add=add, joint={f"delta.{GATES}": tuple(f"delta.{member}" for member in MEMBERS)})

@@ -13,8 +13,9 @@ import numpy as np
 from ortolan.graphs.builder import Tensor, emitters
 from ortolan.graphs.config import ExpertsConfig
 from ortolan.graphs.formats.dense import Dense
+from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.kinds import LayerKind, Shapes, linear_shapes
-from ortolan.graphs.parts import Normed, Parts
+from ortolan.graphs.parts import Columns, Normed, Parts
 
 
 def weights(config: ExpertsConfig, hidden_size: int) -> Shapes:
@@ -55,6 +56,11 @@ def _gated(
     if not config.shared_gate:
         return parts.linear(f"{path}/shared/down", inner, residual)
     shared = parts.linear(f"{path}/shared/down", inner)
+    if parts.options.fused:
+        gate = Columns(parts.linear(f"{path}/shared_gate", rows))
+        size = parts.config.hidden_size
+        opened = Gated(x=Columns(shared), gates=gate, size=size, activation="sigmoid", gate_size=1, residual=residual)
+        return gate_mul(parts, f"{path}/shared_gate", opened)
     share = parts.graph.node(f"{path}/shared_gate/Sigmoid", "Sigmoid", [parts.linear(f"{path}/shared_gate", rows)])
     gated = parts.graph.node(f"{path}/shared_gate/Mul", "Mul", [shared, share])
     return parts.add_residual(f"{path}/shared", gated, residual)

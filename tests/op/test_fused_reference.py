@@ -2,16 +2,12 @@
 
 import devices
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
-from expand_fused import expand_fused
 from fused_cases import (
     LinearCase,
     QkvCase,
     angle_feeds,
     angle_outputs,
-    build_fused_model,
     linear_feeds,
     linear_outputs,
     norm_feeds,
@@ -20,25 +16,11 @@ from fused_cases import (
     plain_norm_add,
     qkv_feeds,
     qkv_outputs,
+    run_expanded,
 )
 from tolerances import assert_as_good_as_plain
 
-import ortolan.custom_ops
 from ortolan.custom_ops import reference
-
-
-def run_expanded(name, feeds, outputs, **attributes):
-    """Run standard operators in the place of a fused one, on the CPU."""
-    model = build_fused_model(name, feeds, outputs, attributes)
-    for value in model.graph.input:
-        value.CopyFrom(
-            onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, feeds[value.name].shape)
-        )
-    options = ort.SessionOptions()
-    ortolan.custom_ops.register(options)
-    expanded = expand_fused(model).SerializeToString()
-    session = ort.InferenceSession(expanded, options, providers=[devices.PROVIDERS["cpu"]])
-    return dict(zip(outputs, session.run(list(outputs), dict(feeds)), strict=True))
 
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul", "gelu_mul", "gelu_tanh_mul"])

@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/gate_params.h"
 #include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
@@ -603,5 +604,76 @@ struct RmsNormAdd {
 };
 }  // namespace ops
 RmsNormAddParams read_params(const Call<ops::RmsNormAdd>& call);
+
+inline constexpr Port kGateMulInputs[] = {
+    {.name = "x", .shape = "[T, X]", .type = PortType::kElement},
+    {.name = "gate", .shape = "[T, G]", .type = PortType::kElement},
+    {.name = "norm_weight", .shape = "[N]", .type = PortType::kElement, .optional = true},
+    {.name = "residual", .shape = "[T, O]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kGateMulOutputs[] = {
+    {.name = "y", .shape = "[T, O]", .type = PortType::kElement},
+};
+namespace ops {
+struct GateMul {
+  using Params = GateMulParams;
+  struct In { enum : size_t { kX, kGate, kNormWeight, kResidual }; };
+  struct Out { enum : size_t { kY }; };
+  struct Attributes {
+    GateActivation activation = GateActivation::kSilu;
+    int64_t size = 0;
+    int64_t x_offset = 0;
+    int64_t gate_offset = 0;
+    int64_t gate_size = 0;
+    float epsilon = 1e-06f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.activation = reader.choice<GateActivation>({"activation", "", "'silu', 'sigmoid', 'softplus', 'gelu' or 'gelu_tanh'"}, GateActivation::kSilu, {{"silu", GateActivation::kSilu}, {"sigmoid", GateActivation::kSigmoid}, {"softplus", GateActivation::kSoftplus}, {"gelu", GateActivation::kGelu}, {"gelu_tanh", GateActivation::kGeluTanh}});
+      attributes.size = reader.integer({.name = "size", .symbol = "O", .allowed = "1 or more", .least = 0}, 0);
+      attributes.x_offset = reader.integer({.name = "x_offset", .symbol = "", .allowed = "0 or more", .least = 0}, 0);
+      attributes.gate_offset = reader.integer({.name = "gate_offset", .symbol = "", .allowed = "0 or more", .least = 0}, 0);
+      attributes.gate_size = reader.integer({.name = "gate_size", .symbol = "", .allowed = "0, or a divisor of O", .least = 0}, 0);
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"GateMul", kGateMulInputs, kGateMulOutputs, true};
+};
+}  // namespace ops
+GateMulParams read_params(const Call<ops::GateMul>& call);
+
+inline constexpr Port kDeltaGatesInputs[] = {
+    {.name = "decay_rows", .shape = "[T, X]", .type = PortType::kElement},
+    {.name = "beta_rows", .shape = "[T, Y]", .type = PortType::kElement},
+    {.name = "a_log", .shape = "[Hv]", .type = PortType::kElement},
+    {.name = "dt_bias", .shape = "[Hv]", .type = PortType::kElement},
+};
+inline constexpr Port kDeltaGatesOutputs[] = {
+    {.name = "decay", .shape = "[T, Hv]", .type = PortType::kFloat32},
+    {.name = "beta", .shape = "[T, Hv]", .type = PortType::kFloat32},
+};
+namespace ops {
+struct DeltaGates {
+  using Params = DeltaGatesParams;
+  struct In { enum : size_t { kDecayRows, kBetaRows, kALog, kDtBias }; };
+  struct Out { enum : size_t { kDecay, kBeta }; };
+  struct Attributes {
+    int64_t decay_offset = 0;
+    int64_t beta_offset = 0;
+    float beta_scale = 1.0f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.decay_offset = reader.integer({.name = "decay_offset", .symbol = "", .allowed = "0 or more", .least = 0}, 0);
+      attributes.beta_offset = reader.integer({.name = "beta_offset", .symbol = "", .allowed = "0 or more", .least = 0}, 0);
+      attributes.beta_scale = reader.real({.name = "beta_scale", .symbol = "", .allowed = "any finite number"}, 1.0f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"DeltaGates", kDeltaGatesInputs, kDeltaGatesOutputs, true};
+};
+}  // namespace ops
+DeltaGatesParams read_params(const Call<ops::DeltaGates>& call);
 
 }  // namespace ortolan

@@ -4,6 +4,7 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/gate_params.h"
 #include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
@@ -37,5 +38,7 @@ cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& lau
 cudaError_t rope_angles(const RopeAnglesParams& params, const Launch& launch);
 cudaError_t gather_rows(const GatherRowsParams& params, const Launch& launch);
 cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch);
+cudaError_t gate_mul(const GateMulParams& params, const Launch& launch);
+cudaError_t delta_gates(const DeltaGatesParams& params, const Launch& launch);
 
 }  // namespace ortolan::cuda
