@@ -344,7 +344,7 @@ def gate_mul(
     own, gates = x[:, x_offset : x_offset + size], gate[:, gate_offset : gate_offset + (gate_size or size)]
     y = own.astype(np.float64)
     if norm_weight is not None:
-        heads = own.reshape(len(own), -1, len(norm_weight))
+        heads = own.reshape(len(own), size // len(norm_weight), len(norm_weight))
         y = _rms_norm(heads, norm_weight, epsilon).reshape(own.shape)
     opened = ROW_GATES[activation](gates.astype(np.float64))
     y = y * np.repeat(opened, size // gates.shape[1], axis=1)
