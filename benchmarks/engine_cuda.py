@@ -21,8 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model_cuda import export_peer, query
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16
+from model_cuda import export_peer, query, source_of
+from model_shapes import SHAPES
 
 import ortolan
 
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--capacity", type=int, help="count concurrent sequences of that many tokens")
     parser.add_argument("--chunk-tokens", type=int, default=2048, help="tokens of a step, ours")
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--weight-format", help="of ours and of genai's batches (default: bfloat16)")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -63,16 +64,17 @@ def longest(options: argparse.Namespace) -> int:
 
 def export_all(work: Path, options: argparse.Namespace) -> dict[str, Path]:
     """Export the checkpoint for every engine that takes it."""
-    checkpoint = make_checkpoint(options.shape, work / "checkpoint", "bfloat16", save_bfloat16)
-    ours = work / f"ortolan-paged-{options.page_size}-{longest(options)}"
+    checkpoint, weights = source_of(options.shape, work / "checkpoint", is_random=options.no_peer)
+    ours = work / f"ortolan-paged-{options.page_size}-{longest(options)}-{options.weight_format or 'bfloat16'}"
     if not ours.exists():
         ortolan.export(
             checkpoint, ours, dtype="bfloat16", max_context=longest(options), chunk_size=options.chunk_tokens,
-            paged=True, page_size=options.page_size,
+            paged=True, page_size=options.page_size, weight_format=options.weight_format, quantizer="nearest",
+            weights=weights,
         )  # fmt: skip
     folders = {"ortolan": ours}
     if not options.no_peer:
-        peers = {"genai": export_peer(checkpoint, work / "genai")}
+        peers = {"genai": export_peer(checkpoint, work / "genai", options.weight_format or "bf16")}
         peers["genai-engine"] = export_paged_peer(checkpoint, work / "genai-paged")
         folders |= {name: folder for name, folder in peers.items() if folder}
     return folders

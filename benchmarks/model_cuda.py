@@ -76,13 +76,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         work = (options.work_dir or Path(scratch)) / options.shape
-        checkpoint = work / "checkpoint"
-        if options.no_peer:
-            write_config(options.shape, checkpoint, "bfloat16")
-        else:
-            make_checkpoint(options.shape, checkpoint, "bfloat16", save_bfloat16)
+        checkpoint, weights = source_of(options.shape, work / "checkpoint", is_random=options.no_peer)
         limit = max(options.prompts) + options.decode + 2
-        folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options)}
+        folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options, weights)}
         if not options.no_peer:
             folders["genai"] = export_peer(checkpoint, work / "genai", options.weight_format or "bf16")
         results = {name: measure(name, folder, limit, options) for name, folder in folders.items() if folder}
@@ -97,8 +93,16 @@ def kind_of(options: argparse.Namespace) -> str:
     return "-".join(filter(None, ("bfloat16", options.weight_format, options.cache_dtype)))
 
 
-def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace) -> Path:
-    """Export by Ortolan, with weights of its own where the checkpoint has none."""
+def source_of(shape: str, checkpoint: Path, is_random: bool) -> tuple[Path, str]:
+    """Make what an export reads, and say where its weights come from: of a config alone it draws them itself."""
+    if is_random:
+        write_config(shape, checkpoint, "bfloat16")
+        return checkpoint, "random"
+    return make_checkpoint(shape, checkpoint, "bfloat16", save_bfloat16), "checkpoint"
+
+
+def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace, weights: str) -> Path:
+    """Export by Ortolan."""
     if not folder.exists():
         windows = SHAPES[options.shape].get("sliding_window")
         ortolan.export(
@@ -111,7 +115,7 @@ def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argpa
             group_size=options.group_size,
             cache_dtype=options.cache_dtype,
             quantizer="nearest",  # the search is slower to export; steps take as long
-            weights="checkpoint" if (checkpoint / "model.safetensors").is_file() else "random",
+            weights=weights,
         )
     return folder
 

@@ -706,7 +706,8 @@ def gather_rows(
 def rms_norm_add(
     x: str,
     norm_weight: str,
-    residual: str,
+    residual: str = "",
+    scale: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -714,15 +715,16 @@ def rms_norm_add(
 ) -> onnx.NodeProto:
     """Build a RmsNormAdd node.
 
-    A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.
+    A norm, and what follows it: y = (residual + RMSNorm(x)) * scale, in float32 and rounded once.
 
     Args:
         x: [T, I] T1. The branch.
         norm_weight: [I] T1. Weight of the RMSNorm.
         residual: [T, I] T1. Added to the norm.
+        scale: [1] T1. Multiplied with the sum.
         outputs: names of y [T, I].
         name: name of the node.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
     """
-    inputs = (x, norm_weight, residual,)
+    inputs = (x, norm_weight, residual, scale,)
     return operator_node("RmsNormAdd", inputs, outputs, name, {"epsilon": epsilon})

@@ -208,13 +208,14 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
     ),
     Operator(
         name="RmsNormAdd",
-        doc="A norm after a branch, and its residual: y = residual + RMSNorm(x), in float32 and rounded once.",
+        doc="A norm, and what follows it: y = (residual + RMSNorm(x)) * scale, in float32 and rounded once.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="The branch."),
             Port(name="norm_weight", shape="[I]", type=ELEMENT, doc="Weight of the RMSNorm."),
-            Port(name="residual", shape="[T, I]", type=ELEMENT, doc="Added to the norm."),
+            Port(name="residual", shape="[T, I]", type=ELEMENT, doc="Added to the norm.", optional=True),
+            Port(name="scale", shape="[1]", type=ELEMENT, doc="Multiplied with the sum.", optional=True),
         ),
-        outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The sum."),),
+        outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The result."),),
         attributes=(EPSILON,),
         cuda_only=True,
         params_header="fused_params.h",

@@ -334,9 +334,13 @@ def gather_rows(rows: Array, row_indices: Array) -> Array:
     return gathered
 
 
-def rms_norm_add(x: Array, norm_weight: Array, residual: Array, *, epsilon: float = 1e-6) -> Floats:
-    """Return residual + RMSNorm(x), [T, I]."""
-    return residual.astype(np.float64) + _rms_norm(x, norm_weight, epsilon)
+def rms_norm_add(
+    x: Array, norm_weight: Array, residual: Array | None = None, scale: Array | None = None, *, epsilon: float = 1e-6
+) -> Floats:
+    """Return (residual + RMSNorm(x)) * scale, [T, I]."""
+    y = _rms_norm(x, norm_weight, epsilon)
+    y = y if residual is None else y + residual.astype(np.float64)
+    return y if scale is None else y * scale.astype(np.float64)
 
 
 def _rotate(heads: Floats, cosine: Array, sine: Array) -> Floats:

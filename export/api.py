@@ -176,10 +176,8 @@ def _files(
 ) -> ModelFiles:
     """Return what is written of a model, or of its draft head, which takes the model's formats of what they share."""
     formats = Formats(default=Dense()) if options.wish is None else wished_formats(config, options.wish)
-    provider: WeightProvider
-    if checkpoint is None:
-        provider = RandomWeights(config, hf_config.number("initializer_range", 0.02))
-    else:
+    provider: WeightProvider | None = None
+    if checkpoint is not None:
         part = checkpoint.only(MODULE) if config.drafts else checkpoint.part({}, (MODULE, *family.unread(config)))
         sources = head_sources(family, config) if config.drafts else family.sources(config)
         packed = None if published is None else published.weights(part, sources, config)
@@ -187,6 +185,9 @@ def _files(
         provider = CheckpointWeights(part, sources, config, packed)
     if shared is not None:
         formats = with_shared(formats, shared)
+    if provider is None:
+        deviation = hf_config.number("initializer_range", 0.02)
+        provider = RandomWeights(config, deviation, formats=formats, dtype=options.dtype, method=options.quantizer)
     return ModelFiles(
         config=config,
         max_context=options.max_context or DEFAULT_CONTEXT,

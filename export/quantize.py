@@ -22,19 +22,9 @@ from ortolan.graphs.formats.plan import MXFP4_GROUP
 METHODS = ("search", "nearest")
 FP8_LARGEST = 448.0
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# What lies between two neighbours rounds up from here on; halfway goes to the even code.
-_E2M1_BETWEEN = np.array(
-    [
-        0.25,
-        np.nextafter(np.float32(0.75), np.float32(0)),
-        1.25,
-        np.nextafter(np.float32(1.75), np.float32(0)),
-        2.5,
-        np.nextafter(np.float32(3.5), np.float32(0)),
-        5,
-    ],
-    np.float32,
-)
+# Magnitudes from which on a code is one higher, and those beyond which it is: halfway goes to the even code.
+_E2M1_FROM = (0.75, 1.75, 3.5)
+_E2M1_BEYOND = (0.25, 1.25, 2.5, 5)
 _CACHED_WEIGHTS = 2**17  # that are quantized at a time, so that what is computed of them stays in a core's cache
 _RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
 
@@ -87,16 +77,21 @@ def _mxfp4(rows: Array, method: str) -> dict[str, Array]:
     groups = rows.reshape(len(rows), -1, MXFP4_GROUP)
     largest = np.abs(groups).max(axis=2)
     _, exponents = np.frexp(largest)  # largest is m * 2^e with m from 0.5 on; e2m1 reaches 6, of the binade 2^2
-    powers = np.where(largest > 0, exponents.astype(np.int32) - 3, 0)
-    tried = (powers, powers + 1) if method == "search" else (powers,)
-    errors = np.stack([_mxfp4_errors(groups, each) for each in tried])
-    powers = np.choose(errors.argmin(axis=0), np.stack(tried)).clip(-127, 127)
-    codes = _e2m1_codes(np.ldexp(groups, -powers[..., None])).reshape(rows.shape)
+    powers = np.where(largest > 0, exponents.astype(np.int32) - 3, 0).clip(-127, 127)
+    if method == "search":
+        tried = (powers, np.minimum(powers + 1, 127))
+        errors = np.stack([_mxfp4_errors(groups, each) for each in tried])
+        powers = np.choose(errors.argmin(axis=0), np.stack(tried))
+    codes = _e2m1_codes(_scaled(groups, powers)).reshape(rows.shape)
     return {"codes": pack_nibbles(codes), "scale_codes": (powers + 127).astype(np.uint8)}
 
 
+def _scaled(groups: Array, powers: Array) -> Array:
+    return np.asarray(groups * np.ldexp(np.float32(1), -powers)[..., None])
+
+
 def _mxfp4_errors(groups: Array, powers: Array) -> Array:
-    scaled = np.ldexp(groups, -powers[..., None])
+    scaled = _scaled(groups, powers)
     codes = _e2m1_codes(scaled)
     scaled -= np.copysign(_E2M1[codes & 7], scaled)
     return np.asarray(np.ldexp(np.einsum("ngk,ngk->ng", scaled, scaled), 2 * powers))
@@ -104,8 +99,13 @@ def _mxfp4_errors(groups: Array, powers: Array) -> Array:
 
 def _e2m1_codes(values: Array) -> Array:
     """Round to e2m1, to nearest even, saturating."""
-    steps = np.searchsorted(_E2M1_BETWEEN, np.abs(values)).astype(np.uint8)
-    return np.asarray(steps | np.signbit(values).astype(np.uint8) << 3)
+    sizes = np.abs(values)
+    codes = np.signbit(values).astype(np.uint8) << 3
+    for limit in _E2M1_FROM:
+        codes += sizes >= limit
+    for limit in _E2M1_BEYOND:
+        codes += sizes > limit
+    return np.asarray(codes)
 
 
 class _Integers:

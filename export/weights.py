@@ -34,6 +34,7 @@ ALIGNMENT_BYTES = 4096  # lets a loader map each tensor
 _SLAB_BYTES = 64 * 2**20
 _PIECE_WEIGHTS = 2**20  # that are quantized at a time
 _MOST_DRAWN = 2**22 + 15  # an odd number, so that rows differ although values repeat
+_MOST_PACKED = 2**20  # random weights of a tensor that are quantized; larger tensors repeat them
 _ROW_BLOCK = 128  # rows of such a piece are a multiple: no block of fp8 is parted
 # Tensors that carry nothing the graph needs: frequencies computed from the config, and tied heads.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
@@ -168,16 +169,27 @@ def _even_first(values: Array) -> Array:
 class RandomWeights:
     """Seeded random weights of a config's shapes: normal, with norms at one and biases at zero.
 
-    A tensor of more than four million values repeats those, which takes a tenth of the time of drawing all.
+    A tensor of more than four million values repeats those, which takes a tenth of the time of drawing all. In low
+    bits a tensor of more than a million repeats a block of rows, and one of experts its first expert.
     """
 
-    def __init__(self, config: ModelConfig, standard_deviation: float) -> None:
+    def __init__(
+        self, config: ModelConfig, standard_deviation: float, *, formats: Formats, dtype: str, method: str
+    ) -> None:
         self._shapes = weight_shapes(config)
         self._deviation = np.float32(standard_deviation)
+        self._formats, self._dtype, self._method = formats, dtype, method
 
     def packed(self, name: str) -> Iterator[dict[str, Array]] | None:
-        """Return nothing: random weights are quantized as others are."""
-        return None
+        """Return a large weight in low bits, of which one block is quantized; smaller ones are as others are."""
+        stored, shape = self._formats.stored(name), self._shapes[name]
+        if not isinstance(stored, LowBit) or math.prod(shape) <= _MOST_PACKED:
+            return None
+        *stack, rows, columns = shape
+        height = rows if stack else max(1, _MOST_PACKED // columns // _ROW_BLOCK) * _ROW_BLOCK
+        drawn = self._drawn(name, height * columns)
+        block = quantize(name, np.resize(drawn, (height, columns)), stored, self._dtype, self._method)
+        return _repeated(block, height, rows * math.prod(stack))
 
     def slabs(self, name: str) -> Iterator[Array]:
         """Yield consecutive rows; equal names and shapes give equal values."""
@@ -185,14 +197,26 @@ class RandomWeights:
         if len(shape) == 1:
             yield np.full(shape, 0 if name.endswith(".bias") else 1, np.float32)
             return
-        generator = np.random.default_rng(list(name.encode()))
         columns = math.prod(shape[1:])
-        drawn = generator.standard_normal(min(math.prod(shape), _MOST_DRAWN), dtype=np.float32) * self._deviation
+        drawn = self._drawn(name, math.prod(shape))
+        if not isinstance(self._formats.stored(name), LowBit):
+            drawn = drawn.astype(element_type(self._dtype).numpy)
         rows = max(1, _SLAB_BYTES // (4 * columns))
         for begin in range(0, shape[0], rows):
             count = min(rows, shape[0] - begin)
             first = np.roll(drawn, -(begin * columns % drawn.size))
             yield np.resize(first, (count, *shape[1:]))
+
+    def _drawn(self, name: str, count: int) -> Array:
+        generator = np.random.default_rng(list(name.encode()))
+        return generator.standard_normal(min(count, _MOST_DRAWN), dtype=np.float32) * self._deviation
+
+
+def _repeated(block: dict[str, Array], height: int, rows: int) -> Iterator[dict[str, Array]]:
+    """Yield a block of so many rows until there are `rows`; scales of several rows each are cut with them."""
+    for begin in range(0, rows, height):
+        left = min(height, rows - begin)
+        yield {port: values[: -(-left * len(values) // height)] for port, values in block.items()}
 
 
 def place_weights(config: ModelConfig, dtype: str, formats: Formats, file: str) -> dict[str, ExternalTensor]:

@@ -125,7 +125,7 @@ def _scale(parts: Parts, index: int, hidden: Tensor) -> Tensor:
     """Multiply what a layer returns by its scalar, where it has one."""
     if not parts.config.layers[index].scaled:
         return hidden
-    return parts.graph.node(f"layers.{index}/scale/Mul", "Mul", [hidden, parts.weight(f"layers.{index}.scale")])
+    return parts.scale(f"layers.{index}/scale", hidden, parts.weight(f"layers.{index}.scale"))
 
 
 def _add_branch(parts: Parts, index: int, name: str, kind: LayerKind, hidden: Tensor) -> Tensor:

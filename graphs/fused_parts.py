@@ -19,8 +19,8 @@ class FusedParts(Parts):
     1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
     2. Query, key and value are one product; so are gate and up. A QkvRopeAppend normalises heads, rotates, appends and
        captures.
-    3. A norm after a branch and its residual are one RmsNormAdd. A residual and the norm of the sum are one
-       SkipSimplifiedLayerNormalization where 1 does not fold them.
+    3. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is a norm that 1 does not
+       fold. A residual and the norm of the sum are one SkipSimplifiedLayerNormalization where 1 does not fold them.
     4. One GatherRows, whose launch overlaps with its neighbours', picks the rows that the head reads.
     """
 
@@ -103,6 +103,14 @@ class FusedParts(Parts):
         )
         return y
 
+    def scale(self, path: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by a scalar weight; the operator that adds a residual does so, too."""
+        node = x.inputs[0]
+        if node.op != "RmsNormAdd" or len(node.inputs) != 3:
+            return super().scale(path, x, weight)
+        node.inputs.append(weight)
+        return x
+
     def add_residual(self, path: str, y: Tensor, residual: Tensor | None) -> Tensor:
         """Add a residual, by a node that a norm of the sum may take over."""
         total = super().add_residual(path, y, residual)
@@ -114,7 +122,7 @@ class FusedParts(Parts):
         """Compute a norm; the operator that adds a residual gives that of the sum, too."""
         node = self._sums.get(norm.x.name)
         if node is None:
-            return super()._compute_norm(norm)
+            return self._norm_rows(norm.path, norm.x, self.weight(norm.weight), norm.epsilon)
         path = f"{norm.path}/SkipSimplifiedLayerNormalization"
         normed = gs.Variable(f"{path}/output")
         node.op, node.domain, node.name = "SkipSimplifiedLayerNormalization", MICROSOFT, path
@@ -122,6 +130,17 @@ class FusedParts(Parts):
         node.inputs = [*node.inputs, self.weight(norm.weight)]
         node.outputs = [normed, gs.Variable.empty(), gs.Variable.empty(), norm.x]
         return normed
+
+    def _norm_rows(self, path: str, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ports = {"x": x, "norm_weight": weight}
+        (y,) = self.graph.operator(f"{path}/RmsNormAdd", emitters.rms_norm_add, ports, epsilon=epsilon)
+        return y
+
+    def norm_heads(self, path: str, heads: Tensor, weight: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Normalise each head as a row."""
+        rows = self.graph.reshape(f"{path}/rows/Reshape", heads, (-1, shape[1]))
+        normed = self._norm_rows(path, rows, weight, self.config.norm_epsilon)
+        return self.graph.reshape(f"{path}/heads/Reshape", normed, (-1, *shape))
 
     def rows(self, path: str, x: Tensor, indices: Tensor) -> Tensor:
         """Pick rows [R, features] of [T, features]."""

@@ -190,6 +190,10 @@ class Parts:
         attributes = {"axis": -1, "epsilon": epsilon, "stash_type": FLOAT}
         return self.graph.node(f"{path}/RMSNormalization", "RMSNormalization", [x, weight], attributes)
 
+    def scale(self, path: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by a scalar weight."""
+        return self.graph.node(f"{path}/Mul", "Mul", [x, weight])
+
     def linear(self, path: str, x: Tensor | Normed, residual: Tensor | None = None) -> Tensor:
         """Add the linear layer that the path names, [T, in] -> [T, out]."""
         return self.add_linear(Linear(path=path, stem=path.replace("/", "."), x=x, residual=residual))
@@ -251,10 +255,10 @@ class Parts:
             flat = self.value(Normed(flat, f"{path}_norm", epsilon))
         if rotation is None or config.qk_norm in ("head", "unit"):
             flat = self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))
-        if config.qk_norm == "head":
-            flat = self.value(Normed(flat, f"{path}_norm", epsilon))
-        if config.qk_norm == "unit":
-            flat = self.rms_norm(f"{path}_norm", flat, self.ones(size), epsilon)
+        if config.qk_norm in ("head", "unit"):
+            own = f"{path}_norm.weight".replace("/", ".")
+            weight = self.ones(size) if config.qk_norm == "unit" else self.weight(own)
+            flat = self.norm_heads(f"{path}_norm", flat, weight, (count, size))
         return flat if rotation is None else self._rotate(path, self.rounded(rotation), flat, (count, size))
 
     def scale_query(self, layer_path: str, config: AttentionConfig, query: Tensor) -> Tensor:
@@ -270,7 +274,11 @@ class Parts:
         heads = self.graph.reshape(f"{path}/Reshape", flat, (0, config.num_kv_heads, size))
         if not config.value_norm:
             return heads
-        return self.rms_norm(f"{path}_norm", heads, self.ones(size), self.config.norm_epsilon)
+        return self.norm_heads(f"{path}_norm", heads, self.ones(size), (config.num_kv_heads, size))
+
+    def norm_heads(self, path: str, heads: Tensor, weight: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Add an RMSNorm of each of (heads, D): [T, heads, D] -> the same."""
+        return self.rms_norm(path, heads, weight, self.config.norm_epsilon)
 
     def _rotate(self, path: str, rotation: Rotation, flat: Tensor, shape: tuple[int, int]) -> Tensor:
         """Rotate heads (heads, D) of any layout: [T, heads, D]."""

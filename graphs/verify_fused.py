@@ -125,10 +125,12 @@ class _Checker:
 
     def norm_add(self, node: onnx.NodeProto) -> None:
         """Check an RmsNormAdd: one number of features throughout."""
-        x, weight, residual = _ports(node.input, 3)
+        x, weight, residual, scale = _ports(node.input, 4)
         (size,) = self._weight_dims(node, "norm_weight", weight, 1)
         self._expect(node, "x", x, size)
-        self._expect(node, "residual", residual, size)
+        if residual:
+            self._expect(node, "residual", residual, size)
+        self._expect_dims(node, "scale", scale, [1])
         self._features[node.output[0]] = size
 
     def gather_rows(self, node: onnx.NodeProto) -> None:

@@ -111,8 +111,16 @@ class _Expander:
             yield helper.make_node("Unsqueeze", [f"{here}/scaled", axes[0]], [output], name=f"{here}/unsqueeze")
 
     def _norm_add(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
-        yield self._norm(node.name, inputs[0], inputs[1], attributes["epsilon"])
-        yield helper.make_node("Add", [inputs[2], f"{node.name}/normed"], list(node.output), name=f"{node.name}/add")
+        x, weight, residual, scale = inputs[:4]
+        y = f"{node.name}/normed"
+        yield self._norm(node.name, x, weight, attributes["epsilon"])
+        if residual:
+            yield helper.make_node("Add", [residual, y], [f"{node.name}/sum"], name=f"{node.name}/add")
+            y = f"{node.name}/sum"
+        if scale:
+            yield helper.make_node("Mul", [y, scale], [f"{node.name}/scaled"], name=f"{node.name}/scale")
+            y = f"{node.name}/scaled"
+        yield helper.make_node("Identity", [y], list(node.output), name=f"{node.name}/result")
 
     def _gather_rows(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         yield helper.make_node("Gather", inputs[:2], list(node.output), name=f"{node.name}/gather")

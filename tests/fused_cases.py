@@ -120,6 +120,21 @@ def plain_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     return rounded(wide * scale * weight.astype(np.float32), x.dtype)
 
 
+def norm_feeds(rng, tokens, size, element, follows=("residual",)):
+    """Draw the inputs of an RmsNormAdd, with those that follow the norm."""
+    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size), "scale": (1,)}
+    names = ("x", "norm_weight", *follows)
+    return {name: (3 * rng.standard_normal(shapes[name])).astype(element) for name in names}
+
+
+def plain_norm_add(feeds, epsilon):
+    """Compute an RmsNormAdd by plain operators of its type, rounding after each."""
+    y = plain_norm(feeds["x"], feeds["norm_weight"], epsilon)
+    if "residual" in feeds:
+        y = y + feeds["residual"].astype(np.float32)
+    return y * feeds["scale"].astype(np.float32) if "scale" in feeds else y
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCase:
     """Options of one FusedLinear."""

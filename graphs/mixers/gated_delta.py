@@ -130,7 +130,7 @@ def _finish(
     """Add the gated norm of each head and the output projection."""
     graph, shape = parts.graph, (0, config.num_value_heads, config.value_size)
     epsilon = parts.config.norm_epsilon if config.norm_epsilon is None else config.norm_epsilon
-    normed = parts.value(Normed(read, f"{path}/norm", epsilon))
+    normed = parts.rms_norm(f"{path}/norm", read, parts.weight(f"{path}.norm.weight".replace("/", ".")), epsilon)
     gated = parts.gate(f"{path}/gate", graph.reshape(f"{path}/gate/Reshape", gate, shape), normed, "silu")
     flat = graph.reshape(f"{path}/Reshape", gated, (0, config.num_value_heads * config.value_size))
     return parts.linear(f"{path}/output", flat, residual)

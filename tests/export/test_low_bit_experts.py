@@ -7,7 +7,7 @@ import onnx
 import pytest
 from families import shared_checkpoint
 from parity import relative_difference
-from stored_weights import low_bit_stems, store_dequantized
+from stored_weights import low_bit_stems, read_weight, store_dequantized
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
@@ -114,6 +114,18 @@ def test_bytes_are_those_of_the_format(tmp_path):
 def test_random_mixtures_take_a_format(tmp_path):
     source = checkpoint("qwen3_moe")
     folder = ortolan.export(source, tmp_path / "out", max_context=128, weights="random", weight_format="mxfp4")
+    assert np.isfinite(logits(folder)).all()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_large_random_weights_have_whole_tensors_of_a_format(form, tmp_path):
+    source = shared_checkpoint("qwen3_moe", **SIZES | {"moe_intermediate_size": 224}, num_experts=48)
+    options, error = FORMATS[form]
+    folder = ortolan.export(source, tmp_path / "out", max_context=128, weights="random", **options)
+    deviation = json.loads((source / "config.json").read_text())["initializer_range"]
+    experts = read_weight(folder, load(folder), "layers.0.mlp.experts.gate_up")
+    assert experts.shape == (48, 448, 64)  # more values than are drawn
+    assert np.abs(experts.std(axis=(1, 2)) / deviation - 1).max() < error
     assert np.isfinite(logits(folder)).all()
 
 

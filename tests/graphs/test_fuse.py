@@ -24,7 +24,6 @@ SANDWICH_OR_POST_NORM = ("gemma2", "gemma3", "gemma4", "gemma4_unified", "gemma4
 PARALLEL = ("cohere2",)  # and LayerNorms, which nothing folds
 PER_LAYER_EMBEDDINGS = ("gemma4",)
 KEYS_AS_VALUES = ("gemma4_unified", "gemma4_moe")  # in full layers
-SCALED = ("gemma4", "gemma4_unified", "gemma4_moe")
 MIXTURES = dict.fromkeys(("mixtral", "olmoe", "granitemoe", "granitemoe_swa", "gpt_oss"), range(4)) | {
     "qwen3_moe": (0, 2, 3),
     "mellum": (1, 2, 3),
@@ -95,9 +94,11 @@ def test_patterns_fuse_wherever_they_hold(exported):
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "GatherRows": 1 + embedded,  # hidden states, and shares of per-layer embeddings
-        "RmsNormAdd": (2 + embedded) * layers + beside if family in SANDWICH_OR_POST_NORM else 0,
+        "RmsNormAdd": ((2 + embedded) * layers + beside if family in SANDWICH_OR_POST_NORM else 0)
+        + (2 * layers if projection else sharing)
+        + norms,
         "Gemm": 0,
-        "RMSNormalization": (2 * layers if projection else sharing + embedded) + norms,
+        "RMSNormalization": embedded,  # of shares of per-layer embeddings
         "RotaryEmbedding": 2 * layers if projection else sharing,
         "RingKvAppend": layers if projection else 0,
     }
@@ -126,17 +127,20 @@ def expected_layer(family, index, layer):
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
-    query = [f"{whole}{before}{qkv_bias}", append] if layer.cache_of is None else ["query norm"]
+    head_norms = ["RmsNormAdd"] * (2 if family in PROJECTION_NORM else 0)
+    query = [f"{whole}{before}{qkv_bias}", *head_norms, append]
+    query = query if layer.cache_of is None else ["query norm", "RmsNormAdd"]
     query[1:1] = ["gate norm"] * (family in GATED_HEADS)
     attention = [*query, "SwaAttention", f"output{output_bias}{residual}", *after]
     embedded = ["gate", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
     if index in MIXTURES.get(family, ()):
         shared = [f"gate_up {activation}"] if family in SHARED_EXPERT else []
         down = [f"down{residual}"] if family in SHARED_EXPERT else []
-        return [*attention, *shared, f"router{bias}", *down, "MoeGate", "MoeExperts"]
+        norm = ["RmsNormAdd"] * (family not in SCALED_RESIDUALS)
+        return [*attention, *norm, *shared, f"router{bias}", *down, "MoeGate", "MoeExperts"]
     gate_up, down = f"gate_up{before}{bias} {activation}", f"down{bias}{residual}"
     if family in BESIDE:
-        return [*attention, gate_up, "router norm", down, "MoeGate", "MoeExperts", *after, *after]
+        return [*attention, gate_up, *after, "router norm", down, "MoeGate", *after, "MoeExperts", *after, *after]
     if family in PARALLEL:
         return [attention[0], gate_up, *attention[1:], down]
     return [*attention, gate_up, down, *after, *embedded]
@@ -144,15 +148,14 @@ def expected_layer(family, index, layer):
 
 def expected_plain(family, index, layer):
     """List the standard operators that are left of a layer: heads are flattened, and little else."""
-    query = [] if layer.cache_of is None else ["Reshape", "RMSNormalization", "Reshape", "RotaryEmbedding", "Reshape"]
+    query = [] if layer.cache_of is None else ["Reshape"] * 5 + ["RotaryEmbedding"]
     embedded = ["Slice", "Gelu", "Mul"] if family in PER_LAYER_EMBEDDINGS else []
     is_mixture = index in MIXTURES.get(family, ())
-    norms = ["RMSNormalization"] * ((is_mixture and family not in SCALED_RESIDUALS) + 2 * (family in BESIDE))
-    norms += ["LayerNormalization"] * (family in PARALLEL)
+    norms = ["LayerNormalization"] * (family in PARALLEL)
     sums = ["Mul", "Add", "Mul", *["Add"] * (not is_mixture)] if family in SCALED_RESIDUALS else []
     gates = ["Softplus", "Mul", "Reshape"] if family in GATED_HEADS else []
     caps = ["Div", "Tanh", "Mul"] if is_mixture and family in CAPPED_ROUTERS else []
-    factors = ["Mul"] * ((family in SCALED) + (family in BESIDE) + (family in SCALED_QUERIES))
+    factors = ["Mul"] * ((family in BESIDE) + (family in SCALED_QUERIES))
     return [*query, "Reshape", *embedded, *norms, *sums, *gates, *caps, *factors]
 
 
@@ -178,11 +181,20 @@ def test_layers_are_these_operators(exported):
 def test_layers_of_hybrids_are_these_operators(family):
     folder = shared_model(shared_checkpoint(family, seed=5), max_context=512, chunk_size=16)
     fused = load_graphs(folder)[1]
-    delta = ["qkv", "gate", "beta", "decay", "CausalConv", "GatedDeltaRule", "output residual"]
+    delta = ["RmsNormAdd", "qkv", "gate", "beta", "decay", "CausalConv", "GatedDeltaRule", "output residual"]
     attention = ["gate norm", "qkv norm", "QkvRopeAppend", "SwaAttention", "output residual"]
     if family == "olmo_hybrid":
-        attention = ["qkv", "RingKvAppend", "SnapKvCapture", "SwaAttention", "output", "RmsNormAdd"]
-    mixture = ["shared_gate", "gate_up silu_mul", "down", "router", "MoeGate", "MoeExperts"]
+        attention = [
+            "qkv",
+            "RmsNormAdd",
+            "RmsNormAdd",
+            "RingKvAppend",
+            "SnapKvCapture",
+            "SwaAttention",
+            "output",
+            "RmsNormAdd",
+        ]
+    mixture = ["RmsNormAdd", "shared_gate", "gate_up silu_mul", "down", "router", "MoeGate", "MoeExperts"]
     for index, layer in enumerate(read_manifest(folder).layers):
         ours = [n for n in fused.graph.node if n.domain == "ortolan" and n.name.startswith(f"layers.{index}/")]
         mlp = mixture if index in HYBRIDS[family] else ["gate_up norm silu_mul", "down residual"]

@@ -14,9 +14,10 @@ from fused_cases import (
     build_fused_model,
     linear_feeds,
     linear_outputs,
+    norm_feeds,
     plain_heads,
     plain_linear,
-    plain_norm,
+    plain_norm_add,
     qkv_feeds,
     qkv_outputs,
 )
@@ -49,12 +50,12 @@ def test_linear(activation, around):
     assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
 
 
-def test_norm_add():
+@pytest.mark.parametrize("follows", [("residual",), ("scale",), ("residual", "scale"), ()])
+def test_norm_add(follows):
     rng = np.random.default_rng(0)
-    shapes = {"x": (5, 104), "norm_weight": (104,), "residual": (5, 104)}
-    feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    feeds = norm_feeds(rng, 5, 104, np.float32, follows)
     y = run_expanded("RmsNormAdd", feeds, {"y": ((5, 104), np.dtype(np.float32))}, epsilon=1e-6)["y"]
-    plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"]
+    plain = plain_norm_add(feeds, 1e-6)
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 

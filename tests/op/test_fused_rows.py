@@ -8,7 +8,8 @@ from fused_cases import (
     angle_feeds,
     angle_outputs,
     build_fused_model,
-    plain_norm,
+    norm_feeds,
+    plain_norm_add,
     run_fused,
     run_model,
 )
@@ -19,15 +20,15 @@ from ortolan.custom_ops import reference
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
 
+@pytest.mark.parametrize("follows", [("residual",), ("scale",), ("residual", "scale"), ()])
 @pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 @pytest.mark.parametrize("size", [48, 104, 1151, 1152, 2048, 4096, 5376, 9000])
-def test_norm_add_is_as_good_as_plain_operators(tokens, size):
+def test_norm_add_is_as_good_as_plain_operators(tokens, size, follows):
     rng = np.random.default_rng(size)
-    shapes = {"x": (tokens, size), "norm_weight": (size,), "residual": (tokens, size)}
-    feeds = {name: (3 * rng.standard_normal(shape)).astype(devices.element()) for name, shape in shapes.items()}
+    feeds = norm_feeds(rng, tokens, size, devices.element(), follows)
     outputs = {"y": ((tokens, size), devices.element())}
     y = run_fused("RmsNormAdd", feeds, outputs, epsilon=1e-6)["y"]
-    plain = plain_norm(feeds["x"], feeds["norm_weight"], 1e-6) + feeds["residual"].astype(np.float32)
+    plain = plain_norm_add(feeds, 1e-6)
     assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 

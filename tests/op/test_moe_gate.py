@@ -42,7 +42,7 @@ def check(feeds, **attributes):
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalise", [0, 1])
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (7, 7), (60, 4), (128, 8), (200, 6)])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (4, 2), (7, 7), (60, 4), (128, 8), (200, 6), (512, 10), (300, 40)])
 def test_chosen_experts_and_weights(scoring, normalise, experts, top_k):
     for tokens in (1, 2, 33, 100):
         feeds = {"router_logits": draw_logits(tokens, experts)}

@@ -65,6 +65,7 @@ struct RmsNormAddParams {
   const void* x = nullptr;            // [T, I]
   const void* norm_weight = nullptr;  // [I]; no earlier kernel writes it
   const void* residual = nullptr;     // [T, I] or null; may be the output itself
+  const void* scale = nullptr;        // [1] or null; no earlier kernel writes it
   float epsilon = 0.0f;
   void* y = nullptr;  // [T, I]
 };

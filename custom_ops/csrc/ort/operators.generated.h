@@ -579,7 +579,8 @@ GatherRowsParams read_params(const Call<ops::GatherRows>& call);
 inline constexpr Port kRmsNormAddInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},
     {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement},
-    {.name = "residual", .shape = "[T, I]", .type = PortType::kElement},
+    {.name = "residual", .shape = "[T, I]", .type = PortType::kElement, .optional = true},
+    {.name = "scale", .shape = "[1]", .type = PortType::kElement, .optional = true},
 };
 inline constexpr Port kRmsNormAddOutputs[] = {
     {.name = "y", .shape = "[T, I]", .type = PortType::kElement},
@@ -587,7 +588,7 @@ inline constexpr Port kRmsNormAddOutputs[] = {
 namespace ops {
 struct RmsNormAdd {
   using Params = RmsNormAddParams;
-  struct In { enum : size_t { kX, kNormWeight, kResidual }; };
+  struct In { enum : size_t { kX, kNormWeight, kResidual, kScale }; };
   struct Out { enum : size_t { kY }; };
   struct Attributes {
     float epsilon = 1e-06f;

@@ -47,6 +47,8 @@ RmsNormAddParams read_params(const Call<ops::RmsNormAdd>& call) {
   params.norm_weight = norm_weight_tensor.data;
   const Tensor residual_tensor = call.input(Op::In::kResidual, {params.num_tokens, params.row_size});
   params.residual = residual_tensor.data;
+  const Tensor scale_tensor = call.input(Op::In::kScale, {1});
+  params.scale = scale_tensor.data;
   params.epsilon = call.attributes().epsilon;
   params.y = call.output(Op::Out::kY, {params.num_tokens, params.row_size}).data;
   return params;

@@ -78,6 +78,16 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t tile) {
   return transposed;
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 words;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+  return words;
+}
 // Stores 16 bytes to shared memory, and loads them.
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& values) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(values.x), "r"(values.y),

@@ -31,8 +31,13 @@ __device__ __forceinline__ float norm_factor(const RmsNormAddParams& p, float sq
   return rsqrtf(squares / static_cast<float>(p.row_size) + p.epsilon);
 }
 
-// A row per block: y = residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight. Each thread reads an
-// element before it writes it, so y may be x or the residual.
+template <typename Element>
+__device__ __forceinline__ float norm_scale(const RmsNormAddParams& p) {
+  return p.scale ? to_float(*static_cast<const Element*>(p.scale)) : 1.0f;
+}
+
+// A row per block: y = (residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight) * scale. Each thread reads
+// an element before it writes it, so y may be x or the residual.
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constant__ RmsNormAddParams p) {
   launch_dependents();
@@ -49,10 +54,11 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(const __grid_constan
   const auto* weight = static_cast<const Element*>(p.norm_weight);
   const auto* residual = static_cast<const Element*>(p.residual);
   auto* output = static_cast<Element*>(p.y);
+  const float scale = norm_scale<Element>(p);
   for (int64_t i = threadIdx.x; i < p.row_size; i += kThreads) {
     float y = to_float(input[i]) * factor * to_float(weight[i]);
     if (residual) y += to_float(residual[row + i]);
-    output[row + i] = Element(y);
+    output[row + i] = Element(y * scale);
   }
 }
 
@@ -83,6 +89,7 @@ __global__ void __launch_bounds__(kThreads)
       if (r < rows) each_piece([&](int n, int i) { visit(r, n, i); });
   };
   each_piece([&](int n, int i) { w[n] = weight[i]; });
+  const float scale = norm_scale<Element>(p);
   launch_dependents();
   wait_for_previous_kernel();
   each_row([&](int r, int n, int i) { x[r][n] = input[r * pieces + i]; });
@@ -100,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int e = 0; e < kSize; ++e) {
       float y = to_float(values[e]) * factor * to_float(weights[e]);
       if (residual) y += to_float(residuals[e]);
-      values[e] = Element(y);
+      values[e] = Element(y * scale);
     }
     uint4 rounded;
     __builtin_memcpy(&rounded, values, 16);

@@ -22,16 +22,6 @@ namespace ortolan::cuda {
 __device__ __forceinline__ void copy_word(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global) : "memory");
 }
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(word) : "r"(address) : "memory");
-  return word;
-}
-__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
-  uint2 words;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
-  return words;
-}
 // sum[16x8] += a[16x32] * b[32x8], of bytes without and with a sign.
 __device__ __forceinline__ void multiply_bytes(int (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                                uint32_t b1) {

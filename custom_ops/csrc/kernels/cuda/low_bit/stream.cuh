@@ -24,11 +24,6 @@ __device__ __forceinline__ void copy_word(uint32_t shared, const void* global, b
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
 }
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(word) : "r"(address) : "memory");
-  return word;
-}
 
 // The warp's steps, tile after tile, as it fetches or multiplies them.
 struct LowBitCursor {
@@ -124,19 +119,53 @@ struct LowBitFetcher {
   }
 };
 
+// The scales of a step's groups, of one row.
+template <typename Kind>
+struct StepScales {
+  uint2 words;  // from the first group's on
+
+  // `first`: the low bits of its address.
+  static __device__ __forceinline__ StepScales load(uint32_t line, uint32_t first) {
+    if constexpr (Kind::kScaleBytes == 4) return {{load_shared_word(line), 0}};
+    const uint2 stored = load_shared_8(line);
+    const uint32_t bits = (first & 3) * 8;
+    return {{__funnelshift_r(stored.x, stored.y, bits), stored.y >> bits}};
+  }
+  // Its low bits are those of the scale of group `n`.
+  __device__ __forceinline__ uint32_t bits(int n) const {
+    const int byte = n * Kind::kScaleBytes;
+    return (byte < 4 ? words.x : words.y) >> byte % 4 * 8;
+  }
+  // Whether all of four codes of mxfp4 are exponents of normal numbers, as they are but for weights of zero.
+  __device__ __forceinline__ bool are_normal() const {
+    return ((words.x - 0x01010101u) & ~words.x & 0x80808080u) == 0;
+  }
+  __device__ __forceinline__ float normal_value(int n) const {
+    return __uint_as_float((n < 3 ? words.x << (23 - 8 * n) : words.x >> 1) & 0x7F800000u);
+  }
+  __device__ __forceinline__ float value(int n) const {
+    if constexpr (Kind::kFormat == LowBitFormat::kFp8) return __uint_as_float(words.x);
+    if constexpr (Kind::kFormat == LowBitFormat::kMxfp4) return e8m0_value(bits(n) & 0xFF);
+    return Half<typename Kind::Element>::unpack(bits(n)).x;
+  }
+};
+
 // Products of a tile over a warp's steps. Lane 4 g + t has the sums of rows g and g + 8 for tokens 2 t and
-// 2 t + 1 of each eight.
+// 2 t + 1 of each eight. The four pieces of a step have sums of their own, so that tensor cores need not wait
+// for one after another.
 template <typename Kind, int kTokenTiles>
 struct LowBitProducts {
   using Element = typename Kind::Element;
   using Format = typename Kind::Format;
+  using Sums = float[kTokenTiles][4];
   static constexpr LowBitFormat kFormat = Kind::kFormat;
   static constexpr bool kScaledPairs = kFormat == LowBitFormat::kNvfp4;  // not sums
+  static constexpr int kPieces = 4;
   static constexpr int kStepColumns = LowBitPlan::kRowBytes * 8 / Format::kBits;
   const LowBitStreamParams& p;
   uint32_t inputs[kTokenTiles];  // the lane's first piece, of its token; of another one where there is none
   uint32_t codes, lines;         // where the lane's codes and scales lie in a stage
-  float sums[kTokenTiles][4], parts[kTokenTiles][4];
+  Sums sums;
   uint32_t scale_places[2], zero_places[2];  // the low bits of the lane's rows' addresses
 
   __device__ __forceinline__ void prepare(uint32_t first_input) {
@@ -151,26 +180,13 @@ struct LowBitProducts {
   __device__ __forceinline__ void start(int tile) {
     const int line = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int n = 0; n < 4 * kTokenTiles; ++n) sums[n / 4][n % 4] = parts[n / 4][n % 4] = 0;
+    for (int n = 0; n < 4 * kTokenTiles; ++n) sums[n / 4][n % 4] = 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_of(p, tile, line + 8 * half);
       scale_places[half] = (row >> p.plan.scale_rows_shift) * p.plan.scale_row_bytes;
       if (Kind::kZeros) zero_places[half] = row * p.plan.zero_row_bytes;
     }
-  }
-  // Of group `n` of the step, whose first group in the row is `group`.
-  __device__ __forceinline__ uint32_t scale_bits(uint32_t stage, int group, int n, int half) const {
-    if constexpr (Kind::kScaleBytes == 4) return load_shared_word(stage + lines + half * 64);
-    const uint32_t within = (scale_places[half] + Kind::scale_byte(group) & 3) + n * Kind::kScaleBytes;
-    const uint32_t word = load_shared_word(stage + lines + half * 64 + (Kind::kShort ? within & 4 : 0));
-    return word >> (within & 3) * 8;
-  }
-  __device__ __forceinline__ float scale(uint32_t stage, int group, int n, int half) const {
-    const uint32_t bits = scale_bits(stage, group, n, half);
-    if constexpr (kFormat == LowBitFormat::kFp8) return __uint_as_float(bits);
-    if constexpr (kFormat == LowBitFormat::kMxfp4) return e8m0_value(bits & 0xFF);
-    return Half<Element>::unpack(bits).x;
   }
   __device__ __forceinline__ uint32_t zero_offset(uint32_t stage, int group, int n, int half) const {
     constexpr bool kNibbles = kFormat == LowBitFormat::kInt4;
@@ -184,27 +200,45 @@ struct LowBitProducts {
   }
   // The group of a piece of 16 bytes of codes, counted from the step's first.
   __device__ __forceinline__ int group_of(int piece) const {
-    return Kind::kShort ? piece * p.plan.step_groups / 4 : 0;
+    if constexpr (kFormat == LowBitFormat::kMxfp4) return piece;
+    return Kind::kShort ? piece * p.plan.step_groups / kPieces : 0;
   }
   // What expand subtracts, or multiplies by.
-  __device__ __forceinline__ uint32_t offset(uint32_t stage, int group, int piece, int half) const {
+  __device__ __forceinline__ uint32_t offset(uint32_t stage, const StepScales<Kind>& scales, int group,
+                                             int piece, int half) const {
     if constexpr (Format::kInteger) return zero_offset(stage, group, group_of(piece), half);
     if constexpr (kScaledPairs)
-      return Format::offset_of(scale_bits(stage, group, 2 * piece + (threadIdx.x % 4) / 2, half) & 0xFF);
+      return Format::offset_of(scales.bits(2 * piece) >> (threadIdx.x % 4) / 2 * 8 & 0xFF);
     return 0;
   }
-  __device__ __forceinline__ void fold(uint32_t stage, int group, int n) {
-    const float upper = scale(stage, group, n, 0), lower = scale(stage, group, n, 1);
+  __device__ __forceinline__ void add(const Sums& parts, float upper, float lower) {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[tile][i] = fmaf(parts[tile][i], i < 2 ? upper : lower, sums[tile][i]);
-        parts[tile][i] = 0;
-      }
+      for (int i = 0; i < 4; ++i) sums[tile][i] = fmaf(parts[tile][i], i < 2 ? upper : lower, sums[tile][i]);
   }
-  __device__ __forceinline__ void multiply_piece(const uint32_t (&pairs)[2][Format::kPairs], int piece,
-                                                 const uint4 (&x)[kTokenTiles]) {
+  // Scales the sums of all pieces, which may share a group.
+  __device__ __forceinline__ void fold(Sums (&parts)[kPieces], const StepScales<Kind> (&scales)[2]) {
+    constexpr bool kOwnGroups = Kind::kShort && !kScaledPairs;
+    if (kFormat == LowBitFormat::kMxfp4 && scales[0].are_normal() && scales[1].are_normal()) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        add(parts[piece], scales[0].normal_value(piece), scales[1].normal_value(piece));
+    } else if constexpr (kOwnGroups) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        add(parts[piece], scales[0].value(group_of(piece)), scales[1].value(group_of(piece)));
+    } else {
+#pragma unroll
+      for (int n = 0; n < 4 * kTokenTiles; ++n)
+        parts[0][n / 4][n % 4] = (parts[0][n / 4][n % 4] + parts[1][n / 4][n % 4]) +
+                                 (parts[2][n / 4][n % 4] + parts[3][n / 4][n % 4]);
+      const bool scaled = !kScaledPairs;
+      add(parts[0], scaled ? scales[0].value(0) : 1.0f, scaled ? scales[1].value(0) : 1.0f);
+    }
+  }
+  __device__ __forceinline__ void multiply_piece(Sums& parts, const uint32_t (&pairs)[2][Format::kPairs],
+                                                 int piece, const uint4 (&x)[kTokenTiles]) {
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile) {
       const uint32_t first[] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
@@ -220,14 +254,20 @@ struct LowBitProducts {
   }
   __device__ __forceinline__ void multiply(uint32_t stage, int step) {
     const int swizzle = threadIdx.x % 32 / 8, group = p.plan.first_group(step);
+    Sums parts[kPieces] = {};
+    StepScales<Kind> scales[2];
     uint4 x[kTokenTiles];
     uint32_t offsets[2];
 #pragma unroll
-    for (int piece = 0; piece < 4; ++piece) {
+    for (int half = 0; half < 2; ++half)
+      scales[half] =
+          StepScales<Kind>::load(stage + lines + half * 64, scale_places[half] + Kind::scale_byte(group));
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t pairs[2][Format::kPairs];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (piece == 0 || Kind::kShort) offsets[half] = offset(stage, group, piece, half);
+        if (piece == 0 || Kind::kShort) offsets[half] = offset(stage, scales[half], group, piece, half);
         const uint32_t word = load_shared_word(stage + codes + half * 512 + (piece ^ swizzle) * 16);
         Format::expand(word, offsets[half], pairs[half]);
       }
@@ -236,21 +276,19 @@ struct LowBitProducts {
         for (int tile = 0; tile < kTokenTiles; ++tile)
           x[tile] = load_shared_16(inputs[tile] + step * kStepColumns * 2 +
                                    (Format::kBits == 4 ? piece : piece / 2) * 64);
-      multiply_piece(pairs, piece, x);
-      if (!kScaledPairs && Kind::kShort) fold(stage, group, group_of(piece));
+      multiply_piece(parts[piece], pairs, piece, x);
     }
-    if (!kScaledPairs && !Kind::kShort) fold(stage, group, 0);
+    fold(parts, scales);
   }
   // To `target` [rows, tokens].
   __device__ __forceinline__ void store(float* target) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const auto& from = kScaledPairs ? parts : sums;
 #pragma unroll
     for (int tile = 0; tile < kTokenTiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         *reinterpret_cast<float2*>(target + (g + 8 * half) * 8 * kTokenTiles + tile * 8 + 2 * t) =
-            make_float2(from[tile][2 * half], from[tile][2 * half + 1]);
+            make_float2(sums[tile][2 * half], sums[tile][2 * half + 1]);
   }
 };
 
