@@ -245,18 +245,13 @@ struct ByteProducts {
 
 // Waits until the oldest of `depth` groups of copies is there.
 __device__ __forceinline__ void wait_for_oldest(int depth) {
-  switch (depth) {
-    case 2:
-      return copy_async_wait<1>();
-    case 3:
-      return copy_async_wait<2>();
-    case 4:
-      return copy_async_wait<3>();
-    case 5:
-      return copy_async_wait<4>();
-    default:
-      return copy_async_wait<5>();
-  }
+  static_assert(BytePlan::kMostDepth == 4);
+  if (depth == 2)
+    copy_async_wait<1>();
+  else if (depth == 3)
+    copy_async_wait<2>();
+  else
+    copy_async_wait<3>();
 }
 
 template <typename Element, LowBitFormat kFormat, bool kZeros, int kTokenTiles>

@@ -13,7 +13,7 @@ struct BytePlan {
   static constexpr int kCodesBytes = kLines * kRowBytes;
   static constexpr int kMostWarps = 8;
   static constexpr int kMostThreads = 32 * kMostWarps;
-  static constexpr int kMostDepth = 6;
+  static constexpr int kMostDepth = 4;
 
   int blocks;        // which take tiles in turn
   int tiles;         // of 16 lines
