@@ -6,42 +6,39 @@
 
 namespace ortolan::cuda {
 
-// How a launch shares the work: units of 16 lines of weights by 128 bytes of codes.
+// How a launch shares the work: units of 16 lines of weights by 128 bytes of codes, a slice of the columns.
 struct BytePlan {
   static constexpr int kLines = 16;
   static constexpr int kRowBytes = 128;  // of codes, in a unit
   static constexpr int kCodesBytes = kLines * kRowBytes;
-  static constexpr int kStageBytes = kCodesBytes + 2 * kLines * 4;  // with words of scales and zero points
-  static constexpr int kBlockColumns = 128;                         // whose numbers are added up
-  static constexpr int kWarps = 12;
-  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMostWarps = 8;
+  static constexpr int kMostThreads = 32 * kMostWarps;
+  static constexpr int kMostDepth = 4;
 
-  int tiles;           // of 16 lines
-  int slices;          // units of a tile
-  int turn_tiles;      // of a block, whose parts wait in shared memory for the end of their turn
-  int slice_step;      // from a warp's unit to its next one, kWarps units later
-  int steps[2];        // of outputs on that way, where it ends before the tile's last slice, and behind it
-  int64_t leaps[2];    // of bytes, likewise
-  int64_t line_bytes;  // from a tile's first 8 lines to its others
-  int later_lines;     // rows between them: 8, or 0 between gates and factors
-  int row_bytes;       // of codes
-  int groups;          // of a row
-  int zero_row_bytes;
+  int blocks;        // which take tiles in turn
+  int tiles;         // of 16 lines
+  int slices;        // units of a tile
+  int whole_slices;  // of 128 bytes
+  int span;          // warps that share a tile
+  int teams;         // of so many warps, each at a tile of its own
+  int rounds;        // slices of a warp, at most
+  int turn_tiles;    // of a block, whose parts wait in shared memory for the end of their turn
+  int depth;         // units of a warp on their way
+  int row_bytes;     // of codes
+  int groups;        // of a row
   int group_shift;   // slices that share a group, a power of two
-  bool paired;       // a slice has two groups
-  int blocks;        // of 128 columns, in a row of inputs
-  int plane_stride;  // bytes between a token's high bytes and its low ones, and between tokens'
+  int zero_row_bytes;
+  bool paired;          // a slice has two groups
+  int later_lines;      // rows from a tile's first 8 lines to its others: 8, or 0 between gates and factors
+  int64_t later_bytes;  // of codes, likewise
+  int tile_step;        // outputs from a team's tile to its next one
+  int64_t tile_bytes;   // of codes, likewise
+  int tokens_shift;     // 2^n tokens, or fewer
+  float input_share;    // 1 / K
 
-  __host__ __device__ int parts(int tokens) const { return turn_tiles * slices * tokens * kLines; }
-  __host__ __device__ int facts_offset(int ring_bytes, int tokens) const {
-    return ring_bytes + 2 * tokens * plane_stride;
-  }
-  __host__ __device__ int parts_offset(int ring_bytes, int tokens) const {
-    return facts_offset(ring_bytes, tokens) + tokens * blocks * 8;
-  }
-  __host__ __device__ int shared_bytes(int ring_bytes, int tokens) const {  // parts of two turns
-    return parts_offset(ring_bytes, tokens) + 2 * 4 * parts(tokens);
-  }
+  __host__ __device__ int warps() const { return span * teams; }
+  // Of all tokens' parts of a turn.
+  __host__ __device__ int turn_parts(int tokens) const { return turn_tiles * span * tokens * kLines; }
   __device__ __forceinline__ int first_group(int slice) const {
     return paired ? 2 * slice : slice >> group_shift;
   }
@@ -54,34 +51,66 @@ struct ByteStreamParams {
   GemvPass pass;
 };
 
-// Eight inputs as 16-bit numbers of a power of two. A number is 256 * high + low, bytes with a sign.
+// What 128 bytes of codes are multiplied by, for a token: planes of high and of low bytes, and facts.
+template <int kBits>
+struct ByteSlice {
+  static constexpr int kColumns = 1024 / kBits;
+  static constexpr int kLaneColumns = kColumns / 32;
+  static constexpr int kBytes = 2 * kColumns;
+};
+struct alignas(16) ByteFacts {
+  float unit;   // what the slice's numbers are worth
+  int sums[2];  // of the numbers of 128 columns
+};
+
+// Where all of it lies in shared memory: rings, inputs [warp, round, token], facts likewise, sums of squares
+// [warp, token], and parts of two turns.
+template <int kBits, bool kZeros>
+struct ByteLayout {
+  static constexpr int kStageBytes = BytePlan::kCodesBytes + (kZeros ? 2 : 1) * BytePlan::kLines * 4;
+  int inputs, facts, squares, parts, bytes;
+
+  __host__ __device__ ByteLayout(const BytePlan& plan, int tokens) {
+    const int warp_slices = plan.warps() * plan.rounds * tokens;
+    inputs = (plan.warps() * plan.depth * kStageBytes + 127) / 128 * 128;
+    facts = inputs + warp_slices * ByteSlice<kBits>::kBytes;
+    squares = facts + warp_slices * static_cast<int>(sizeof(ByteFacts));
+    parts = squares + plan.warps() * tokens * 4;
+    bytes = parts + 2 * plan.turn_parts(tokens) * 4;
+  }
+};
+
+// A lane's inputs of a slice as 16-bit numbers of a power of two. A number is 256 * high + low, bytes with a
+// sign. Words of bytes: of int4 the even and the odd columns of eight, of int8 the four columns.
+template <int kColumns>
 struct ByteInputs {
-  uint32_t high[2], low[2];
+  static constexpr int kWords = kColumns / 4;
+  uint32_t high[kWords], low[kWords];
   float unit;  // the power of two
   int sum;     // of the lane's numbers
 
   // `largest`: magnitude among the columns that share the power. The largest number is at most 32639, which
-  // two signed bytes hold. kInOrder: columns 0 to 3 and 4 to 7; else the even ones and the odd ones.
-  template <bool kInOrder>
-  __device__ __forceinline__ void round(const float (&values)[8], float largest) {
+  // two signed bytes hold.
+  __device__ __forceinline__ void round(const float (&values)[kColumns], float largest) {
     const uint32_t exponent = max(__float_as_uint(largest * (32768.5f / 32639.0f)) >> 23, 19u);
     const float factor = __uint_as_float((268u - exponent) << 23);
     unit = __uint_as_float(exponent == 255 ? 0x7FFFFFFFu : (exponent - 14) << 23);
     // 1.5 * 2^23, whose last bits are units, and 128: bits 8 to 15 are the high byte.
     constexpr uint32_t kBase = 0x4B400080u;
-    uint32_t numbers[8];
+    uint32_t numbers[kColumns];
 #pragma unroll
-    for (int n = 0; n < 8; ++n) numbers[n] = __float_as_uint(fmaf(values[n], factor, __uint_as_float(kBase)));
-    sum = static_cast<int>(0u - 8 * kBase);
+    for (int n = 0; n < kColumns; ++n)
+      numbers[n] = __float_as_uint(fmaf(values[n], factor, __uint_as_float(kBase)));
+    sum = static_cast<int>(0u - kColumns * kBase);
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) sum += static_cast<int>(numbers[n] + numbers[n + 1]);
+    for (int n = 0; n < kColumns; n += 2) sum += static_cast<int>(numbers[n] + numbers[n + 1]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto number = [&](int n) { return numbers[kInOrder ? 4 * half + n : 2 * n + half]; };
+    for (int word = 0; word < kWords; ++word) {
+      const auto number = [&](int n) { return numbers[kWords * n + word]; };
       const uint32_t first = __byte_perm(number(0), number(1), 0x5410);
       const uint32_t second = __byte_perm(number(2), number(3), 0x5410);
-      high[half] = __byte_perm(first, second, 0x7531);
-      low[half] = __byte_perm(first, second, 0x6420) ^ 0x80808080u;
+      high[word] = __byte_perm(first, second, 0x7531);
+      low[word] = __byte_perm(first, second, 0x6420) ^ 0x80808080u;
     }
   }
 };
@@ -89,128 +118,162 @@ struct ByteInputs {
 __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(word) : "memory");
 }
-// Stores one plane of what a thread has rounded, `piece` of 16 within 128 columns, in the order in which
-// multiply asks for it: int4's words are the even and the odd columns of eight, of two eights.
+// Where chunk `n` of 64 bytes of a plane lies in its slice: planes alternate, so that what lanes read at once
+// of both lies in different banks.
+__device__ __forceinline__ uint32_t plane_chunk(int plane, int n) {
+  return (n >> 1) * 128 + ((n ^ plane) & 1) * 64;
+}
+// Stores one plane of what the lane has rounded, in the order in which multiply asks for it.
 template <int kBits>
-__device__ __forceinline__ void store_bytes(uint32_t block, int piece, const uint32_t (&bytes)[2]) {
-  if constexpr (kBits == 4) {
-    const uint32_t target = block + piece % 4 / 2 * 64 + piece / 4 * 16 + piece % 2 * 4;
+__device__ __forceinline__ void store_bytes(uint32_t slice, int plane, const uint32_t* bytes) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kBits == 4) {  // of eight columns; 16 eights are 128 columns
+    const int eight = lane % 16;
+    const uint32_t target = slice + plane * 256 + plane_chunk(plane, lane / 16 * 2 + eight % 4 / 2) +
+                            eight / 4 * 16 + eight % 2 * 4;
     store_shared_4(target, bytes[0]);
     store_shared_4(target + 8, bytes[1]);
   } else {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};\n" ::"r"(block + piece * 8), "r"(bytes[0]), "r"(bytes[1])
-                 : "memory");
+    store_shared_4(slice + plane * 128 + plane_chunk(plane, lane / 16) + lane % 16 * 4, bytes[0]);
   }
 }
 
-// What lies in shared memory behind the rings.
-struct ByteShared {
-  uint32_t inputs;  // planes of bytes [token, high or low, column]
-  float2* facts;    // [block, token]: what 128 columns' numbers are worth, and their sum
-  float* squares;   // [token, chunk]: of the inputs, where the layer has a norm
-  float* factors;   // [token]: RMSNorm's
-};
-
-// 256 columns of a token, for a warp; eight columns for each of its lanes.
-struct ByteChunk {
-  int token, chunk;
-
-  __device__ __forceinline__ void wrap(int chunks) {
-    while (chunk >= chunks) {
-      chunk -= chunks;
-      ++token;
-    }
-  }
-  __device__ __forceinline__ void advance(int chunks) {
-    chunk += BytePlan::kWarps;
-    wrap(chunks);
-  }
-  __device__ __forceinline__ int piece() const { return chunk * 32 + static_cast<int>(threadIdx.x % 32); }
-};
-
-// Rounds a chunk, times the norm's weight where there is one; RMSNorm's factor comes to the sums. A token's
-// sum of squares has one order: within a chunk, then chunk after chunk.
+// The tokens' inputs of a warp's slices. Its pieces are numbered slice after slice, in each token after
+// token.
 template <typename Element, int kBits, bool kNorm>
-__device__ __forceinline__ void store_chunk(const ByteStreamParams& p, const ByteShared& shared,
-                                            const ByteChunk& at, const uint4& x, const uint4& weight) {
-  const int lane = threadIdx.x % 32, tokens = p.pass.num_tokens;
-  const uint32_t words[] = {x.x, x.y, x.z, x.w}, weights[] = {weight.x, weight.y, weight.z, weight.w};
-  float values[8];
-  float square = 0;
-  uint32_t largest = 0;  // as bits: what is not a number stays
-#pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    float2 pair = Half<Element>::unpack(words[n]);
-    if constexpr (kNorm) {
-      square = fmaf(pair.y, pair.y, fmaf(pair.x, pair.x, square));
-      const float2 factors = Half<Element>::unpack(weights[n]);
-      pair = make_float2(pair.x * factors.x, pair.y * factors.y);
-      largest =
-          max(largest, max(__float_as_uint(pair.x) & 0x7FFFFFFFu, __float_as_uint(pair.y) & 0x7FFFFFFFu));
+struct ByteInputLoader {
+  using Slice = ByteSlice<kBits>;
+  static constexpr int kColumns = Slice::kLaneColumns;
+  static constexpr int kWords = kColumns / 2;
+  static constexpr int kAtOnce = 2;
+  // What a lane has of a piece, in turn: as it is loaded, and as numbers.
+  struct Words {
+    uint32_t x[kWords], weights[kWords];
+  };
+  struct Values {
+    float values[kColumns];
+    float square;      // their sum of squares, before the norm's weight
+    uint32_t largest;  // magnitude, as bits: what is not a number stays
+  };
+  struct Place {
+    int token = 0, round = 0;
+
+    __device__ __forceinline__ void advance(int tokens) {
+      if (++token == tokens) token = 0, ++round;
+    }
+  };
+  const ByteStreamParams& p;
+  uint32_t inputs;    // the warp's
+  ByteFacts* facts;   // the warp's
+  float* squares;     // the warp's
+  int first, rounds;  // the warp's first slice, and how many it has
+
+  __device__ __forceinline__ int column(int round) const {
+    return (first + round * p.plan.span) * Slice::kColumns + static_cast<int>(threadIdx.x % 32) * kColumns;
+  }
+  // Brings the norm's weights to L2, which no kernel writes.
+  __device__ __forceinline__ void prefetch_norm() const {
+    for (int round = 0; round < rounds; ++round)
+      if (column(round) < static_cast<int>(p.linear.num_inputs))
+        asm volatile("prefetch.global.L2 [%0];\n" ::"l"(static_cast<const Element*>(p.linear.norm_weight) +
+                                                        column(round)));
+  }
+  static __device__ __forceinline__ void load(uint32_t (&words)[kWords], const void* row, int column) {
+    const auto* source = static_cast<const Element*>(row) + column;
+    if constexpr (kWords == 4) {
+      const auto piece = *reinterpret_cast<const uint4*>(source);
+      words[0] = piece.x, words[1] = piece.y, words[2] = piece.z, words[3] = piece.w;
     } else {
-      largest = __vmaxu2(largest, words[n] & 0x7FFF7FFFu);
+      const auto piece = *reinterpret_cast<const uint2*>(source);
+      words[0] = piece.x, words[1] = piece.y;
     }
-    values[2 * n] = pair.x;
-    values[2 * n + 1] = pair.y;
   }
-  if constexpr (!kNorm)
-    largest = __float_as_uint(Half<Element>::unpack(max(largest & 0xFFFFu, largest >> 16)).x);
-  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-  ByteInputs bytes;
-  bytes.round<kBits == 8>(values, __uint_as_float(largest));
-  const int i = at.piece();
-  const uint32_t plane =
-      shared.inputs + 2 * at.token * p.plan.plane_stride + i / 16 * BytePlan::kBlockColumns;
-  store_bytes<kBits>(plane, i % 16, bytes.high);
-  store_bytes<kBits>(plane + p.plan.plane_stride, i % 16, bytes.low);
-  const int both = __reduce_add_sync(0xFFFFFFFFu, bytes.sum);
-  const int first = __reduce_add_sync(0xFFFFFFFFu, lane < 16 ? bytes.sum : 0);
-  if (lane % 16 == 0) {  // int4's even columns count 16 times
-    const int sum = lane < 16 ? first : both - first;
-    shared.facts[i / 16 * tokens + at.token] =
-        make_float2(bytes.unit * (kBits == 4 ? 0.0625f : 1.0f), __int_as_float(kBits == 4 ? 16 * sum : sum));
+  __device__ __forceinline__ Words fetch(const Place& at) const {
+    const auto num_inputs = static_cast<int>(p.linear.num_inputs);
+    const auto* tokens =
+        static_cast<const Element*>(p.linear.input) + int64_t{p.pass.first_token} * num_inputs;
+    Words words{};
+    if (const int from = column(at.round); from < num_inputs) {
+      load(words.x, tokens, at.token * num_inputs + from);
+      if constexpr (kNorm) load(words.weights, p.linear.norm_weight, from);
+    }
+    return words;
   }
-  if constexpr (kNorm) {
+  // Times the norm's weight where there is one; RMSNorm's factor comes to the sums.
+  static __device__ __forceinline__ Values unpack(const Words& words) {
+    Values lane{{}, 0, 0};
+#pragma unroll
+    for (int n = 0; n < kWords; ++n) {
+      float2 pair = Half<Element>::unpack(words.x[n]);
+      if constexpr (kNorm) {
+        lane.square = fmaf(pair.y, pair.y, fmaf(pair.x, pair.x, lane.square));
+        const float2 factors = Half<Element>::unpack(words.weights[n]);
+        pair = make_float2(pair.x * factors.x, pair.y * factors.y);
+        const uint32_t larger =
+            max(__float_as_uint(pair.x) & 0x7FFFFFFFu, __float_as_uint(pair.y) & 0x7FFFFFFFu);
+        lane.largest = max(lane.largest, larger);
+      } else {
+        lane.largest = __vmaxu2(lane.largest, words.x[n] & 0x7FFF7FFFu);
+      }
+      lane.values[2 * n] = pair.x;
+      lane.values[2 * n + 1] = pair.y;
+    }
+    if constexpr (!kNorm)
+      lane.largest =
+          __float_as_uint(Half<Element>::unpack(max(lane.largest & 0xFFFFu, lane.largest >> 16)).x);
+    return lane;
+  }
+  // Rounds piece `i`, whose largest magnitude is known.
+  __device__ __forceinline__ void store(int i, const Values& lane, uint32_t largest) const {
+    const bool is_first = threadIdx.x % 32 == 0;
+    ByteInputs<kColumns> bytes;
+    bytes.round(lane.values, __uint_as_float(largest));
+    store_bytes<kBits>(inputs + i * Slice::kBytes, 0, bytes.high);
+    store_bytes<kBits>(inputs + i * Slice::kBytes, 1, bytes.low);
+    const int sum = __reduce_add_sync(0xFFFFFFFFu, bytes.sum);
+    int upper = 0;
+    if constexpr (kBits == 4) upper = __reduce_add_sync(0xFFFFFFFFu, threadIdx.x % 32 < 16 ? 0 : bytes.sum);
+    if (is_first)  // int4's even columns count 16 times
+      facts[i] = kBits == 4 ? ByteFacts{bytes.unit * 0.0625f, {16 * (sum - upper), 16 * upper}}
+                            : ByteFacts{bytes.unit, {sum, 0}};
+  }
+  __device__ __forceinline__ void add_square(const Place& at, float square) const {
     square = warp_sum(square);
-    if (lane == 0) shared.squares[at.token * (p.plan.blocks / 2) + at.chunk] = square;
+    if (threadIdx.x % 32 == 0) squares[at.token] = at.round ? squares[at.token] + square : square;
   }
-}
-
-// Brings the tokens' inputs to shared memory, several chunks of a warp at once. For the whole block.
-template <typename Element, int kBits, bool kNorm>
-__device__ __forceinline__ void load_byte_inputs(const ByteStreamParams& p, const ByteShared& shared) {
-  constexpr int kAtOnce = 4;
-  const int pieces = static_cast<int>(p.linear.num_inputs) / 8, chunks = p.plan.blocks / 2;
-  const int tokens = p.pass.num_tokens;
-  const auto* source = static_cast<const uint4*>(p.linear.input) + int64_t{p.pass.first_token} * pieces;
-  const auto* norm = static_cast<const uint4*>(p.linear.norm_weight);
-  ByteChunk fetched{0, static_cast<int>(threadIdx.x) / 32};
-  fetched.wrap(chunks);
-  ByteChunk stored = fetched;
+  // Brings them to shared memory, some pieces at once; where too few are left, the last one again.
+  __device__ __forceinline__ void run() const {
+    const int tokens = p.pass.num_tokens, count = tokens * rounds;
+    Place fetched, stored[kAtOnce];
+    Words words[kAtOnce];
+    const auto fetch_some = [&](int i) {
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        stored[n] = fetched;
+        words[n] = fetch(fetched);
+        if (i + n + 1 < count) fetched.advance(tokens);
+      }
+    };
+    fetch_some(0);
 #pragma unroll 1
-  while (stored.token < tokens) {
-    uint4 x[kAtOnce], weights[kAtOnce];
+    for (int i = 0; i < count; i += kAtOnce) {
+      Values lanes[kAtOnce];
+      Place at[kAtOnce];
+      uint32_t largest[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int piece = fetched.piece();
-      const bool exists = fetched.token < tokens && piece < pieces;
-      x[n] = exists ? source[fetched.token * pieces + piece] : uint4{};
-      weights[n] = kNorm && exists ? norm[piece] : uint4{};
-      fetched.advance(chunks);
-    }
+      for (int n = 0; n < kAtOnce; ++n) lanes[n] = unpack(words[n]), at[n] = stored[n];
+      if (i + kAtOnce < count) fetch_some(i + kAtOnce);
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      if (stored.token >= tokens) break;
-      store_chunk<Element, kBits, kNorm>(p, shared, stored, x[n], weights[n]);
-      stored.advance(chunks);
+      for (int n = 0; n < kAtOnce; ++n) largest[n] = __reduce_max_sync(0xFFFFFFFFu, lanes[n].largest);
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) store(min(i + n, count - 1), lanes[n], largest[n]);
+      if constexpr (kNorm)
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n)
+          if (i + n < count) add_square(at[n], lanes[n].square);
     }
+    __syncwarp();
   }
-  __syncthreads();
-  if (!kNorm || static_cast<int>(threadIdx.x) >= tokens) return;
-  float sum = 0;
-#pragma unroll 8
-  for (int n = 0; n < chunks; ++n) sum += shared.squares[threadIdx.x * chunks + n];
-  shared.factors[threadIdx.x] = rsqrtf(sum / static_cast<float>(p.linear.num_inputs) + p.linear.epsilon);
-}
+};
 
 }  // namespace ortolan::cuda

@@ -284,9 +284,9 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
 }
 
 // Grid: (entries, their rows) or, `by_token`, (tokens, query heads), and groups of columns. `spans_at_once`:
-// of a round, at most. Where strips are counted there may be far fewer entries than the host must expect:
-// blocks take one after another, and none has to start for what is not there.
-template <typename Element, int kHeadSize, int kColumns, int kThreads>
+// of a round, at most. kLoops: strips are counted, and there may be far fewer entries than the host must
+// expect: blocks take one after another, and none has to start for what is not there.
+template <typename Element, int kHeadSize, int kColumns, int kThreads, bool kLoops>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     decode_combine_kernel(const __grid_constant__ SwaAttentionParams params,
                           const __grid_constant__ DecodeShape shape,
@@ -295,18 +295,19 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   launch_dependents();  // who comes next waits for this kernel, and so for the one before
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
-  const auto combine = [&](const CombinedRow& own) {
-    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, by_token);
-  };
-  // Until the wait only what the kernel before had waited for is read.
-  if (by_token) return combine(CombinedRow::of_token(params, shape, blockIdx.x, blockIdx.y));
   const int* holders = workspace.starts + shape.entries + 1;
   const auto row = static_cast<int>(blockIdx.y);
-  if (!shape.counted_strips) return combine(CombinedRow::of_entry(params, shape, holders, blockIdx.x, row));
+  if constexpr (!kLoops) {  // until the wait only what the kernel before had waited for is read
+    const CombinedRow own = by_token ? CombinedRow::of_token(params, shape, blockIdx.x, row)
+                                     : CombinedRow::of_entry(params, shape, holders, blockIdx.x, row);
+    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, by_token);
+    return;
+  }
   wait_for_previous_kernel();
   for (auto index = static_cast<int>(blockIdx.x); index < shape.entries; index += gridDim.x) {
     if (holders[shape.by_kv_heads.divide(index)] < 0) return;  // numbers have no gaps
-    combine(CombinedRow::of_entry(params, shape, holders, index, row));
+    const CombinedRow own = CombinedRow::of_entry(params, shape, holders, index, row);
+    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, false);
     __syncthreads();  // what the row has read may be overwritten
   }
 }

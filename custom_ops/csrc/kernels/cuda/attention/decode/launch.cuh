@@ -150,11 +150,18 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
     return launch_overlapped(kernel, grid, dim3(threads), SpanRound::bytes(spans, columns), launch, params,
                              shape, workspace, spans, by_token);
   };
+  const auto enqueue_with = [&]<int kColumns, int kThreads>() {
+    return shape.counted_strips && !by_token
+               ? enqueue(decode_combine_kernel<Element, kHeadSize, kColumns, kThreads, true>, kColumns,
+                         kThreads)
+               : enqueue(decode_combine_kernel<Element, kHeadSize, kColumns, kThreads, false>, kColumns,
+                         kThreads);
+  };
   constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
   if (std::min(rows, places) * (kHeadSize / 32) > 2 * launch.device.num_multiprocessors)
-    return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 128>, kWide, 128);
-  if (spans > 32) return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 512>, 32, 512);
-  return enqueue(decode_combine_kernel<Element, kHeadSize, 32, 256>, 32, 256);
+    return enqueue_with.template operator()<kWide, 128>();
+  if (spans > 32) return enqueue_with.template operator()<32, 512>();
+  return enqueue_with.template operator()<32, 256>();
 }
 
 // How a kernel of this shape is launched.
