@@ -41,6 +41,7 @@ class MemoryReport:
         free_page_bytes: of a paged session's pools, the pages that hold nothing now.
         capture_bytes: queries captured for SnapKV.
         step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
+        draft_bytes: caches and buffers of a draft model or head that drafts for the session.
         other_session_bytes: caches and buffers of the model's other sessions, and what the pool holds for later ones.
         arena_bytes: what ONNX Runtime holds besides the weights, by difference: intermediate results, libraries.
         used_bytes: all of the above but what was planned.
@@ -56,6 +57,7 @@ class MemoryReport:
     step_bytes: int
     free_page_bytes: int = 0
     host_embedding_bytes: int = 0
+    draft_bytes: int = 0
     other_session_bytes: int | None = None
     arena_bytes: int | None = None
     used_bytes: int | None = None
@@ -278,6 +280,7 @@ class DeviceMemory:
             "free_page_bytes": room.free_bytes,
             "capture_bytes": int(sum(capture.nbytes for capture in session.state.captures.values())),
             "step_bytes": stepper.bytes,
+            "draft_bytes": session.draft_bytes,
         }
         planned = session.plan.bytes
         cuda = self._device.cuda

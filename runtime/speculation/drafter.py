@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ortolan.errors import OrtolanError
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.speculation.options import Speculation
+from ortolan.runtime.speculation.packed import NoDraftRoomError, PackedDrafter, ReadingBudget
 from ortolan.runtime.steps.row import HiddenReader
 from ortolan.runtime.steps.stepper import Stepper
+from ortolan.runtime.steps.together import Work, run_together
 
 SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
 HOST_COST, DEVICE_COST = 0.2, 0.06  # of one more token in a step, as a share of the step: about what was measured
@@ -46,11 +49,13 @@ class SpeculationStats:
         drafted_tokens: that were checked.
         accepted_tokens: that were right.
         checks: steps that checked a draft. Each gives one token more than it accepts.
+        without_room: drafts that were not made, as the caches of drafts were full.
     """
 
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     checks: int = 0
+    without_room: int = 0
 
     @property
     def tokens_per_check(self) -> float | None:
@@ -121,24 +126,50 @@ class Speculator:
         """Return what takes the hidden states of all steps; None: nobody does. Raises as opening the drafter does."""
         if not self._reads_hidden:
             return None
-        if self._drafter is None:
-            self._drafter = self._open()
-        return self._drafter if isinstance(self._drafter, HiddenReader) else None
+        try:
+            drafter = self._opened()
+        except NoDraftRoomError:
+            return None
+        return drafter if isinstance(drafter, HiddenReader) else None
 
     def wants_to_draft(self, tokens: Sequence[int], known: int) -> bool:
         """Say whether the next step may check a draft, so that what follows the known tokens is to be waited for."""
         return self._length.count > 0 and (self._drafter is None or self._drafter.is_likely(tokens, known))
 
+    def draft_count(self, most: int) -> int:
+        """Return how many tokens a draft has now, at most `most`; 0: there is none."""
+        return self._length.fit(min(self._length.count, most))
+
     def draft(self, tokens: Sequence[int], most: int, sampling: Sampling) -> list[int]:
         """Return tokens to check after those of a sequence, at most `most`; none where there is nothing to check."""
-        count = self._length.fit(min(self._length.count, most))
+        count = self.draft_count(most)
         if not count:
             return []
-        if self._drafter is None:
-            self._drafter = self._open()
-        proposed = self._drafter.propose(tokens, count, sampling)
+        [draft] = run_together([self.drafting(tokens, count, sampling, ReadingBudget(len(tokens)))])
+        if isinstance(draft, OrtolanError):
+            raise draft
+        return draft
+
+    def drafting(self, tokens: Sequence[int], count: int, sampling: Sampling, budget: ReadingBudget) -> Work[list[int]]:
+        """Draft as `draft` does, in steps that others share; nothing where the caches of drafts are full.
+
+        Args:
+            tokens: of the sequence.
+            count: what `draft_count` said.
+            sampling: by which the model chooses.
+            budget: of tokens that are read, with all that share the steps.
+        """
+        try:
+            drafter = self._opened()
+            if isinstance(drafter, PackedDrafter):
+                proposed = yield from drafter.drafting(tokens, count, sampling, budget)
+            else:
+                proposed = drafter.propose(tokens, count, sampling)
+        except NoDraftRoomError:
+            self.stats.without_room += 1
+            return []
         known = next((i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size), len(proposed))
-        return proposed[: self._length.fit(min(known, count))]
+        return list(proposed[: self._length.fit(min(known, count))])
 
     def skip(self) -> None:
         """Count a step without a draft."""
@@ -150,6 +181,17 @@ class Speculator:
         self.stats.drafted_tokens += drafted
         self.stats.accepted_tokens += accepted
         self.stats.checks += 1
+
+    def close(self) -> None:
+        """Give back what the drafter holds; a later draft opens another one."""
+        if isinstance(self._drafter, PackedDrafter):
+            self._drafter.close()
+        self._drafter = None
+
+    def _opened(self) -> Drafter:
+        if self._drafter is None:
+            self._drafter = self._open()
+        return self._drafter
 
 
 def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:

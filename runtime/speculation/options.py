@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ortolan.errors import ConfigError, ContractMismatchError, file_path, whole_number
+from ortolan.runtime.speculation.pools import DraftPools
 
 if TYPE_CHECKING:
     from ortolan.runtime.model import Model
@@ -48,6 +49,15 @@ class Speculation:
         """
         raise NotImplementedError
 
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Make what drafts for one request of an engine, over caches that all of its requests share where it has any.
+
+        Raises:
+            NoDraftRoomError: these caches are full.
+            ConfigError, CapacityError: as `open`.
+        """
+        return self.open(model, pools.max_context)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLookup(Speculation):
@@ -84,8 +94,8 @@ class PromptLookup(Speculation):
 class DraftModel(Speculation):
     """Drafts with a smaller model of the same vocabulary.
 
-    It is opened once for each model that it drafts for, on the same device; every sequence has a session of it, with
-    caches of its own.
+    It is opened once for each model that it drafts for, on the same device; every sequence has caches of its own. The
+    requests of an engine share pools of pages and steps where the folder was exported with paged=True.
 
     Attributes:
         folder: of the smaller model, as `ortolan.load` takes it.
@@ -105,11 +115,15 @@ class DraftModel(Speculation):
         model.draft_model(self.folder)
 
     def open(self, model: Model, max_context: int) -> Drafter:
-        """Start a session of the smaller model."""
+        """Make caches for one sequence."""
+        return self.join(model, DraftPools(max_context))
+
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Take caches for one request."""
         from ortolan.runtime.speculation.draft_model import ModelDrafter
 
         draft = model.draft_model(self.folder)
-        return ModelDrafter(draft.session(min(max_context, draft.manifest.max_context)))
+        return ModelDrafter(*pools.open(draft.decoder, draft.device.buffers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +148,13 @@ class MtpHead(Speculation):
 
     def open(self, model: Model, max_context: int) -> Drafter:
         """Make caches for one sequence."""
-        return model.open_head_drafter(max_context)
+        return self.join(model, DraftPools(max_context))
+
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Take caches for one request."""
+        from ortolan.runtime.speculation.draft_head import HeadDrafter
+
+        return HeadDrafter(*pools.open(model.draft_head(), model.device.buffers))
 
 
 def check_same_vocabulary(model: Model, draft: Model) -> None:
