@@ -283,7 +283,7 @@ class Engine:
             self._parts.prepare_drafter(options, self._drafts),
             options,
             self._parts.manifest.vocab_size,
-            token_cost(self._parts.stepper),
+            token_cost(self._parts.stepper, self.plan.max_sequences),
         )
 
     def _turn(self, options: TurnOptions) -> Turn:

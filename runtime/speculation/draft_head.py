@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +11,17 @@ import numpy as np
 from ortolan.errors import OrtolanError
 from ortolan.runtime.device.buffers import Array, Buffers
 from ortolan.runtime.options import Sampling
-from ortolan.runtime.speculation.packed import FEW_TOKENS, NoDraftRoomError, PackedDrafter, ReadingBudget, draws_of
-from ortolan.runtime.steps.feeder import Feeder, Wanted
+from ortolan.runtime.speculation.packed import (
+    FEW_TOKENS,
+    NoDraftRoomError,
+    PackedDrafter,
+    Place,
+    ReadingBudget,
+    draws_of,
+)
+from ortolan.runtime.steps.feeder import Wanted
 from ortolan.runtime.steps.row import Row
-from ortolan.runtime.steps.together import Ask, Packing, Work
+from ortolan.runtime.steps.together import Ask, Work
 
 TAIL_ROWS = 128  # hidden states kept of the last tokens: more than are read between two drafts, pauses included
 
@@ -29,10 +36,11 @@ class HeadDrafter(PackedDrafter):
     read: its caches know nothing of what came before.
     """
 
-    def __init__(self, feeder: Feeder, packing: Packing, give_back: Callable[[], None]) -> None:
-        """Start before the first token; the feeder is the head's."""
-        super().__init__(feeder, packing, give_back)
+    def __init__(self, place: Place, cost: float) -> None:
+        """Start before the first token."""
+        super().__init__(place, cost)
         self._start = 1  # position of the first token that the head has read
+        feeder = place.feeder
         manifest, buffers = feeder.manifest, feeder.caches.buffers
         self._tail = _Tail(buffers, buffers.empty((TAIL_ROWS, manifest.hidden_size), manifest.dtype))
         self._last = _Last(buffers, buffers.empty((1, manifest.hidden_size), manifest.dtype))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ortolan.errors import OrtolanError
 from ortolan.runtime.caches.plan import rope_variant
 from ortolan.runtime.options import Sampling
-from ortolan.runtime.speculation.packed import FEW_TOKENS, PackedDrafter, ReadingBudget, draws_of
-from ortolan.runtime.steps.feeder import Feeder, Wanted
+from ortolan.runtime.speculation.packed import FEW_TOKENS, PackedDrafter, Place, ReadingBudget, draws_of
+from ortolan.runtime.steps.feeder import Wanted
 from ortolan.runtime.steps.row import Row
-from ortolan.runtime.steps.together import Ask, Packing, Work
+from ortolan.runtime.steps.together import Ask, Work
 
 
 class ModelDrafter(PackedDrafter):
@@ -20,8 +20,8 @@ class ModelDrafter(PackedDrafter):
     from like probabilities, the same number mostly points to the same token.
     """
 
-    def __init__(self, feeder: Feeder, packing: Packing, give_back: Callable[[], None]) -> None:
-        super().__init__(feeder, packing, give_back)
+    def __init__(self, place: Place, cost: float) -> None:
+        super().__init__(place, cost)
         self._sure = 0  # first tokens that are known to be those of the sequence; drafted ones may follow
 
     def drafting(self, tokens: Sequence[int], count: int, sampling: Sampling, budget: ReadingBudget) -> Work[list[int]]:

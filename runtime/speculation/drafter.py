@@ -15,6 +15,8 @@ from ortolan.runtime.steps.stepper import Stepper
 from ortolan.runtime.steps.together import Work, run_together
 
 SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
+MOST_COST = 0.9  # of a token, so that drafts which are always right are made whatever they cost
+ENGINE_COST = 0.3  # of one more token on the host, where a step feeds many sequences; measured with 16
 HOST_COST, DEVICE_COST = 0.2, 0.06  # of one more token in a step, as a share of the step: about what was measured
 MEMORY = 0.85  # share of what earlier drafts count once another was checked
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps
@@ -66,12 +68,14 @@ class SpeculationStats:
 class DraftLength:
     """How many tokens to draft: as long as the last of them is right more often than a token costs.
 
-    The share of tokens that were right is that of the last few drafts. Where even one token is not worth a try, none
-    is drafted for some steps, each time for longer.
+    The share of tokens that were right is that of the last few drafts. Where even one token is not worth a check, none
+    is drafted for some steps, each time for longer. What the draft itself costs counts for its length alone: where only
+    some sequences of an engine pause, the others' drafts cost nearly as much.
     """
 
     def __init__(self, most: int, token_cost: float = HOST_COST) -> None:
-        self._cost = token_cost
+        """Start; `token_cost` is that of a token more in a step, as a share of the step."""
+        self._token_cost = self._cost = token_cost
         self._sizes = (*(size for size in SIZES if size < most), most)
         self._right, self._tried = 2.1, 3.0  # as if some drafts had been checked, 70 % of whose tokens were right
         self._pause, self._next_pause = 0, FIRST_PAUSE
@@ -83,6 +87,10 @@ class DraftLength:
             return 0
         share = self._right / self._tried
         return max((size for size in self._sizes if share**size >= self._cost), default=self._sizes[0])
+
+    def count_draft_cost(self, cost: float) -> None:
+        """Take into account what it costs to draft a token, as a share of the step."""
+        self._cost = min(MOST_COST, self._token_cost + cost)
 
     def fit(self, count: int) -> int:
         """Return the largest size of drafts up to `count`; 0 where there is none."""
@@ -96,7 +104,7 @@ class DraftLength:
         """Take note of a draft that was checked."""
         self._right = self._right * MEMORY + accepted
         self._tried = self._tried * MEMORY + min(accepted + 1, drafted)
-        if self._right / self._tried >= self._cost:
+        if self._right / self._tried >= self._token_cost:
             self._next_pause = FIRST_PAUSE
         else:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
@@ -191,6 +199,8 @@ class Speculator:
     def _opened(self) -> Drafter:
         if self._drafter is None:
             self._drafter = self._open()
+            if isinstance(self._drafter, PackedDrafter):
+                self._length.count_draft_cost(self._drafter.cost)
         return self._drafter
 
 
@@ -200,6 +210,8 @@ def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     return next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
 
 
-def token_cost(stepper: Stepper) -> float:
-    """Return what one more token costs in a step, as a share of the step."""
-    return DEVICE_COST if stepper.depth else HOST_COST
+def token_cost(stepper: Stepper, sequences: int = 1) -> float:
+    """Return what one more token costs in a step, as a share of the step; of many sequences, of one's part of it."""
+    if stepper.depth:
+        return DEVICE_COST
+    return HOST_COST if sequences == 1 else ENGINE_COST

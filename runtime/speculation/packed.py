@@ -38,12 +38,32 @@ class ReadingBudget:
         return granted
 
 
-class PackedDrafter(ABC):
-    """Drafts by a graph of its own, in steps that others may share."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a drafter works.
 
-    def __init__(self, feeder: Feeder, packing: Packing, give_back: Callable[[], None]) -> None:
-        """Draft over the caches of a feeder; `give_back` lets them go."""
-        self._feeder, self._packing, self._give_back = feeder, packing, give_back
+    Attributes:
+        feeder: of its caches.
+        packing: runs its steps.
+        give_back: lets the caches go.
+    """
+
+    feeder: Feeder
+    packing: Packing
+    give_back: Callable[[], None]
+
+
+class PackedDrafter(ABC):
+    """Drafts by a graph of its own, in steps that others may share.
+
+    Attributes:
+        cost: of one drafted token, as a share of a step of the model.
+    """
+
+    def __init__(self, place: Place, cost: float) -> None:
+        """Draft over the caches of a place."""
+        self.cost = cost
+        self._feeder, self._packing, self._give_back = place.feeder, place.packing, place.give_back
 
     @property
     def bytes(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ortolan.errors import CapacityError
@@ -13,7 +12,7 @@ from ortolan.runtime.caches.room import PagedRoom
 from ortolan.runtime.caches.store import CacheStore, SequenceCaches
 from ortolan.runtime.device.buffers import Buffers
 from ortolan.runtime.device.cuda import CudaBuffers
-from ortolan.runtime.speculation.packed import NoDraftRoomError
+from ortolan.runtime.speculation.packed import NoDraftRoomError, Place
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.steps.feeder import Feeder, FeederParts
@@ -22,8 +21,6 @@ from ortolan.runtime.steps.stepper import Decoder
 from ortolan.runtime.steps.together import Packing
 
 FREE_SHARE = 0.5  # of the free device memory, for the caches of one draft model or head
-
-Place = tuple[Feeder, Packing, Callable[[], None]]  # what a drafter works over, what runs its steps, and what ends it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +122,7 @@ class DraftPools:
                 opened.remove(feeder)
                 feeder.stepper.close()
 
-        return feeder, Packing(feeder.stepper), give_back
+        return Place(feeder, Packing(feeder.stepper), give_back)
 
     def _check_alone(self, plan: CachePlan, opened: int) -> None:
         limits = self._limits
@@ -171,7 +168,7 @@ class _SharedPool:
             stepper=self.packing.stepper,
             interrupt=Interrupt(),
         )
-        return Feeder(parts, Stats()), self.packing, room.close
+        return Place(Feeder(parts, Stats()), self.packing, room.close)
 
 
 def plan_draft_pools(plan: CachePlan, limits: DraftLimits) -> CachePlan:
