@@ -26,6 +26,7 @@ from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.host_tables import give_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import NO_WEIGHTS, Device
+from ortolan.runtime.device.shared_weights import give_shared_weights
 from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
@@ -81,7 +82,10 @@ class Model:
         self._is_fused = file_name != MODEL_FILE
         weights, hosted = give_layer_table(folder / file_name, device.buffers) if host_embeddings else ({}, 0)
         self.memory.host_embedding_bytes = hosted
-        self.decoder = self._open_graph(file_name, manifest, weights)
+        self._shared: dict[str, Any] = {}  # weights of the draft head, too
+        if manifest.draft_head is not None:
+            self._shared, self.memory.shared_weight_bytes = give_shared_weights(folder / HEAD_FILE, device.buffers)
+        self.decoder = self._open_graph(file_name, manifest, weights | self._shared)
         self.memory.note_weights()
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
@@ -293,7 +297,7 @@ class Model:
             )
         if self._head is None:
             name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
-            self._head = self._open_graph(name, manifest)
+            self._head = self._open_graph(name, manifest, self._shared)
         return self._head
 
     def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:

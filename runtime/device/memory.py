@@ -220,6 +220,7 @@ class DeviceMemory:
         self._free_before = device.cuda.memory()[0] if device.cuda else 0
         self.weights_bytes = held_weight_bytes(manifest, is_cuda=device.cuda is not None)
         self.host_embedding_bytes = 0
+        self.shared_weight_bytes = 0  # of the weights, those that lie in the pool of buffers
 
     def note_weights(self) -> None:
         """Take what was taken since for the weights; other programs on the device blur it."""
@@ -241,7 +242,12 @@ class DeviceMemory:
     def arena_bytes(self) -> int:
         """Device memory that is neither weights nor buffers of sessions."""
         cuda = self._device.cuda
-        return max(0, self.used_bytes() - self.weights_bytes - cuda.pool_bytes) if cuda else 0
+        return max(0, self.used_bytes() - self.weights_bytes - self._buffer_bytes()) if cuda else 0
+
+    def _buffer_bytes(self) -> int:
+        """Return what the pool holds besides weights."""
+        cuda = self._device.cuda
+        return max(0, cuda.pool_bytes - self.shared_weight_bytes) if cuda else 0
 
     def scratch_bytes(self, plan: CachePlan) -> int:
         """Return the scratch memory of attention that a step of many sequences takes, at most."""
@@ -291,7 +297,7 @@ class DeviceMemory:
             )
         free, total = cuda.memory()
         own = sum(parts.values()) - self.weights_bytes
-        parts |= {"other_session_bytes": max(0, cuda.pool_bytes - own), "arena_bytes": self.arena_bytes()}
+        parts |= {"other_session_bytes": max(0, self._buffer_bytes() - own), "arena_bytes": self.arena_bytes()}
         return MemoryReport(
             device=self._device.name,
             planned_cache_bytes=planned,
