@@ -22,7 +22,7 @@ from ortolan.export.draft_head import (
 from ortolan.export.families.base import Family
 from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_sibling
 from ortolan.export.hf_config import HfConfig, read_hf_config
-from ortolan.export.model_files import HEAD_WEIGHTS_FILE, ModelFiles, write_folder
+from ortolan.export.model_files import ModelFiles, write_folder
 from ortolan.export.options import DENSE, HEADS, ExportOptions
 from ortolan.export.packed import Published, read_quantization
 from ortolan.export.quantize import METHODS
@@ -41,6 +41,7 @@ from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.plan import wished_formats
 from ortolan.graphs.parts import Formats
+from ortolan.manifest import HEAD_WEIGHTS_FILE
 
 
 def export(
@@ -161,7 +162,7 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
             f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "
             "text alone"
         )
-    head_options = replace(options, snapkv_window=0, paged=False, weight_format=None, group_size=None, asymmetric=False)
+    head_options = replace(options, snapkv_window=0, weight_format=None, group_size=None, asymmetric=False)
     return model, files(head_options, head_config(config), model.formats) if has_head else None
 
 

@@ -28,14 +28,13 @@ from ortolan.manifest import (
     FUSED_FILE,
     HEAD_FILE,
     HEAD_FUSED_FILE,
+    HEAD_WEIGHTS_FILE,
     MANIFEST_METADATA,
     MODEL_FILE,
     Manifest,
     cache_kinds,
 )
 from ortolan.version import __version__
-
-HEAD_WEIGHTS_FILE = "mtp.onnx.data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from ortolan.folders import not_a_model, pointer_problem
 MODEL_FILE = "model.onnx"
 FUSED_FILE = "model.fused.onnx"
 HEAD_FILE, HEAD_FUSED_FILE = "mtp.onnx", "mtp.fused.onnx"  # of a draft head
+HEAD_WEIGHTS_FILE = "mtp.onnx.data"
 EVICT_FILE = "evict.onnx"
 EDITABLE_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")  # checked by their readers
 MANIFEST_METADATA = "ortolan.manifest"  # key of the manifest in a graph's metadata

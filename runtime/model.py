@@ -20,12 +20,13 @@ from ortolan.errors import (
 from ortolan.hub import model_folder
 from ortolan.manifest import HEAD_FILE, MODEL_FILE, Manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.assembly import make_feeder_parts, make_session, make_store_stepper
+from ortolan.runtime.assembly import make_session, make_store_stepper
 from ortolan.runtime.caches.plan import CachePlan, plan_caches, plan_pools
 from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.host_tables import give_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import NO_WEIGHTS, Device
+from ortolan.runtime.device.shared_weights import give_shared_weights
 from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
@@ -34,10 +35,7 @@ from ortolan.runtime.ownership import Process
 from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Progress, Session
-from ortolan.runtime.speculation.draft_head import HeadDrafter
 from ortolan.runtime.speculation.options import Speculation, check_same_vocabulary
-from ortolan.runtime.stats import Stats
-from ortolan.runtime.steps.feeder import Feeder
 from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 from ortolan.runtime.text.generation_config import read_sampling
@@ -84,7 +82,10 @@ class Model:
         self._is_fused = file_name != MODEL_FILE
         weights, hosted = give_layer_table(folder / file_name, device.buffers) if host_embeddings else ({}, 0)
         self.memory.host_embedding_bytes = hosted
-        self.decoder = self._open_graph(file_name, manifest, weights)
+        self._shared: dict[str, Any] = {}  # weights of the draft head, too
+        if manifest.draft_head is not None:
+            self._shared, self.memory.shared_weight_bytes = give_shared_weights(folder / HEAD_FILE, device.buffers)
+        self.decoder = self._open_graph(file_name, manifest, weights | self._shared)
         self.memory.note_weights()
         _log.info("opened %s on %s: %s, %s", folder / file_name, device.name, manifest.architecture, manifest.dtype)
 
@@ -296,15 +297,8 @@ class Model:
             )
         if self._head is None:
             name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
-            self._head = self._open_graph(name, manifest)
+            self._head = self._open_graph(name, manifest, self._shared)
         return self._head
-
-    def open_head_drafter(self, max_context: int) -> HeadDrafter:
-        """Make what drafts for one sequence with the model's draft head. Raises as `draft_head`, and CapacityError."""
-        decoder, buffers = self.draft_head(), self.device.buffers
-        plan = plan_caches(decoder.manifest, max_context, cuda=self.device.cuda is not None)
-        small = [plan.grown_capacity(index, 1) for index in range(len(plan.layers))]
-        return HeadDrafter(Feeder(make_feeder_parts(decoder, plan, buffers, None, small), Stats()), buffers)
 
     def detokenize(self, context: Sequence[int] = ()) -> DetokenizerStream:
         """Start to decode the token ids that follow a context.

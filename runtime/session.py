@@ -69,8 +69,8 @@ class Session:
             parts.open_drafter, parts.feeder.manifest.vocab_size, token_cost(parts.feeder.stepper)
         )
         self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
-        settle = weakref.WeakMethod(self._settle)  # a cycle would keep the caches until they are collected
-        self._evicting.on_lost = lambda: (call := settle()) and call()
+        lose = weakref.WeakMethod(self._lose)  # a cycle would keep the caches until they are collected
+        self._evicting.on_lost = lambda: (call := lose()) and call()
         self._reader = Reader(self.feeder, self._evicting)
         self._chain = Chain(self.feeder, self._reader)
         self.use = self._chain.use
@@ -84,6 +84,11 @@ class Session:
     def cache_bytes(self) -> int:
         """Bytes that the caches take now; of paged ones, their pages."""
         return self.feeder.room.bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the caches and buffers that the last drafter has, its model's or the model's own head's."""
+        return self._drafters.bytes
 
     @property
     def eviction(self) -> Eviction | None:
@@ -317,6 +322,7 @@ class Session:
         if 0 < length < self.logical_length:
             self.feeder.check_rewind(length)
         self.feeder.rewind(length)
+        self._drafters.forget(length)
 
     @exclusive
     def save(self, path: str | Path, rewind_tokens: int = 0) -> None:
@@ -407,6 +413,11 @@ class Session:
         """End the generation under way, if there is one: the session is used otherwise."""
         self.generation = None
         self._chain.settle()
+
+    def _lose(self) -> None:
+        """Take note that nothing is left of the sequence."""
+        self._settle()
+        self._drafters.forget(0)
 
     def _checked(self, token_ids: TokenIds) -> Tokens:
         """Check ids, and return those to feed."""

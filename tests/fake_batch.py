@@ -272,7 +272,7 @@ def make_engine(
         check_eviction=lambda options: None,
         detokenize=detokenize or _no_tokenizer,
         identify=dict,
-        prepare_drafter=lambda speculation: lambda: speculation.open(None, memory.plan.max_context),
+        prepare_drafter=lambda speculation, drafts: lambda: speculation.join(None, drafts),
     )
     return Engine.of(parts, overcommit)
 

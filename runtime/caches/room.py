@@ -55,17 +55,36 @@ class ContiguousRoom:
 
 
 class PagedRoom:
-    """Pages of pools that are as large as the plan. A kind has what its largest layer needs."""
+    """Pages of pools that are as large as the plan, its own or shared. A kind has what its largest layer needs.
+
+    Attributes:
+        pools: of each kind.
+    """
 
     is_cheap = True
 
-    def __init__(self, store: CacheStore, plan: CachePlan, caches: SequenceCaches, pages: dict[str, list[int]]) -> None:
-        """Give the sequence all pages of what does not grow, and of the rest none; `pages` is changed in place."""
+    def __init__(
+        self,
+        store: CacheStore,
+        plan: CachePlan,
+        caches: SequenceCaches,
+        pages: dict[str, list[int]],
+        pools: Mapping[str, PagePool] | None = None,
+    ) -> None:
+        """Give the sequence all pages of what does not grow, and of the rest none; `pages` is changed in place.
+
+        Raises:
+            CapacityError: shared pools do not have them.
+        """
         self._store, self._caches, self._pages, self._page_size = store, caches, pages, plan.page_size
-        self.pools = {kind.name: PagePool(kind.name, kind.num_pages) for kind in plan.kinds}
+        self.pools = pools or {kind.name: PagePool(kind.name, kind.num_pages) for kind in plan.kinds}
         self._page_bytes = {kind.name: kind.page_bytes for kind in plan.kinds}
-        for kind in plan.kinds:
-            pages[kind.name] = [] if kind.grows else [self.pools[kind.name].take() for _ in range(kind.num_pages)]
+        pages.update((kind.name, []) for kind in plan.kinds)
+        fixed = [kind for kind in plan.kinds if not kind.grows]
+        if any(self.pools[kind.name].available < kind.table_pages for kind in fixed):
+            raise CapacityError("the pools have no pages for one more sequence")
+        for kind in fixed:
+            self._resize(kind.name, kind.table_pages)
 
     @property
     def bytes(self) -> int:
@@ -94,6 +113,11 @@ class PagedRoom:
     def release(self, slots: Mapping[int, int], held: Mapping[int, int]) -> None:
         """Free pages past the slots of every layer of a kind."""
         self.fit({index: min(count, self._caches.capacity(index)) for index, count in slots.items()}, held)
+
+    def close(self) -> None:
+        """Give all pages back."""
+        for name in self._pages:
+            self._resize(name, 0)
 
     def _resize(self, name: str, count: int) -> None:
         pages, pool = self._pages[name], self.pools[name]

@@ -47,6 +47,9 @@ class Buffers(Protocol):
     def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
         """Make an OrtValue of a large table that stays in host memory, of rows that are mapped from a file."""
 
+    def weight(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue of a weight, of rows that are mapped from a file. Raises CapacityError."""
+
     def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any] | None:
         """Allocate host memory that `download` is quick to fill; None where nothing needs to be brought."""
 
@@ -102,6 +105,10 @@ class HostBuffers:
         return None
 
     def host_table(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue over the mapped rows themselves."""
+        return as_initializer(rows, element)
+
+    def weight(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
         """Make an OrtValue over the mapped rows themselves."""
         return as_initializer(rows, element)
 

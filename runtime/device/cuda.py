@@ -152,6 +152,13 @@ class CudaBuffers:
         pinned[...] = rows
         return as_initializer(pinned, element, (DL_CUDA, self.device_id))
 
+    def weight(self, rows: npt.NDArray[Any], element: ElementType) -> Any:
+        """Make an OrtValue over a copy of rows on the device. Raises CapacityError."""
+        held = self.upload(rows)
+        self.synchronize()
+        with self.scope():
+            return as_initializer(held, element, (DL_CUDA, self.device_id))
+
     def event(self) -> Any:
         """Make an event that `record` marks and `wait` waits for."""
         with self._failures(), self._device:

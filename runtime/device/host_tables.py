@@ -22,6 +22,7 @@ from ortolan.errors import ConfigError, OpLibraryError
 DL_CPU, DL_CUDA = 1, 2  # devices, as DLPack numbers them
 _CAPSULE = b"dltensor"
 _TYPE_CODES = {"float32": 2, "float16": 2, "bfloat16": 4}  # of DLPack
+SHARED_TYPES = frozenset(_TYPE_CODES)  # of rows that can be handed over
 
 
 class _SharedTensor(ctypes.Structure):
@@ -108,11 +109,11 @@ def give_layer_table(graph: Path, place: Place) -> tuple[dict[str, Any], int]:
     return {table.name: place.host_table(table.map(graph.parent), table.element)}, table.bytes
 
 
-def as_initializer(rows: npt.NDArray[Any], element: ElementType, device: tuple[int, int] = (DL_CPU, 0)) -> Any:
+def as_initializer(rows: Any, element: ElementType, device: tuple[int, int] = (DL_CPU, 0)) -> Any:
     """Make an OrtValue over rows, which it keeps alive.
 
     Args:
-        rows: in host memory that the device reads at the same address, of the element's storage type.
+        rows: of the element's storage type, in host memory that the device reads at the same address, or on the device.
         element: what their bits stand for.
         device: kind and number, as DLPack has them.
 
@@ -131,7 +132,7 @@ def as_initializer(rows: npt.NDArray[Any], element: ElementType, device: tuple[i
         ) from error
 
 
-def share(rows: npt.NDArray[Any], element: ElementType, device: tuple[int, int]) -> Any:
+def share(rows: Any, element: ElementType, device: tuple[int, int]) -> Any:
     """Return rows as a DLPack capsule that names another device and type than NumPy would."""
     capsule = rows.__dlpack__()
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer

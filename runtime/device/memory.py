@@ -41,6 +41,7 @@ class MemoryReport:
         free_page_bytes: of a paged session's pools, the pages that hold nothing now.
         capture_bytes: queries captured for SnapKV.
         step_bytes: inputs and outputs of steps, and the scratch memory of choosing tokens.
+        draft_bytes: caches and buffers of a draft model or head that drafts for the session.
         other_session_bytes: caches and buffers of the model's other sessions, and what the pool holds for later ones.
         arena_bytes: what ONNX Runtime holds besides the weights, by difference: intermediate results, libraries.
         used_bytes: all of the above but what was planned.
@@ -56,6 +57,7 @@ class MemoryReport:
     step_bytes: int
     free_page_bytes: int = 0
     host_embedding_bytes: int = 0
+    draft_bytes: int = 0
     other_session_bytes: int | None = None
     arena_bytes: int | None = None
     used_bytes: int | None = None
@@ -218,6 +220,7 @@ class DeviceMemory:
         self._free_before = device.cuda.memory()[0] if device.cuda else 0
         self.weights_bytes = held_weight_bytes(manifest, is_cuda=device.cuda is not None)
         self.host_embedding_bytes = 0
+        self.shared_weight_bytes = 0  # of the weights, those that lie in the pool of buffers
 
     def note_weights(self) -> None:
         """Take what was taken since for the weights; other programs on the device blur it."""
@@ -239,7 +242,12 @@ class DeviceMemory:
     def arena_bytes(self) -> int:
         """Device memory that is neither weights nor buffers of sessions."""
         cuda = self._device.cuda
-        return max(0, self.used_bytes() - self.weights_bytes - cuda.pool_bytes) if cuda else 0
+        return max(0, self.used_bytes() - self.weights_bytes - self._buffer_bytes()) if cuda else 0
+
+    def _buffer_bytes(self) -> int:
+        """Return what the pool holds besides weights."""
+        cuda = self._device.cuda
+        return max(0, cuda.pool_bytes - self.shared_weight_bytes) if cuda else 0
 
     def scratch_bytes(self, plan: CachePlan) -> int:
         """Return the scratch memory of attention that a step of many sequences takes, at most."""
@@ -278,6 +286,7 @@ class DeviceMemory:
             "free_page_bytes": room.free_bytes,
             "capture_bytes": int(sum(capture.nbytes for capture in session.state.captures.values())),
             "step_bytes": stepper.bytes,
+            "draft_bytes": session.draft_bytes,
         }
         planned = session.plan.bytes
         cuda = self._device.cuda
@@ -288,7 +297,7 @@ class DeviceMemory:
             )
         free, total = cuda.memory()
         own = sum(parts.values()) - self.weights_bytes
-        parts |= {"other_session_bytes": max(0, cuda.pool_bytes - own), "arena_bytes": self.arena_bytes()}
+        parts |= {"other_session_bytes": max(0, self._buffer_bytes() - own), "arena_bytes": self.arena_bytes()}
         return MemoryReport(
             device=self._device.name,
             planned_cache_bytes=planned,

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.runtime.caches.captures import Captures
+from ortolan.runtime.engine.drafting import Drafting
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.speculation.drafter import count_accepted
-from ortolan.runtime.steps.row import NO_DRAWS, HiddenReader, Row
+from ortolan.runtime.speculation.pools import DraftPools
+from ortolan.runtime.steps.row import NO_DRAWS, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class EngineStats:
         failed: requests that ended by an error or a cancel.
         drafted_tokens: tokens of drafts that were checked.
         accepted_tokens: of these, those that were right.
+        drafts_without_room: drafts that were not made, as the caches of drafts were full.
     """
 
     steps: int = 0
@@ -53,6 +56,7 @@ class EngineStats:
     failed: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts_without_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,12 @@ class Ran:
 class EngineCore:
     """Owns the scheduler, the stepper and all requests; not thread-safe."""
 
-    def __init__(self, scheduler: Scheduler, stepper: Stepper, pools: PoolCaches) -> None:
+    def __init__(
+        self, scheduler: Scheduler, stepper: Stepper, pools: PoolCaches, drafts: DraftPools | None = None
+    ) -> None:
+        """Start without requests; `drafts` are the caches of drafts, none where nobody drafts by a graph."""
         self.scheduler, self.stepper, self.pools = scheduler, stepper, pools
+        self.drafting = Drafting(drafts or DraftPools(scheduler.plan.max_context), scheduler.plan.rope_limits)
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()
         self._ahead: list[Ran] = []  # a step whose tokens were not taken yet: PENDING in their sequences
@@ -87,7 +95,13 @@ class EngineCore:
             reused_tokens=scheduler.reused_tokens,
             snapshots=scheduler.prefixes.snapshots,
             preemptions=scheduler.preemptions,
+            drafts_without_room=self._stats.drafts_without_room + sum(map(_without_room, self._requests.values())),
         )
+
+    def close(self) -> None:
+        """Let all that steps use go; no step follows."""
+        self.drafting.pools.close()
+        self.stepper.close()
 
     def add(self, request: Request) -> None:
         """Let a request wait; one that cannot fit fails by itself."""
@@ -147,17 +161,14 @@ class EngineCore:
         if self._ahead and any(each.tokens[-1] == PENDING for each in drafting):
             self._take_ahead()
             drafting = [each for each in drafting if each in self._requests]
-        plan = self.scheduler.plan
-        room = plan.chunk_size - sum(each.needs_one for each in self.scheduler.admitted)
-        for sequence in drafting:
-            request = self._requests[sequence]
-            if not sequence.needs_one or not request.turn.count or sequence.is_stored:
-                continue
-            try:
-                sequence.draft = request.draft(min(room, plan.rope_limits[sequence.variant] - len(sequence.tokens)))
-            except OrtolanError as error:
-                self._stop_drafting(request, error)
-            room -= len(sequence.draft)
+        for each in self.scheduler.waiting:  # drafters of those that lost their pages hold none, either
+            self._requests[each].close_drafter()
+        room = self.scheduler.plan.chunk_size - sum(each.needs_one for each in self.scheduler.admitted)
+        self.drafting.draft([self._requests[each] for each in drafting if self._is_decoding(each)], room)
+
+    def _is_decoding(self, sequence: TokenSequence) -> bool:
+        """Say whether all that a sequence still has to feed is the token that was chosen last."""
+        return sequence.needs_one and bool(self._requests[sequence].turn.count) and not sequence.is_stored
 
     def save(self, request: Request, path: Path) -> None:
         """Write an unfinished request to a file, between two steps.
@@ -276,22 +287,10 @@ class EngineCore:
             captures=sequence.captures if chunk.captures else {},
             draws=request.draws(chunk.end, chunk.draft) if chunk.samples else NO_DRAWS,
             logprobs=request.turn.logprobs if chunk.samples else None,
-            reader=self._reader(request),
+            reader=self.drafting.reader(request),
             history=sequence.tokens,
             source=self._row_ahead(sequence) if tokens[-1] == PENDING else None,
         )
-
-    def _reader(self, request: Request) -> HiddenReader | None:
-        """Return what takes the hidden states of a request; where it cannot be made, nobody drafts."""
-        try:
-            return None if request.speculator is None else request.speculator.open_reader()
-        except OrtolanError as error:
-            self._stop_drafting(request, error)
-            return None
-
-    def _stop_drafting(self, request: Request, error: OrtolanError) -> None:
-        _log.warning("request %d goes on without drafts: %s", request.sequence.number, error)
-        request.speculator = None
 
     def _row_ahead(self, sequence: TokenSequence) -> int:
         return next(each.row for each in self._ahead if each.chunk.sequence is sequence)
@@ -376,8 +375,13 @@ class EngineCore:
     def _remove(self, request: Request) -> None:
         del self._requests[request.sequence]
         request.sequence.captures = Captures()
+        self._stats.drafts_without_room += _without_room(request)
         request.close()
         self.scheduler.remove(request.sequence)
+
+
+def _without_room(request: Request) -> int:
+    return 0 if request.speculator is None else request.speculator.stats.without_room
 
 
 def _count_known(sequence: TokenSequence) -> int:

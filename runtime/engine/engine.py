@@ -16,6 +16,7 @@ from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan, context_advice
 from ortolan.runtime.engine.core import EngineCore, EngineStats
+from ortolan.runtime.engine.memory import EngineMemory, count_memory
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import Scheduler, check_fits
@@ -31,27 +32,11 @@ from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.speculation.drafter import Drafter, Speculator, token_cost
 from ortolan.runtime.speculation.options import Speculation, check_speculation
+from ortolan.runtime.speculation.pools import DraftLimits, DraftPools
 from ortolan.runtime.steps.layout import check_token_ids
 from ortolan.runtime.steps.stepper import Stepper
 from ortolan.runtime.text.so_far import TextSoFar
 from ortolan.runtime.text.tokenizer import Detokenize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMemory:
-    """Bytes of an engine's page pools. `held_bytes`, `kept_bytes` and `free_bytes` add up to `pool_bytes`.
-
-    Attributes:
-        pool_bytes: allocated once, for all pools.
-        held_bytes: of pages that requests hold.
-        kept_bytes: of pages that nobody holds, kept for prompts that begin as they do.
-        free_bytes: of the other pages.
-    """
-
-    pool_bytes: int
-    held_bytes: int
-    kept_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +51,8 @@ class EngineParts:
         check_eviction: refuses eviction options that the model has no graph for, by ConfigError, in whatever thread.
         detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
         identify: says what model this is, for saved sequences.
-        prepare_drafter: returns what makes a drafter. Raises ConfigError where the model cannot have it.
+        prepare_drafter: returns what makes a drafter over given caches. Raises ConfigError where the model cannot have
+            it.
     """
 
     manifest: Manifest
@@ -76,7 +62,7 @@ class EngineParts:
     check_eviction: Callable[[Eviction | None], None]
     detokenize: Detokenize
     identify: Callable[[], Fingerprint]
-    prepare_drafter: Callable[[Speculation], Callable[[], Drafter]]
+    prepare_drafter: Callable[[Speculation, DraftPools], Callable[[], Drafter]]
 
 
 class Engine:
@@ -97,6 +83,7 @@ class Engine:
         *,
         max_context: int | None = None,
         overcommit: float = 1.0,
+        max_draft_bytes: int | None = None,
     ) -> None:
         """Allocate the page pools and start the thread.
 
@@ -110,6 +97,9 @@ class Engine:
             max_context: longest sequence, tokens; None takes the export's.
             overcommit: how many times over pages may be promised. At 1 an admitted request always has its pages;
                 above, the youngest gives its own back when they run out, and reads its tokens again later.
+            max_draft_bytes: of the caches of each draft model or head, which are allocated when one drafts first; None
+                takes what as many tokens need as the page pools hold, on CUDA at most half of the free memory. Where
+                they are full, a request goes on without drafts.
 
         Raises:
             ConfigError: the model is not paged, or a number is not allowed.
@@ -120,6 +110,8 @@ class Engine:
         share = finite_number(overcommit)
         if share is None or share < 1.0:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
+        if max_draft_bytes is not None:
+            max_draft_bytes = whole_number("max_draft_bytes", max_draft_bytes)
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
         store, stepper = model.pool_stepper(plan)
         pools = PoolCaches(store, plan, model.evictions.open, lambda: model.fingerprint)
@@ -131,9 +123,9 @@ class Engine:
             check_eviction=model.evictions.check,
             detokenize=model.detokenize,
             identify=lambda: model.fingerprint,
-            prepare_drafter=lambda speculation: _prepare_drafter(speculation, model, plan.max_context),
+            prepare_drafter=lambda speculation, drafts: _prepare_drafter(speculation, model, drafts),
         )
-        self._start(parts, share)
+        self._start(parts, share, max_draft_bytes)
 
     @classmethod
     def of(cls, parts: EngineParts, overcommit: float = 1.0) -> Engine:
@@ -142,11 +134,13 @@ class Engine:
         engine._start(parts, overcommit)
         return engine
 
-    def _start(self, parts: EngineParts, overcommit: float) -> None:
+    def _start(self, parts: EngineParts, overcommit: float, max_draft_bytes: int | None = None) -> None:
         self.plan = parts.plan
         self._parts = parts
         self._numbers = itertools.count()
-        self.worker = Worker(EngineCore(Scheduler(parts.plan, overcommit), parts.stepper, parts.pools))
+        self._drafts = DraftPools(parts.plan.max_context, DraftLimits.of(parts.plan, max_draft_bytes))
+        core = EngineCore(Scheduler(parts.plan, overcommit), parts.stepper, parts.pools, self._drafts)
+        self.worker = Worker(core)
         self._finalizer = weakref.finalize(self, self.worker.stop)
 
     def submit(
@@ -263,7 +257,7 @@ class Engine:
 
     def memory(self) -> EngineMemory:
         """Return who holds how many bytes between two steps."""
-        return self.worker.ask(_count_memory)
+        return self.worker.ask(count_memory)
 
     def close(self) -> None:
         """End all requests and the thread, and free the pools; a second call does nothing."""
@@ -286,10 +280,10 @@ class Engine:
         if options is None:
             return None
         return Speculator(
-            self._parts.prepare_drafter(options),
+            self._parts.prepare_drafter(options, self._drafts),
             options,
             self._parts.manifest.vocab_size,
-            token_cost(self._parts.stepper),
+            token_cost(self._parts.stepper, self.plan.max_sequences),
         )
 
     def _turn(self, options: TurnOptions) -> Turn:
@@ -370,22 +364,10 @@ class Engine:
         )
 
 
-def _prepare_drafter(speculation: Speculation, model: Model, max_context: int) -> Callable[[], Drafter]:
+def _prepare_drafter(speculation: Speculation, model: Model, drafts: DraftPools) -> Callable[[], Drafter]:
     """Check a drafter now, and return what makes it: in the thread that drafts, once its request has started."""
     speculation.check(model)
-    return lambda: speculation.open(model, max_context)
-
-
-def _count_memory(core: EngineCore) -> EngineMemory:
-    scheduler = core.scheduler
-    bytes_of = {kind.name: kind.page_bytes for kind in scheduler.plan.kinds}
-    pools = scheduler.pools.values()
-    return EngineMemory(
-        pool_bytes=core.pools.bytes,
-        held_bytes=sum(pool.held * bytes_of[pool.name] for pool in pools),
-        kept_bytes=sum(pool.kept * bytes_of[pool.name] for pool in pools),
-        free_bytes=sum(pool.free * bytes_of[pool.name] for pool in pools),
-    )
+    return lambda: speculation.join(model, drafts)
 
 
 def _nothing_to_restore(path: str | Path) -> ConfigError:

@@ -12,6 +12,8 @@ from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.generate.turn import Turn
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.speculation.drafter import Speculator
+from ortolan.runtime.speculation.packed import ReadingBudget
+from ortolan.runtime.steps.together import Work
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,13 +51,21 @@ class Request:
         """Say whether the next step may check a draft, so that what follows `known` tokens is to be waited for."""
         return self.speculator is not None and self.speculator.wants_to_draft(self.sequence.tokens, known)
 
-    def draft(self, most: int) -> tuple[int, ...]:
-        """Return a draft of at most `most` tokens behind those of the sequence."""
-        sequence = self.sequence
-        most = min(most, sequence.max_length - len(sequence.tokens), self.turn.max_new_tokens - self.turn.count - 1)
-        if self.speculator is None or most < 1:
-            return ()
-        return tuple(self.speculator.draft(sequence.tokens, most, self.turn.sampling))
+    def draft_count(self, room: int) -> int:
+        """Return how many tokens to draft behind those of the sequence, at most `room`; 0: none."""
+        sequence, turn = self.sequence, self.turn
+        most = min(room, sequence.max_length - len(sequence.tokens), turn.max_new_tokens - turn.count - 1)
+        return 0 if self.speculator is None or most < 1 else self.speculator.draft_count(most)
+
+    def drafting(self, count: int, budget: ReadingBudget) -> Work[list[int]]:
+        """Draft as many tokens as `draft_count` said, or fewer; see `Speculator.drafting`."""
+        assert self.speculator is not None
+        return self.speculator.drafting(self.sequence.tokens, count, self.turn.sampling, budget)
+
+    def close_drafter(self) -> None:
+        """Give back what a drafter holds, until it drafts again."""
+        if self.speculator is not None:
+            self.speculator.close()
 
     def accept(self, token: int, length: int, logprobs: TokenLogprobs | None) -> bool:
         """Take the token that makes the sequence `length` long, and hand on what may be seen; True: it was the last."""
@@ -67,7 +77,8 @@ class Request:
         return True
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let the file go, and what a drafter holds."""
+        self.close_drafter()
         if self.saved is not None:
             self.saved.close()
             self.saved = None

@@ -101,7 +101,7 @@ class Worker:
             core.cancel_all(error)
             self._core = None
         with contextlib.suppress(OrtolanError):  # a device that failed has told every reader already
-            core.stepper.close()
+            core.close()
 
     def _take_calls(self, core: EngineCore) -> bool:
         """Run the functions sent, waiting for some where there is nothing else to do; False: stop."""

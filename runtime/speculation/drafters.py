@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ortolan.runtime.speculation.drafter import Drafter, Speculator
 from ortolan.runtime.speculation.options import Speculation, check_speculation
+from ortolan.runtime.speculation.packed import PackedDrafter
 
 
 class Drafters:
@@ -24,3 +25,15 @@ class Drafters:
             self._last = (options, self._open(options))
         drafter = self._last[1]
         return Speculator(lambda: drafter, options, self._vocab_size, self._token_cost)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the drafter's caches and buffers."""
+        drafter = self._last and self._last[1]
+        return drafter.bytes if isinstance(drafter, PackedDrafter) else 0
+
+    def forget(self, length: int) -> None:
+        """Take note that the sequence's tokens from that length on are others now."""
+        drafter = self._last and self._last[1]
+        if isinstance(drafter, PackedDrafter):
+            drafter.forget(length)

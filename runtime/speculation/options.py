@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from ortolan.element_types import element_type
 from ortolan.errors import ConfigError, ContractMismatchError, file_path, whole_number
+from ortolan.manifest import HEAD_WEIGHTS_FILE
+from ortolan.runtime.device.memory import weight_file_bytes
+from ortolan.runtime.speculation.pools import DraftPools
 
 if TYPE_CHECKING:
     from ortolan.runtime.model import Model
     from ortolan.runtime.speculation.drafter import Drafter
 
+SMALL_STEP = 1.5  # a small model's step takes longer than its share of the weights says: about what was measured
 MOST_DRAFTED = 15  # and the token before them: steps of up to 16 tokens of a sequence are made for it
 
 
@@ -47,6 +52,19 @@ class Speculation:
             CapacityError: there is no memory for it.
         """
         raise NotImplementedError
+
+    def draft_cost(self, model: Model) -> float:
+        """Return what it costs to draft one token, as a share of a step of the model; about, from their weights."""
+        return 0.0
+
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Make what drafts for one request of an engine, over caches that all of its requests share where it has any.
+
+        Raises:
+            NoDraftRoomError: these caches are full.
+            ConfigError, CapacityError: as `open`.
+        """
+        return self.open(model, pools.max_context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +102,8 @@ class PromptLookup(Speculation):
 class DraftModel(Speculation):
     """Drafts with a smaller model of the same vocabulary.
 
-    It is opened once for each model that it drafts for, on the same device; every sequence has a session of it, with
-    caches of its own.
+    It is opened once for each model that it drafts for, on the same device; every sequence has caches of its own. The
+    requests of an engine share pools of pages and steps where the folder was exported with paged=True.
 
     Attributes:
         folder: of the smaller model, as `ortolan.load` takes it.
@@ -104,12 +122,20 @@ class DraftModel(Speculation):
         """Open the smaller model."""
         model.draft_model(self.folder)
 
+    def draft_cost(self, model: Model) -> float:
+        """Return the share of the smaller model's weights in the model's."""
+        return _share(weight_file_bytes(model.draft_model(self.folder).manifest), model)
+
     def open(self, model: Model, max_context: int) -> Drafter:
-        """Start a session of the smaller model."""
+        """Make caches for one sequence."""
+        return self.join(model, DraftPools(max_context))
+
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Take caches for one request."""
         from ortolan.runtime.speculation.draft_model import ModelDrafter
 
         draft = model.draft_model(self.folder)
-        return ModelDrafter(draft.session(min(max_context, draft.manifest.max_context)))
+        return ModelDrafter(pools.open(draft.decoder, draft.device.buffers), self.draft_cost(model))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +158,27 @@ class MtpHead(Speculation):
         """Open the model's draft head."""
         model.draft_head()
 
+    def draft_cost(self, model: Model) -> float:
+        """Return the share of the head's weights, and of the output head that it has in common, in the model's."""
+        manifest = model.manifest
+        output_head = manifest.vocab_size * manifest.hidden_size * element_type(manifest.dtype).bytes
+        return _share(manifest.files.get(HEAD_WEIGHTS_FILE, 0) + output_head, model)
+
     def open(self, model: Model, max_context: int) -> Drafter:
         """Make caches for one sequence."""
-        return model.open_head_drafter(max_context)
+        return self.join(model, DraftPools(max_context))
+
+    def join(self, model: Model, pools: DraftPools) -> Drafter:
+        """Take caches for one request."""
+        from ortolan.runtime.speculation.draft_head import HeadDrafter
+
+        return HeadDrafter(pools.open(model.draft_head(), model.device.buffers), self.draft_cost(model))
+
+
+def _share(weight_bytes: int, model: Model) -> float:
+    """Return the cost of a step that reads so many weights, as a share of the model's."""
+    own = weight_file_bytes(model.manifest) - model.manifest.files.get(HEAD_WEIGHTS_FILE, 0)
+    return SMALL_STEP * weight_bytes / own if own else 0.0
 
 
 def check_same_vocabulary(model: Model, draft: Model) -> None:

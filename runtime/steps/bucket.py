@@ -19,7 +19,8 @@ from ortolan.runtime.generate.device_sampler import DeviceSampler
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.device_result import Choices, DeviceResult
 from ortolan.runtime.steps.layout import StepLayout, StepShape
-from ortolan.runtime.steps.row import Row, hand_on_hidden
+from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.together import hand_on_hidden
 
 NO_GRAPH = -1
 # Copies from pinned memory wait for nothing: one buffer for each step that may be under way, one for the step that was

@@ -20,8 +20,9 @@ from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
 from ortolan.runtime.generate.sampler import choose
 from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.layout import StepLayout, StepShape
-from ortolan.runtime.steps.row import Row, hand_on_hidden
+from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
+from ortolan.runtime.steps.together import hand_on_hidden
 
 NO_PAGE = -1  # in a table's entries past the pages in use, which are never followed
 SHAPES_KEPT = 8  # bindings of the latest shapes of steps

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.generate.draw import Draw
+
+if TYPE_CHECKING:
+    from ortolan.runtime.steps.together import Work
 
 NO_DRAWS: tuple[Draw | None, ...] = (None,)
 
@@ -19,10 +22,11 @@ NO_DRAWS: tuple[Draw | None, ...] = (None,)
 class HiddenReader(Protocol):
     """Takes what a model's head reads."""
 
-    def take_hidden(self, row: Row, hidden: Array) -> None:
+    def take_hidden(self, row: Row, hidden: Array) -> Work[None] | None:
         """Take the hidden states [T, features] of a row's tokens, which are overwritten by the next step.
 
-        On a device they are there once the work that was enqueued so far is done. Never raises.
+        On a device they are there once the work that was enqueued so far is done. Never raises. What is returned runs
+        before that step, together with that of other rows; None: nothing is to be run.
         """
 
 
@@ -59,13 +63,3 @@ class Row:
     reader: HiddenReader | None = None
     history: Sequence[int] = ()
     source: int | None = None
-
-
-def hand_on_hidden(rows: Sequence[Row], hidden: Array | None) -> None:
-    """Hand the hidden states [T, features] of a step to the rows' readers."""
-    begin = 0
-    for row in rows:
-        end = begin + len(row.tokens)
-        if row.reader is not None and hidden is not None:
-            row.reader.take_hidden(row, hidden[begin:end])
-        begin = end

@@ -232,3 +232,11 @@ def test_the_command_line_drafts_and_inspects(tmp_path, capsys):
     assert "draft head (mtp): mtp.onnx, " in capsys.readouterr().out
     assert main(["inspect", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["draft_head"]["cache_bytes"] > 0
+
+
+def test_embedding_and_output_head_are_held_once(quiet, draw_tokens):
+    shared = quiet.draft_head().weights
+    assert {name for name in shared if name.startswith(("embedding", "head"))}
+    for name, value in shared.items():
+        assert quiet.decoder.weights[name] is value
+        assert value.data_ptr() % 16 == 0
