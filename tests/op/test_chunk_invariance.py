@@ -179,6 +179,30 @@ def test_a_step_of_tokens_equals_as_many_steps_of_one(size, tokens):
     assert_same_bits(run_chunks(layer, prompt, [1000, *[1] * tokens]), at_once)
 
 
+@pytest.mark.parametrize("window", [-1, 300])
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_steps_of_few_tokens_are_cut_in_any_way(size, group, window):
+    """However many query rows a kv head gets, and whatever kernel takes them, a token's bits stay."""
+    sink = 4 if window > 0 else 0
+    layer = Layer(window=window, sink=sink, capacity=1400, heads=group, kv_heads=1, head_size=size)
+    prompt = draw_prompt(layer, 538)
+    one_by_one = run_chunks(layer, prompt, [500, *[1] * 38])
+    assert_same_bits(run_chunks(layer, prompt, [500, 2, 3, 4, 5, 8, 16]), one_by_one)
+    assert_same_bits(run_chunks(layer, prompt, [500, 16, 7, 15]), one_by_one)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_few_tokens_of_many_kv_heads_after_a_long_context(size):
+    """Too many tiles for a cluster each: a second kernel merges what the blocks have summed."""
+    if devices.current() == "cpu":
+        pytest.skip("the CPU has one kernel for any number of tokens")
+    layer = Layer(capacity=2600, heads=32, kv_heads=16, head_size=size)
+    prompt = draw_prompt(layer, 2534)
+    one_by_one = run_chunks(layer, prompt, [2000, 500, *[1] * 34])
+    assert_same_bits(run_chunks(layer, prompt, [2000, 500, 2, 4, 5, 7, 16]), one_by_one)
+
+
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[int, list[float]]:
     """Draw which family, and where in its range of sizes each chunk lies."""

@@ -1,8 +1,8 @@
 // Decode attention: a few query rows per sequence against all of its keys, at the speed of memory.
 //
-// Grid: one block per multiprocessor; plan.cuh says which key tiles each takes. One sequence has its
-// blocks in clusters, one per kv head, and no second kernel: see cluster.cuh. The warps of a block
-// have three trades, and wait for each other only through barriers in shared memory: load.cuh copies
+// Grid: one block per multiprocessor; plan.cuh says which key tiles each takes. One sequence may have its
+// blocks in clusters, one per kv head and tile of rows, and no second kernel: see cluster.cuh. The warps of a
+// block have three trades, and wait for each other only through barriers in shared memory: load.cuh copies
 // tiles to a ring of stages, warp.cuh and code_warp.cuh multiply, merge.cuh merges. The query heads of a
 // group and a sequence's tokens are the columns of one matrix product, so keys and values are read once for
 // up to 16 of them. Order of sums: fixed by key position, within a tile and above it. Source of the split

@@ -90,9 +90,9 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   return shape;
 }
 
-// A cluster's few blocks are slow to combine many or long rows.
-template <int kHeadSize, int kRowTiles>
-constexpr bool kHasClusters = kRowTiles == 1 && kHeadSize <= 256;
+// A cluster's few blocks are slow to combine long rows, or many: entries in clusters have one tile of rows.
+template <int kHeadSize>
+constexpr bool kHasClusters = kHeadSize <= 256;
 
 // Tiles that an entry visits, at most.
 inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
@@ -106,7 +106,7 @@ inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape
 // The largest cluster that is of use to each entry, or 0 where the entries do without.
 template <typename Rows>
 int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
-  if (device.compute_capability < 90 || params.packing.num_sequences != 1 || shape.row_tiles != 1) return 0;
+  if (device.compute_capability < 90 || params.packing.num_sequences != 1) return 0;
   const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128));
   if (shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) < combine_bytes) return 0;
   return std::min({kMaxCluster, device.num_multiprocessors / shape.entries, most_tiles(params, shape)});
@@ -114,10 +114,10 @@ int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, 
 
 // Whether a cluster of so many blocks for each entry is faster than all blocks for all entries and a second
 // kernel, which takes about as long as two more tiles in each block do. Lengths may be anything up to the
-// capacity.
+// capacity. Several tiles of rows read keys again, for which smaller clusters do not make up.
 inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& shape, int cluster,
                          const Device& device) {
-  if (cluster < 2) return false;
+  if (cluster < (shape.row_tiles > 1 ? 4 : 2)) return false;
   const int tiles = most_tiles(params, shape), alone = divide_up(tiles, cluster);
   const int shared = divide_up(shape.entries * tiles, device.num_multiprocessors);
   return alone <= std::min(2 * shared, shared + 2);
@@ -176,13 +176,14 @@ struct DecodeLaunch {
   }
 };
 
-// Puts the shape in clusters where that is faster and the device holds them all at once.
-template <typename Rows, int kRowTiles>
-cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
+// The shape in clusters where that is faster and the device holds them all at once; else one without.
+template <typename Rows>
+cudaError_t plan_clusters(const SwaAttentionParams& params, DecodeShape& shape, const Device& device) {
+  shape = plan_decode<Rows, 1>(params, device);
   int cluster = largest_cluster<Rows>(params, shape, device);
   if (!clusters_pay(params, shape, cluster, device)) return cudaSuccess;
-  constexpr auto kernel = decode_kernel<Rows, kRowTiles, true>;
-  const DecodeLaunch<Rows, kRowTiles> how(shape);
+  constexpr auto kernel = decode_kernel<Rows, 1, true>;
+  const DecodeLaunch<Rows, 1> how(shape);
   cudaError_t error = allow_shared_memory<kernel>(device);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -198,17 +199,19 @@ cudaError_t choose_clusters(const SwaAttentionParams& params, DecodeShape& shape
 
 template <typename Rows, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch) {
-  DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
-  if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
-  const DecodeLaunch<Rows, kRowTiles> how(shape);
-  if constexpr (kHasClusters<Rows::kHeadSize, kRowTiles>) {
-    const cudaError_t error = choose_clusters<Rows, kRowTiles>(params, shape, launch.device);
-    if (error != cudaSuccess) return error;
-    if (shape.cluster) return how.enqueue(decode_kernel<Rows, kRowTiles, true>, params, shape, launch);
+  if constexpr (kHasClusters<Rows::kHeadSize>) {
+    DecodeShape shape;
+    if (const cudaError_t error = plan_clusters<Rows>(params, shape, launch.device); error != cudaSuccess)
+      return error;
+    if (shape.cluster)
+      return DecodeLaunch<Rows, 1>(shape).enqueue(decode_kernel<Rows, 1, true>, params, shape, launch);
   }
+  const DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
+  if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   constexpr auto kernel = decode_kernel<Rows, kRowTiles, false>;
   cudaError_t error = allow_shared_memory<kernel>(launch.device);
-  if (error == cudaSuccess) error = how.enqueue(kernel, params, shape, launch);
+  if (error == cudaSuccess)
+    error = DecodeLaunch<Rows, kRowTiles>(shape).enqueue(kernel, params, shape, launch);
   if (error != cudaSuccess) return error;
   const DecodeWorkspace workspace = DecodeWorkspace::of(launch.workspace, shape);
   if constexpr (!Rows::kHasScales)
@@ -221,12 +224,13 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
 
 template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device) {
-  const DecodeShape shape = plan_decode<Rows, kRowTiles>(params, device);
-  const int cluster =
-      kHasClusters<Rows::kHeadSize, kRowTiles> ? largest_cluster<Rows>(params, shape, device) : 0;
-  const DecodeShape largest = cluster ? in_clusters(shape, cluster) : shape;
-  return std::max(DecodeWorkspace::bytes(shape, Rows::kHeadSize),
-                  DecodeWorkspace::bytes(largest, Rows::kHeadSize));
+  const size_t bytes = DecodeWorkspace::bytes(plan_decode<Rows, kRowTiles>(params, device), Rows::kHeadSize);
+  if constexpr (kHasClusters<Rows::kHeadSize>) {
+    const DecodeShape shape = plan_decode<Rows, 1>(params, device);
+    if (const int cluster = largest_cluster<Rows>(params, shape, device))
+      return std::max(bytes, DecodeWorkspace::bytes(in_clusters(shape, cluster), Rows::kHeadSize));
+  }
+  return bytes;
 }
 
 // One source file per element type, and one per code, keep a build parallel.
