@@ -1,4 +1,4 @@
-// Linear layers of low-bit weights. Few tokens: by kernels that read the codes once for up to 16 of them.
+// Linear layers of low-bit weights. Few tokens: by kernels that read the codes once for 8 or 16 of them.
 // Many: the weight becomes elements in scratch memory, and the layer a dense one.
 #include <algorithm>
 
