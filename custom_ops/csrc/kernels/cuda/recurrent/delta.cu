@@ -10,7 +10,7 @@
 namespace ortolan::cuda {
 namespace {
 
-constexpr int64_t kRoundBytes = 128 << 20;  // of scratch: more rounds cost more, and fewer more memory
+constexpr int64_t kRoundBytes = 176 << 20;  // of scratch: more rounds cost more, and fewer more memory
 
 template <typename Element, int kRows>
 cudaError_t launch_steps_of(const GatedDeltaRuleParams& p, bool reads_long, const Launch& launch) {
@@ -55,7 +55,7 @@ bool delta_chunks_take(const GatedDeltaRuleParams& p, const Device& device) {
 
 size_t delta_chunks_workspace(const GatedDeltaRuleParams& p) {
   const int64_t chunk = ChunkScratch<__half>::bytes(p) * p.num_value_heads;
-  const int64_t numbers = p.packing.num_tokens / kChunk + p.packing.num_sequences + 1;
+  const int64_t numbers = count_chunks(p);
   return chunk * std::min(numbers, std::max<int64_t>(1, kRoundBytes / chunk));
 }
 

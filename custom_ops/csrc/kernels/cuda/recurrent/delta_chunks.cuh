@@ -63,6 +63,11 @@ __device__ __forceinline__ int64_t first_chunk(const GatedDeltaRuleParams& p, in
   return p.packing.first(sequence) / kChunk + sequence;
 }
 
+// The numbers that chunks may have, whatever the sequences' lengths.
+inline int64_t count_chunks(const GatedDeltaRuleParams& p) {
+  return (p.packing.num_tokens + kChunk - 1) / kChunk + p.packing.num_sequences - 1;
+}
+
 // The sequence whose chunk may have this number.
 __device__ __forceinline__ int64_t sequence_of_chunk(const GatedDeltaRuleParams& p, int64_t chunk) {
   int64_t low = 0, high = p.packing.num_sequences;

@@ -21,7 +21,7 @@ cudaError_t launch_chunks_of(const GatedDeltaRuleParams& p, const Launch& launch
   const auto heads = static_cast<unsigned>(p.num_value_heads);
   const int64_t bytes = ChunkScratch<Element>::bytes(p) * p.num_value_heads;
   const int64_t in_round = static_cast<int64_t>(launch.workspace_bytes) / bytes;
-  const int64_t numbers = p.packing.num_tokens / kChunk + p.packing.num_sequences + 1;
+  const int64_t numbers = count_chunks(p);
   for (int64_t first = 0; error == cudaSuccess && first < numbers; first += in_round) {
     const ChunkRound round{first, in_round < numbers - first ? in_round : numbers - first};
     error =

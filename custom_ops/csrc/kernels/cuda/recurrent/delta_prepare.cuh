@@ -1,16 +1,15 @@
 // The first kernel of the gated delta rule by chunks: what does not depend on the state.
 //
 // Grid: one block per (value head, chunk number of the round). Four warps multiply keys by keys and four
-// queries by keys. The triangular matrix is inverted in float32, in blocks of 16, and then multiplies keys
-// and values.
+// queries by keys. The inverse of the triangular matrix then multiplies keys and values.
 #pragma once
 
 #include "delta_chunks.cuh"
+#include "delta_inverse.cuh"
 
 namespace ortolan::cuda {
 
 constexpr int kPrepareThreads = 256;
-constexpr int kBlock = 16;                 // of the matrix's blocks; its square is the threads
 constexpr int kMatrixStride = kChunk + 4;  // floats; 16 bytes divide a row
 
 template <typename Element, int kKeySize>
@@ -61,7 +60,7 @@ class ChunkPreparation {
     warp_ < 4 ? multiply<false>(shared_.keys, warp_) : multiply<true>(shared_.queries, warp_ - 4);
     __syncthreads();
     copy_values(0);
-    invert();
+    TriangleInverse<kMatrixStride>(shared_.matrix).run();
     scale_inverse();
     copy_async_wait<0>();
     __syncthreads();
@@ -168,76 +167,13 @@ class ChunkPreparation {
     return kQueries ? p_.scale * shared_.query_factors[row] : shared_.betas[row] * shared_.key_factors[row];
   }
 
-  // A block on the diagonal becomes the inverse of 1 + block: each of 64 threads finds a column of one.
-  __device__ __forceinline__ void invert_diagonal() {
-    const int block = threadIdx.x / kBlock * kBlock, column = threadIdx.x % kBlock;
-    float x[kBlock];
-    if (threadIdx.x < kChunk) {
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) {
-        x[i] = i == column ? 1.0f : 0.0f;
-#pragma unroll
-        for (int j = 0; j < i; ++j) x[i] = fmaf(-shared_.matrix[block + i][block + j], x[j], x[i]);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x < kChunk) {
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) shared_.matrix[block + i][block + column] = x[i];
-    }
-    __syncthreads();
-  }
-
-  // This thread's element of left[16, 16] times right[16, 16], blocks of the matrix, added to a sum.
-  __device__ __forceinline__ float add_block(int left_row, int left_column, int right_row, int right_column,
-                                             float sum) const {
-    const float* left = &shared_.matrix[left_row + threadIdx.x / kBlock][left_column];
-    const float* right = &shared_.matrix[right_row][right_column + threadIdx.x % kBlock];
-#pragma unroll
-    for (int k = 0; k < kBlock; k += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(left + k);
-      sum = fmaf(four.x, right[k * kMatrixStride], sum);
-      sum = fmaf(four.y, right[(k + 1) * kMatrixStride], sum);
-      sum = fmaf(four.z, right[(k + 2) * kMatrixStride], sum);
-      sum = fmaf(four.w, right[(k + 3) * kMatrixStride], sum);
-    }
-    return sum;
-  }
-
-  // The matrix A becomes the inverse T of 1 + A, a row of blocks after the other:
-  // T_IJ = -T_II times the sum over J <= K < I of A_IK T_KJ.
-  __device__ __forceinline__ void invert() {
-    invert_diagonal();
-    const int own_row = threadIdx.x / kBlock, own_column = threadIdx.x % kBlock;
-#pragma unroll
-    for (int row = 1; row < kChunk / kBlock; ++row) {
-      float sums[kChunk / kBlock - 1];
-      const auto write = [&] {
-        __syncthreads();
-        for (int column = 0; column < row; ++column)
-          shared_.matrix[row * kBlock + own_row][column * kBlock + own_column] = sums[column];
-        __syncthreads();
-      };
-#pragma unroll
-      for (int column = 0; column < row; ++column) {
-        sums[column] = 0;
-#pragma unroll
-        for (int k = column; k < row; ++k)
-          sums[column] = add_block(row * kBlock, k * kBlock, k * kBlock, column * kBlock, sums[column]);
-      }
-      write();
-#pragma unroll
-      for (int column = 0; column < row; ++column)
-        sums[column] = -add_block(row * kBlock, row * kBlock, row * kBlock, column * kBlock, 0);
-      write();
-    }
-  }
-
   // T with its columns scaled, once for the keys and once for the values.
   __device__ __forceinline__ void scale_inverse() {
     for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += kPrepareThreads) {
       const int row = i / (kChunk / 2), column = i % (kChunk / 2) * 2;
-      const float2 pair = *reinterpret_cast<const float2*>(&shared_.matrix[row][column]);
+      float2 pair = *reinterpret_cast<const float2*>(&shared_.matrix[row][column]);
+      if (column > row) pair.x = 0;
+      if (column + 1 > row) pair.y = 0;
       const float2 beta = *reinterpret_cast<const float2*>(&shared_.betas[column]);
       const float2 scale = *reinterpret_cast<const float2*>(&shared_.key_scales[column]);
       *reinterpret_cast<uint32_t*>(&shared_.value_factors[row][column]) =

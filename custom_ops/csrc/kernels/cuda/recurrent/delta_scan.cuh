@@ -2,8 +2,9 @@
 //
 // Grid: one block per (32 columns of Dv, value head, sequence). The state's columns lie in the accumulators
 // of eight warps, 16 rows of Dk each, and as elements in shared memory for the products that read it. Of
-// products with a chunk's 64 rows a warp takes 16 rows and half of the columns. Copies of the next chunk run
-// while one is computed, where shared memory holds two.
+// products with a chunk's 64 rows a warp takes 16 rows and half of the columns. Where shared memory holds two
+// chunks, copies of the next one start behind a chunk's first products, which need not wait for them to be
+// issued.
 #pragma once
 
 #include "delta_chunks.cuh"
@@ -56,17 +57,22 @@ class ChunkScan {
   __device__ __forceinline__ void run(int64_t first, int64_t end, int64_t offset, void* workspace) {
     load_state();
     share_state();
-    const auto load = [&](int64_t chunk) {
-      if (chunk < end) load_stage(chunk, ChunkScratch<Element>(p_, workspace, offset + chunk - first, head_));
-      copy_async_commit();
+    const auto next = [&](int64_t chunk) {
+      return StageCopy(*this, chunk, ChunkScratch<Element>(p_, workspace, offset + chunk - first, head_),
+                       chunk < end);
     };
-    if (num_stages_ == 2) load(first);
+    next(first).template copy<0, kCopies>();
     for (int64_t chunk = first; chunk < end; ++chunk) {
-      __syncthreads();  // the stage to be loaded has been read
-      load(num_stages_ == 2 ? chunk + 1 : chunk);
-      num_stages_ == 2 ? copy_async_wait<1>() : copy_async_wait<0>();
-      __syncthreads();
-      advance(chunk);
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncthreads();  // the stage is there, and the other one has been read
+      if (num_stages_ == 2) {
+        advance(chunk, next(chunk + 1));
+      } else {
+        advance(chunk, next(end));
+        __syncthreads();  // the stage has been read
+        next(chunk + 1).template copy<0, kCopies>();
+      }
     }
     copy_async_wait<0>();
     store_state();
@@ -75,26 +81,69 @@ class ChunkScan {
  private:
   __device__ __forceinline__ Stage& stage(int64_t chunk) { return stages_[chunk % num_stages_]; }
 
-  __device__ __forceinline__ void load_stage(int64_t chunk, const ChunkScratch<Element>& scratch) {
-    Stage& to = stage(chunk);
-    const int64_t token = sequence_.first + chunk * kChunk, left = sequence_.count - chunk * kChunk;
-    const int rows = static_cast<int>(left < kChunk ? left : kChunk);
-    const int64_t stride = p_.num_key_heads * kKeySize, head = p_.key_head(head_);
-    constexpr int kStride = kKeySize + kSharedPad;
-    copy_rows_async(to.solved[0], kStride, scratch.keys, kKeySize, kKeySize, kChunk, kScanThreads);
-    copy_rows_async(to.queries[0], kStride, key_row<Element>(p_, p_.query, token, head), stride, kKeySize,
-                    rows, kScanThreads);
-    copy_rows_async(to.keys[0], kStride, key_row<Element>(p_, p_.key, token, head), stride, kKeySize, rows,
-                    kScanThreads);
-    copy_rows_async(to.products[0], kChunk + kSharedPad, scratch.products, kChunk, kChunk, kChunk,
-                    kScanThreads);
-    copy_rows_async(to.updates[0], kScanStride, scratch.updates + column_, p_.value_size, kScanColumns,
-                    kChunk, kScanThreads);
-    constexpr int kPieces = sizeof(ChunkScalars) / 16;
-    if (threadIdx.x < kPieces)
-      copy_async_16(reinterpret_cast<char*>(&to.rows) + threadIdx.x * 16,
-                    reinterpret_cast<const char*>(scratch.rows) + threadIdx.x * 16, true);
-  }
+  // What a chunk needs is copied in kCopies parts, of which a thread copies 16 bytes each: first those of W,
+  // queries and keys, then P, and U with the scalars as the last one.
+  static constexpr int kKeyPieces = kKeySize / 8, kKeyParts = kChunk * kKeyPieces / kScanThreads;
+  static constexpr int kProductParts = kChunk * (kChunk / 8) / kScanThreads;
+  static constexpr int kCopies = 3 * kKeyParts + kProductParts + 1;
+  static_assert(kChunk * kKeyPieces % kScanThreads == 0 && kChunk * kScanColumns / 8 == kScanThreads);
+
+  struct StageCopy {
+    Stage& to;
+    bool exists;     // whether there is such a chunk
+    int rows;        // tokens of it; rows of queries and keys from there on become zeros
+    int64_t stride;  // of queries and keys
+    const Element* solved;
+    const Element* queries;
+    const Element* keys;
+    const Element* products;
+    const Element* updates;
+    const ChunkScalars* scalars;
+
+    __device__ __forceinline__ StageCopy(ChunkScan& scan, int64_t chunk, const ChunkScratch<Element>& scratch,
+                                         bool exists)
+        : to(scan.stage(chunk)), exists(exists) {
+      const GatedDeltaRuleParams& p = scan.p_;
+      const int64_t token = scan.sequence_.first + chunk * kChunk,
+                    left = scan.sequence_.count - chunk * kChunk;
+      const int64_t head = p.key_head(scan.head_);
+      rows = static_cast<int>(left < kChunk ? left : kChunk);
+      stride = p.num_key_heads * kKeySize;
+      solved = scratch.keys, products = scratch.products, scalars = scratch.rows;
+      updates = scratch.updates + threadIdx.x / 4 * p.value_size + scan.column_ + threadIdx.x % 4 * 8;
+      queries = key_row<Element>(p, p.query, token, head);
+      keys = key_row<Element>(p, p.key, token, head);
+    }
+
+    template <int kFirst, int kEnd>
+    __device__ __forceinline__ void copy() const {
+      if (!exists) return;
+#pragma unroll
+      for (int part = kFirst; part < kEnd; ++part) copy_part(part);
+    }
+    __device__ __forceinline__ void copy_part(int part) const {
+      if (part < 3 * kKeyParts) {
+        const int i = part % kKeyParts * kScanThreads + threadIdx.x;
+        const int row = i / kKeyPieces, column = i % kKeyPieces * 8;
+        if (part < kKeyParts) {
+          copy_async_16(&to.solved[row][column], solved + i * 8, true);
+        } else {
+          const bool of_keys = part >= 2 * kKeyParts, has_row = row < rows;
+          copy_async_16(of_keys ? &to.keys[row][column] : &to.queries[row][column],
+                        (of_keys ? keys : queries) + (has_row ? row : 0) * stride + column, has_row);
+        }
+      } else if (part < kCopies - 1) {
+        const int i = (part - 3 * kKeyParts) * kScanThreads + threadIdx.x;
+        copy_async_16(&to.products[i / 8][i % 8 * 8], products + i * 8, true);
+      } else {
+        copy_async_16(&to.updates[threadIdx.x / 4][threadIdx.x % 4 * 8], updates, true);
+        constexpr int kPieces = sizeof(ChunkScalars) / 16;
+        if (threadIdx.x < kPieces)
+          copy_async_16(reinterpret_cast<char*>(&to.rows) + threadIdx.x * 16,
+                        reinterpret_cast<const char*>(scalars) + threadIdx.x * 16, true);
+      }
+    }
+  };
 
   // Calls visit(value, next value, state row, state column) for the pairs of columns that this thread holds.
   template <typename Visit>
@@ -135,7 +184,7 @@ class ChunkScan {
     Half<Element>::multiply_add(sums[1], a, b[2], b[3]);
   }
 
-  __device__ __forceinline__ void advance(int64_t chunk) {
+  __device__ __forceinline__ void advance(int64_t chunk, const StageCopy& next) {
     const Stage& from = stage(chunk);
     float found[2][4] = {}, output[2][4] = {};
     const int row = tile_row_ + at_.by_row;
@@ -150,7 +199,9 @@ class ChunkScan {
       Half<Element>::multiply_add(found[1], a, b[2], b[3]);
       Half<Element>::multiply_add(output[1], q, b[2], b[3]);
     }
+    next.template copy<0, kCopies / 3>();
     share_updates(from, found, output);
+    next.template copy<kCopies / 3, kCopies>();
     __syncthreads();
     advance_state(from);
     share_state();
