@@ -8,7 +8,12 @@ Each line is a ratio: tokens per second with drafts over tokens per second witho
  - mtp: the model's own head, where it has one; draft: the smaller model of --draft.
  - oracle: a drafter that knows the tokens, each of which it gets right with the given probability.
  - wrong: a drafter whose tokens are all wrong: what speculation costs where it gains nothing.
-With --sequences above 1 an engine runs that many requests at once; the model folder must be paged then.
+With --sequences above 1 an engine runs that many requests at once; the model folder must be paged then, and that of
+--draft should be.
+
+Beside each ratio stands what is expected at best of a step with a draft: tokens a check, over one step and the drafted
+tokens at the drafter's share of the model's weights. A check of several tokens costs more than a step of one, and so do
+rounds in which few requests of an engine take part.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import numpy as np
 
 import ortolan
 from ortolan import Sampling, Speculation
+from ortolan.runtime.speculation.drafter import SpeculationStats
 
 Tokens = list[int]
 
@@ -64,6 +70,45 @@ class Oracle(Speculation):
         return OracleDrafter([list(each) for each in self.right], self.share, model.manifest.vocab_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run gave.
+
+    Attributes:
+        rate: tokens per second behind the first one.
+        tokens: of each sequence.
+        checks, drafted, accepted: steps with drafts, and their tokens.
+    """
+
+    rate: float
+    tokens: list[Tokens]
+    checks: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, rate: float, tokens: list[Tokens], stats: Sequence[SpeculationStats | None]) -> Run:
+        """Add the drafts of all sequences up."""
+        known = [each for each in stats if each is not None]
+        return cls(
+            rate,
+            tokens,
+            checks=sum(each.checks for each in known),
+            drafted=sum(each.drafted_tokens for each in known),
+            accepted=sum(each.accepted_tokens for each in known),
+        )
+
+    @property
+    def tokens_per_check(self) -> float | None:
+        """Tokens that a step with a draft gave; None where there was none."""
+        return (self.checks + self.accepted) / self.checks if self.checks else None
+
+    def expected(self, draft_cost: float) -> float | None:
+        """Return the gain of a step with a draft where only drafting costs anything, `draft_cost` of a step a token."""
+        gain = self.tokens_per_check
+        return None if gain is None else gain / (1 + draft_cost * self.drafted / self.checks)
+
+
 class Runner:
     """Generates with sessions, or an engine of several sequences."""
 
@@ -78,8 +123,8 @@ class Runner:
         if len(prompts) > 1:
             self._engine = ortolan.Engine(model, len(prompts), max_context=self._context)
 
-    def run(self, speculation: Speculation | None) -> tuple[float, list[Tokens], float | None]:
-        """Return the tokens per second behind the first one, the tokens, and those of a step that checked a draft."""
+    def run(self, speculation: Speculation | None) -> Run:
+        """Generate behind all prompts, and time what follows the first token of each."""
         if self._engine is None:
             return self._run_session(speculation)
         streams = [self._engine.submit(p, self._new_tokens, speculation=speculation) for p in self._prompts]
@@ -88,19 +133,17 @@ class Runner:
         start, before = self._clock(), sum(len(stream.tokens) for stream in streams)
         results = [stream.result() for stream in streams]
         seconds = self._clock() - start
-        checked = streams[0].speculation
         rate = (sum(map(len, results)) - before) / seconds
-        return rate, results, checked.tokens_per_check if checked else None
+        return Run.of(rate, results, [stream.speculation for stream in streams])
 
-    def _run_session(self, speculation: Speculation | None) -> tuple[float, list[Tokens], float | None]:
+    def _run_session(self, speculation: Speculation | None) -> Run:
         session = self._model.session(self._context)
         generation = session.generate(self._prompts[0], self._new_tokens, speculation=speculation)
         first = next(generation)
         start = self._clock()
         tokens = [first, *generation]
         rate = (len(tokens) - 1) / (self._clock() - start)
-        checked = generation.speculation
-        return rate, [tokens], checked.tokens_per_check if checked else None
+        return Run.of(rate, [tokens], [generation.speculation])
 
 
 def make_prompts(model: ortolan.Model, count: int, length: int) -> list[Tokens]:
@@ -119,22 +162,24 @@ def make_prompts(model: ortolan.Model, count: int, length: int) -> list[Tokens]:
     return prompts
 
 
-def compare(runner: Runner, cases: dict[str, Speculation], rounds: int) -> list[dict[str, Any]]:
+def compare(runner: Runner, model: ortolan.Model, cases: dict[str, Speculation], rounds: int) -> list[dict[str, Any]]:
     """Time each case and no speculation by turns."""
     ratios: dict[str, list[float]] = {name: [] for name in cases}
-    plain, per_check, same = [], dict[str, float | None](), dict[str, bool]()
+    plain, last, same = [], dict[str, Run](), dict[str, bool]()
     for _ in range(rounds):
         for name, speculation in cases.items():
-            base, expected, _ = runner.run(None)
-            rate, tokens, per_check[name] = runner.run(speculation)
-            same[name] = tokens == expected
-            plain.append(base)
-            ratios[name].append(rate / base)
+            base, last[name] = runner.run(None), runner.run(speculation)
+            same[name] = last[name].tokens == base.tokens
+            plain.append(base.rate)
+            ratios[name].append(last[name].rate / base.rate)
+    costs = {name: speculation.draft_cost(model) for name, speculation in cases.items()}
     return [
         {
             "case": name,
             "ratio": statistics.median(values),
-            "tokens_per_check": per_check[name],
+            "tokens_per_check": last[name].tokens_per_check,
+            "draft_cost": costs[name],
+            "expected_at_best": last[name].expected(costs[name]),
             "same_tokens": same[name],
             "tokens_per_second_without": statistics.median(plain),
         }
@@ -181,18 +226,19 @@ def main() -> None:
     prompts = make_prompts(model, options.sequences, options.prompt_tokens)
     clock = time.process_time if options.processor_time else time.perf_counter
     runner = Runner(model, prompts, options.new_tokens, clock)
-    _, results, _ = runner.run(None)
+    results = runner.run(None).tokens
     right = tuple((*prompt, *tokens) for prompt, tokens in zip(prompts, results, strict=True))
     cases = list_cases(model, options, right)
     for speculation in (*cases.values(), *cases.values()):  # graphs are captured, and pages touched
         runner.run(speculation)
-    report = compare(runner, cases, options.rounds)
+    report = compare(runner, model, cases, options.rounds)
     machine = {"device": model.device.name, "machine": platform.processor() or platform.machine()}
     print(f"{options.model_dir} on {machine['device']}, {len(prompts)} sequences, ortolan {ortolan.__version__}")
     for line in report:
         print(
             f"{line['case']:28} {line['ratio']:5.2f} times {line['tokens_per_second_without']:.0f} tokens/s; "
-            f"{line['tokens_per_check'] or 0:.2f} tokens a check; same tokens: {line['same_tokens']}"
+            f"{line['tokens_per_check'] or 0:.2f} tokens a check, at best {line['expected_at_best'] or 0:.2f} times "
+            f"at {line['draft_cost']:.2f} a token; same tokens: {line['same_tokens']}"
         )
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "results": report}, indent=2) + "\n")

@@ -12,6 +12,8 @@ from ortolan.runtime.speculation.pools import DraftPools
 from ortolan.runtime.steps.row import HiddenReader
 from ortolan.runtime.steps.together import run_together
 
+ROUND_PART = 4  # one of so many requests must want a round: a step of a small model takes a good part of one of a large
+
 _log = logging.getLogger(__name__)
 
 
@@ -20,7 +22,9 @@ class Drafting:
 
     Rules, in order:
      1. Drafts come after the tokens of all decodes, in a step of `chunk_tokens` tokens; the oldest requests first.
-     2. Requests that draft with the same model or head share its steps: in each round, a row of each that wants more.
+     2. Requests that draft with the same model or head share its steps: in each round, a row of each that wants more. A
+        round takes about as long for few rows as for many, and all wait for it: it is left out where less than a
+        quarter of these requests want it, but for the first.
      3. A drafter that is far behind, as after a prompt, reads as many tokens as a step has left, with the first round
         of the others, and drafts once it has read all.
      4. Where the caches of drafts are full, the request that needs more gives its own back and goes on without drafts;
@@ -44,8 +48,14 @@ class Drafting:
             if count:
                 wanted.append((request, count))
                 room -= count
+        rounds = _rounds([count for request, count in wanted if request.shares_rounds])
         budget = ReadingBudget(max(1, room))
-        drafts = run_together([request.drafting(count, budget) for request, count in wanted])
+        drafts = run_together(
+            [
+                request.drafting(request.draft_count(min(count, rounds)) if request.shares_rounds else count, budget)
+                for request, count in wanted
+            ]
+        )
         for (request, _), draft in zip(wanted, drafts, strict=True):
             if isinstance(draft, OrtolanError):
                 self.stop(request, draft)
@@ -66,3 +76,8 @@ class Drafting:
         if request.speculator is not None:
             request.speculator.close()
         request.speculator = None
+
+
+def _rounds(counts: Sequence[int]) -> int:
+    """Return how many rounds enough of some requests want, each of which wants as many as said."""
+    return sorted(counts, reverse=True)[-(-len(counts) // ROUND_PART) - 1] if counts else 0

@@ -51,6 +51,11 @@ class Request:
         """Say whether the next step may check a draft, so that what follows `known` tokens is to be waited for."""
         return self.speculator is not None and self.speculator.wants_to_draft(self.sequence.tokens, known)
 
+    @property
+    def shares_rounds(self) -> bool:
+        """Whether its drafts are made by a graph that others may share."""
+        return self.speculator is not None and self.speculator.shares_rounds
+
     def draft_count(self, room: int) -> int:
         """Return how many tokens to draft behind those of the sequence, at most `room`; 0: none."""
         sequence, turn = self.sequence, self.turn

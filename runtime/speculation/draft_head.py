@@ -167,16 +167,11 @@ class _Tail:
         """Forget the hidden states of positions from that one on."""
         self._positions[self._positions >= length] = -1
 
-    def has(self, position: int) -> bool:
-        """Say whether a position's hidden state is there."""
-        return bool(self._positions[position % TAIL_ROWS] == position)
-
     def since(self, end: int) -> int:
         """Return from where on the hidden states of all positions before `end` are there; `end`: none is."""
-        begin = end
-        while begin > 0 and end - begin < TAIL_ROWS and self.has(begin - 1):
-            begin -= 1
-        return begin
+        positions = np.arange(end - 1, max(0, end - TAIL_ROWS) - 1, -1)
+        lacking = np.flatnonzero(self._positions[positions % TAIL_ROWS] != positions)
+        return end - (int(lacking[0]) if len(lacking) else len(positions))
 
     def rows(self, begin: int, end: int) -> Array:
         """Copy the hidden states of a range of positions, [end - begin, features]."""

@@ -127,6 +127,7 @@ class Speculator:
         """Draft as the options say; the drafter is opened by the first draft, or where it takes hidden states."""
         self._open, self._reads_hidden = open_drafter, options.reads_hidden
         self._drafter: Drafter | None = None
+        self._reader: HiddenReader | None = None  # the drafter, where it is one
         self._length, self._vocab_size = DraftLength(options.tokens, token_cost), vocab_size
         self.stats = SpeculationStats()
 
@@ -134,11 +135,17 @@ class Speculator:
         """Return what takes the hidden states of all steps; None: nobody does. Raises as opening the drafter does."""
         if not self._reads_hidden:
             return None
-        try:
-            drafter = self._opened()
-        except NoDraftRoomError:
-            return None
-        return drafter if isinstance(drafter, HiddenReader) else None
+        if self._drafter is None:
+            try:
+                self._opened()
+            except NoDraftRoomError:
+                return None
+        return self._reader
+
+    @property
+    def shares_rounds(self) -> bool:
+        """Whether drafts are made by a graph, in rounds that cost about the same for one sequence and for many."""
+        return isinstance(self._drafter, PackedDrafter)
 
     def wants_to_draft(self, tokens: Sequence[int], known: int) -> bool:
         """Say whether the next step may check a draft, so that what follows the known tokens is to be waited for."""
@@ -194,11 +201,12 @@ class Speculator:
         """Give back what the drafter holds; a later draft opens another one."""
         if isinstance(self._drafter, PackedDrafter):
             self._drafter.close()
-        self._drafter = None
+        self._drafter = self._reader = None
 
     def _opened(self) -> Drafter:
         if self._drafter is None:
             self._drafter = self._open()
+            self._reader = self._drafter if isinstance(self._drafter, HiddenReader) else None
             if isinstance(self._drafter, PackedDrafter):
                 self._length.count_draft_cost(self._drafter.cost)
         return self._drafter

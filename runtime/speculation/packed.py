@@ -67,8 +67,9 @@ class PackedDrafter(ABC):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its caches and of the steps' inputs and outputs."""
-        return self._feeder.room.bytes + self._packing.stepper.bytes
+        """Bytes of its caches, pages without tokens included, and of the steps' inputs and outputs."""
+        room = self._feeder.room
+        return room.bytes + room.free_bytes + self._packing.stepper.bytes
 
     def propose(self, tokens: Sequence[int], count: int, sampling: Sampling) -> list[int]:
         """Return a draft of at most `count` tokens, all known tokens read before. Raises OrtolanError."""

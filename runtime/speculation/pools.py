@@ -113,7 +113,10 @@ class DraftPools:
         is_cuda = isinstance(buffers, CudaBuffers)
         plan = plan_caches(manifest, context, manifest.chunk_size, cuda=is_cuda)
         self._check_alone(plan, len(opened))
-        small = [plan.grown_capacity(index, 1) for index in range(len(plan.layers))]
+        small = [
+            plan.grown_capacity(index, 1) if layer.kind == "full" else layer.capacity
+            for index, layer in enumerate(plan.layers)
+        ]
         feeder = Feeder(make_feeder_parts(decoder, plan, buffers, None, small), Stats())
         opened.append(feeder)
 

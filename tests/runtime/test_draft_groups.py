@@ -35,6 +35,11 @@ def headed():
     return load("llama", **PAGES)
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen3_5", "gemma3"])
+def contiguous(request):
+    return load(request.param)
+
+
 @pytest.fixture
 def own_draft(model):
     """The model itself drafts: all of its tokens are right."""
@@ -142,7 +147,17 @@ def test_memory_reports_name_drafts(headed, draw_tokens):
         assert engine.memory().held_bytes == 0
 
 
-def test_folders_without_pages_draft_alone(headed, draw_tokens, steps):
+def test_sessions_draft_with_any_kind_of_layer(contiguous, draw_tokens):
+    speculation = DraftModel(contiguous.folder, tokens=2)
+    prompts = [draw_tokens(count, seed=count) for count in (20, 100, 35)]
+    expected = texts(contiguous, prompts, 20)
+    for prompt, sampling, text in zip(prompts, SAMPLINGS, expected, strict=True):
+        generation = contiguous.session().generate(prompt, 20, sampling, speculation=speculation)
+        assert list(generation) == text
+        assert generation.speculation.accepted_tokens > 5
+
+
+def test_an_engine_drafts_with_a_folder_without_pages(headed, draw_tokens, steps):
     contiguous = load("llama")
     prompts = [draw_tokens(20, seed=seed) for seed in range(3)]
     expected = texts(headed, prompts, 20)
