@@ -133,7 +133,10 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     others = {name: feeds[name].astype(np.float32) for name in ("bias", "residual") if name in feeds}
     rounded = devices.rounded(weight.astype(np.float32), element)
     product = fused_linear(
-        running_sums(rounded_inputs(case, x), rounded), np.eye(len(rounded), dtype=np.float32), **others, activation=case.activation
+        running_sums(rounded_inputs(case, x), rounded),
+        np.eye(len(rounded), dtype=np.float32),
+        **others,
+        activation=case.activation,
     )
     return np.asarray(product, np.float32)
 

@@ -14,8 +14,8 @@ struct FreeAligned {
 using AlignedFloats = std::unique_ptr<float[], FreeAligned>;
 
 inline AlignedFloats aligned_floats(int64_t count) {
-  return AlignedFloats(
-      static_cast<float*>(::operator new[](std::max<int64_t>(count, 1) * sizeof(float), std::align_val_t{64})));
+  return AlignedFloats(static_cast<float*>(
+      ::operator new[](std::max<int64_t>(count, 1) * sizeof(float), std::align_val_t{64})));
 }
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA

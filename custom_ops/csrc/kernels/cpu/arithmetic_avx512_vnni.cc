@@ -6,6 +6,7 @@
 
 namespace ortolan::cpu {
 
-const LowBitArithmetic kLowBitAvx512Vnni = {isa_avx512_vnni::low_bit_linear, isa_avx512_vnni::low_bit_experts};
+const LowBitArithmetic kLowBitAvx512Vnni = {isa_avx512_vnni::low_bit_linear,
+                                            isa_avx512_vnni::low_bit_experts};
 
 }  // namespace ortolan::cpu

@@ -139,8 +139,8 @@ struct DenseStack {
   int64_t rows;
   int64_t columns;
 
-  // What a row of inputs takes; where the value of a column lies, and a row of them put there; and what is done
-  // once all values of a row lie there.
+  // What a row of inputs takes; where the value of a column lies, and a row of them put there; and what is
+  // done once all values of a row lie there.
   int64_t row_floats() const { return columns; }
   int64_t place(int64_t column) const { return column; }
   void place(const float* source, int64_t count, float* target) const {
@@ -168,7 +168,8 @@ class ExpertLayer {
         x_floats_(gate_up.row_floats()),
         inner_floats_(down.row_floats()),
         inner_(aligned_floats(p.num_tokens * p.top_k * inner_floats_)) {
-    if constexpr (!std::is_same_v<Stack, DenseStack<float>>) placed_ = aligned_floats(p.num_tokens * x_floats_);
+    if constexpr (!std::is_same_v<Stack, DenseStack<float>>)
+      placed_ = aligned_floats(p.num_tokens * x_floats_);
     x_ = placed_.get();
     const Element* x = static_cast<const Element*>(p.x);
     if constexpr (std::is_same_v<Stack, DenseStack<float>>) x_ = x;
@@ -200,8 +201,7 @@ class ExpertLayer {
     const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first);
     const int64_t begin = lists_.begin[place], pairs = lists_.begin[place + 1] - begin;
     InputRows inputs(pairs);
-    for (int64_t i = 0; i < pairs; ++i)
-      inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * x_floats_;
+    for (int64_t i = 0; i < pairs; ++i) inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * x_floats_;
     const int64_t expert = lists_.experts[place], factor = p_.inner_size + first;
     const int64_t biases = expert * 2 * p_.inner_size;
     gate_up_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {

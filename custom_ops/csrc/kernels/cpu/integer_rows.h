@@ -1,6 +1,6 @@
-// Products of integer codes with rounded inputs. What a unit adds up is exact: whole numbers in lanes of 32 bits.
-// Lanes are scaled and added in float32, unit by unit, so a product has one order of sums whatever the other
-// rows and inputs are.
+// Products of integer codes with rounded inputs. What a unit adds up is exact: whole numbers in lanes of 32
+// bits. Lanes are scaled and added in float32, unit by unit, so a product has one order of sums whatever the
+// other rows and inputs are.
 #pragma once
 
 #include "code_vectors.h"
@@ -10,7 +10,7 @@
 namespace ortolan::cpu::ORTOLAN_ISA {
 
 #if defined(__AVX512F__)
-constexpr int64_t kIntegerRows = 4, kIntegerTokens = 4;
+constexpr int64_t kIntegerRows = 4, kIntegerTokens = 2;
 #else
 constexpr int64_t kIntegerRows = 2, kIntegerTokens = 2;
 #endif
@@ -95,11 +95,12 @@ Vec spread(const float* values) {
 // Some rows of a weight and some inputs; where there are fewer, the last ones stand for those that lack.
 struct IntegerBlock {
   const uint8_t* codes[kIntegerRows];
-  const float* scales[kIntegerRows];  // for each unit, kScales
-  const float* zeros[kIntegerRows];   // the same; null where all are the middle code
+  const float* scales[kIntegerRows];  // kScales for each unit
+  const float* zeros[kIntegerRows];   // the same, where the weight has zero points
   const float* inputs[kIntegerTokens];
   int64_t whole_units;
-  int64_t rest_bytes;  // of codes behind them
+  int64_t rest_bytes;   // of codes behind them
+  int64_t scale_shift;  // units that share a scale are 2^scale_shift
 };
 using IntegerSums = float[kIntegerTokens][kIntegerRows];
 using IntegerKernel = void (*)(const IntegerBlock&, IntegerSums&);
@@ -118,13 +119,13 @@ template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
   constexpr int32_t kMiddle = kBits == 4 ? 8 : 128;
   for (int64_t r = 0; r < kIntegerRows; ++r) {
     const CodeUnit<kBits> codes(loaded[r]);
-    const Vec scales = spread<kScales>(block.scales[r] + unit * kScales);
+    const int64_t place = (unit >> block.scale_shift) * kScales;
+    const Vec scales = spread<kScales>(block.scales[r] + place);
     for (int64_t t = 0; t < kTokens; ++t) {
       const auto& x = reinterpret_cast<const RoundedUnit<kBits>*>(block.inputs[t])[unit];
       const IntVec lane_sums = load_ints(x.lane_sums);
       Vec dots = to_floats(codes.dot(x, kZeroPoints ? IntVec{} : lane_sums * kMiddle));
-      if constexpr (kZeroPoints)
-        dots = dots - spread<kScales>(block.zeros[r] + unit * kScales) * to_floats(lane_sums);
+      if constexpr (kZeroPoints) dots = dots - spread<kScales>(block.zeros[r] + place) * to_floats(lane_sums);
       sums[t][r] = sums[t][r] + dots * (scales * x.scale);
     }
   }
@@ -158,8 +159,10 @@ struct IntegerKernels {
   template <int64_t kBits, int64_t kScales>
   static IntegerKernels with(bool zero_points) {
     if (zero_points)
-      return {multiply_integers<kBits, kScales, true, 1>, multiply_integers<kBits, kScales, true, kIntegerTokens>};
-    return {multiply_integers<kBits, kScales, false, 1>, multiply_integers<kBits, kScales, false, kIntegerTokens>};
+      return {multiply_integers<kBits, kScales, true, 1>,
+              multiply_integers<kBits, kScales, true, kIntegerTokens>};
+    return {multiply_integers<kBits, kScales, false, 1>,
+            multiply_integers<kBits, kScales, false, kIntegerTokens>};
   }
 
   static IntegerKernels of(const LowBitWeight& w, int64_t unit_scales) {
@@ -180,8 +183,15 @@ class IntegerRows {
         unit_(unit_columns(bits_)),
         units_((weight.columns + unit_ - 1) / unit_),
         unit_scales_(weight.groups() > 1 && weight.group_size < unit_ ? unit_ / weight.group_size : 1),
-        kernels_(IntegerKernels::of(weight, unit_scales_)),
-        scales_(aligned_floats(2 * kIntegerRows * units_ * unit_scales_)) {}
+        groups_(weight.groups()),
+        group_units_(groups_ == 1 ? units_ : std::max<int64_t>(1, weight.group_size / unit_)),
+        in_place_(std::is_same_v<Element, float> && !weight.zero_points &&
+                  !(group_units_ & (group_units_ - 1)) && groups_ * group_units_ == units_ * unit_scales_),
+        kernels_(IntegerKernels::of(weight, unit_scales_)) {
+    if (in_place_) return;
+    scales_ = aligned_floats(2 * kIntegerRows * units_ * unit_scales_);
+    std::fill_n(scales_.get(), 2 * kIntegerRows * units_ * unit_scales_, 0.0f);  // behind the last group
+  }
 
   // Some inputs at a time, which stay in the cache while all the rows pass.
   template <typename Store>
@@ -200,7 +210,8 @@ class IntegerRows {
 
  private:
   template <typename Store>
-  void multiply_tokens(IntegerBlock& block, int64_t token, int64_t end, const InputRows& inputs, Store store) {
+  void multiply_tokens(IntegerBlock& block, int64_t token, int64_t end, const InputRows& inputs,
+                       Store store) {
     IntegerSums products;
     for (; token < end; token += kIntegerTokens) {
       const int64_t count = std::min(kIntegerTokens, end - token);
@@ -213,36 +224,50 @@ class IntegerRows {
 
   IntegerBlock block_of(int64_t first, int64_t count) {
     IntegerBlock block;
-    const int64_t row_bytes = w_.columns * bits_ / 8, row_scales = units_ * unit_scales_;
+    const int64_t row_bytes = w_.columns * bits_ / 8;
     block.whole_units = w_.columns / unit_;
     block.rest_bytes = w_.columns % unit_ * bits_ / 8;
+    block.scale_shift = in_place_ ? __builtin_ctzll(group_units_) : 0;
     for (int64_t r = 0; r < kIntegerRows; ++r) {
       const int64_t row = first + std::min(r, count - 1);
-      float* scales = scales_.get() + 2 * r * row_scales;
       block.codes[r] = w_.codes + row * row_bytes;
-      block.scales[r] = scales;
-      block.zeros[r] = scales + row_scales;
-      for (int64_t i = 0; i < row_scales; ++i) {
-        const int64_t group = i * unit_ / (unit_scales_ * w_.group_size);
-        const bool stored = group < w_.groups();
-        scales[i] = stored ? to_float(static_cast<const Element*>(w_.scales)[row * w_.groups() + group]) : 0.0f;
-        if (w_.zero_points) scales[row_scales + i] = stored ? zero_point(row, group) : 0.0f;
+      if (in_place_) {
+        block.scales[r] = block.zeros[r] = static_cast<const float*>(w_.scales) + row * groups_;
+        continue;
       }
+      float* scales = scales_.get() + 2 * r * units_ * unit_scales_;
+      block.scales[r] = scales;
+      block.zeros[r] = scales + units_ * unit_scales_;
+      copy_scales(row, scales);
     }
     return block;
   }
 
+  // In float32, for each unit, and zero points behind them.
+  void copy_scales(int64_t row, float* scales) const {
+    float* zeros = scales + units_ * unit_scales_;
+    for (int64_t g = 0, i = 0; g < groups_; ++g) {
+      const float scale = to_float(static_cast<const Element*>(w_.scales)[row * groups_ + g]);
+      const float zero = w_.zero_points ? zero_point(row, g) : 0.0f;
+      for (int64_t repeat = 0; repeat < group_units_; ++repeat, ++i) {
+        scales[i] = scale;
+        zeros[i] = zero;
+      }
+    }
+  }
+
   float zero_point(int64_t row, int64_t group) const {
-    const int64_t groups = w_.groups();
-    if (bits_ == 8) return w_.zero_points[row * groups + group];
-    const uint8_t pair = w_.zero_points[row * ((groups + 1) / 2) + group / 2];
+    if (bits_ == 8) return w_.zero_points[row * groups_ + group];
+    const uint8_t pair = w_.zero_points[row * ((groups_ + 1) / 2) + group / 2];
     return group % 2 ? pair >> 4 : pair & 15;
   }
 
   const LowBitWeight& w_;
-  const int64_t bits_, unit_, units_, unit_scales_;
+  const int64_t bits_, unit_, units_, unit_scales_, groups_;
+  const int64_t group_units_;  // whole units of a group, or 1
+  const bool in_place_;        // whether scales are read where they are stored
   const IntegerKernels kernels_;
-  const AlignedFloats scales_;  // of a block's rows, then zero points
+  AlignedFloats scales_;  // else of a block's rows, each with its zero points
 };
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA

@@ -1,7 +1,7 @@
-// Products with rows of a weight of few bits on the CPU. Integer codes multiply rounded inputs where their groups
-// allow it. Other codes multiply floats: with few inputs, codes are multiplied as they are
-// read; for more, rows are unpacked to float32 once. Both sum in one order, so that an input's products
-// do not depend on the other inputs.
+// Products with rows of a weight of few bits on the CPU. Integer codes multiply rounded inputs where their
+// groups allow it. Other codes multiply floats: with few inputs, codes are multiplied as they are read; for
+// more, rows are unpacked to float32 once. Both sum in one order, so that an input's products do not depend
+// on the other inputs.
 //
 // A byte of two codes gives its low one by a table lookup and its high one by another, so where groups are of
 // whole blocks of 32 columns, inputs lie as codes do: of each block, the even columns before the odd ones.

@@ -23,7 +23,7 @@ class LowBitLayer {
   }
 
  private:
-  static constexpr int64_t kFewTokens = 8, kFewTaskRows = 16, kManyTaskRows = 64;
+  static constexpr int64_t kFewTokens = 8, kFewTaskRows = 32, kManyTaskRows = 64;
 
   static float element_at(const void* values, int64_t index) {
     return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;

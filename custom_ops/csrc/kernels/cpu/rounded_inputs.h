@@ -1,7 +1,7 @@
 // Rows of inputs as whole numbers of 16 bits, which integer codes multiply without rounding.
 //
-// A unit is what 64 bytes of codes multiply: 128 columns of 4 bits, 64 of 8. Its columns share a power of two,
-// so that an input is off by at most 2^-15 of the largest of them. A lane is 4 bytes of codes.
+// A unit is what 64 bytes of codes multiply: 128 columns of 4 bits, 64 of 8. Its columns share a power of
+// two, so that an input is off by at most 2^-15 of the largest of them. A lane is 4 bytes of codes.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +25,9 @@ inline bool takes_rounded(const LowBitWeight& w) {
 
 // A unit of 16-bit numbers q; an input is `scale` * q.
 //
-// With VNNI `numbers` are bytes: of each part of a code byte (one or two), the high bytes of the numbers, then
-// the low ones, with q = 256 * high + low. Else they are pairs: of each part of a lane's bytes 0 and 2, and of
-// its bytes 1 and 3, their numbers, lane by lane.
+// With VNNI `numbers` are bytes: of each part of a code byte (one or two), the high bytes of the numbers,
+// then the low ones, with q = 256 * high + low. Else they are pairs: of each part of a lane's bytes 0 and 2,
+// and of its bytes 1 and 3, their numbers, lane by lane.
 template <int64_t kBits>
 struct RoundedUnit {
   static constexpr int64_t kColumns = unit_columns(kBits);
