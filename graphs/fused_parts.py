@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
@@ -30,14 +32,38 @@ class FusedParts(Parts):
         """Add a linear layer as its weight's format has it for CUDA."""
         return self.format(linear.stem).fused(self, linear)
 
-    def _joins_format(self, stem: str) -> bool:
-        return True
+    def _joins(self, stem: str, members: Sequence[str]) -> bool:
+        """Tell whether linear layers can be one: their formats agree, and all of them have a bias, or none has."""
+        if stem in self.formats.apart:
+            return False
+        biases = [f"{member}.bias" in self.shapes for member in members]
+        return f"{stem}.weight" in self.shapes and (not any(biases) or f"{stem}.bias" in self.shapes)
+
+    def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
+        """Add several linear layers of one input; where they are one product, a Split parts it."""
+        stem = path.replace("/", ".")
+        members = [f"{stem}.{name}" for name in names]
+        if tuple(names) != ("query", "key", "value") or not self._joins(f"{stem}.qkv", members):
+            shared = x if len(names) == 1 else self.value(x)
+            return super().projections(path, shared, names)
+        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
+        constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
+        inputs = [self.linear(f"{path}/qkv", x), constant]
+        return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
+
+    def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
+        """Add activation(gate(x)) * up(x)."""
+        stem = f"{path}/gate_up".replace("/", ".")
+        members = [f"{path}/{name}".replace("/", ".") for name in ("gate", "up")]
+        if not self._joins(stem, members) or not self.format(stem).folds:
+            return super().gated(path, x, activation)
+        return self.add_linear(Linear(path=f"{path}/gate_up", stem=stem, x=x, activation=f"{activation}_mul"))
 
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
         whole, names = ("qk", ("query", "key")) if config.value_is_key else ("qkv", ("query", "key", "value"))
-        if config.qk_norm == "projection" or not self.joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
+        if config.qk_norm == "projection" or not self._joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")

@@ -65,10 +65,6 @@ class WeightFormat(Protocol):
     def folds(self) -> bool:
         """Whether its fused product takes norms, gates and residuals."""
 
-    @property
-    def joins_plain(self) -> bool:
-        """Whether linear layers of one input are one product in the plain graph, too."""
-
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors that a weight of a shape is stored as: element type and shape by name."""
 
@@ -206,34 +202,12 @@ class Parts:
         """Add a residual; nothing where there is none."""
         return y if residual is None else self.graph.node(f"{path}/Add", "Add", [residual, y])
 
-    def joins(self, stem: str, members: Sequence[str]) -> bool:
-        """Tell whether linear layers are one: their formats agree, and all of them have a bias, or none has."""
-        if stem in self.formats.apart or not self._joins_format(stem):
-            return False
-        biases = [f"{member}.bias" in self.shapes for member in members]
-        return f"{stem}.weight" in self.shapes and (not any(biases) or f"{stem}.bias" in self.shapes)
-
-    def _joins_format(self, stem: str) -> bool:
-        return self.format(stem).joins_plain
-
     def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
-        """Add several linear layers of one input, [T, out] of each; where they are one product, a Split parts it."""
-        stem = path.replace("/", ".")
-        members = [f"{stem}.{name}" for name in names]
-        if tuple(names) != ("query", "key", "value") or not self.joins(f"{stem}.qkv", members):
-            shared = x if len(names) == 1 else self.value(x)
-            return [self.linear(f"{path}/{name}", shared) for name in names]
-        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
-        constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
-        inputs = [self.linear(f"{path}/qkv", x), constant]
-        return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
+        """Add several linear layers of one input: [T, out] of each."""
+        return [self.linear(f"{path}/{name}", x) for name in names]
 
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
-        """Add activation(gate(x)) * up(x), in one product where the weights are one and its format can."""
-        stem = f"{path}/gate_up".replace("/", ".")
-        members = [f"{path}/{name}".replace("/", ".") for name in ("gate", "up")]
-        if self.joins(stem, members) and self.format(stem).folds:
-            return self.add_linear(Linear(path=f"{path}/gate_up", stem=stem, x=x, activation=f"{activation}_mul"))
+        """Add activation(gate(x)) * up(x)."""
         gate, up = self.projections(path, x, ("gate", "up"))
         return self.gate(path, gate, up, activation)
 

@@ -10,9 +10,8 @@ from onnx.external_data_helper import load_external_data_for_tensor
 
 from ortolan.custom_ops import low_bit_reference
 from ortolan.custom_ops.low_bit_reference import WEIGHT_PORTS
-from ortolan.manifest import FUSED_FILE, MODEL_FILE
+from ortolan.manifest import MODEL_FILE
 
-JOINTS = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 INTEGER_BITS = {4: "int4", 8: "int8"}
 
 
@@ -30,24 +29,7 @@ def low_bit_stems(model: onnx.ModelProto) -> list[str]:
 
 
 def read_weight(folder: Path, model: onnx.ModelProto, stem: str) -> np.ndarray:
-    """Dequantize a linear weight, [N, K] float64, be it a part of a joint one, or one of all experts, [E, N, K]."""
-    path, _, name = stem.rpartition(".")
-    members = next((names for names in JOINTS.values() if name in names), ())
-    whole = next((f"{path}.{joint}" for joint, names in JOINTS.items() if name in names), "")
-    if whole not in low_bit_stems(model):
-        return _read_stored(folder, model, stem)
-    sizes = next((t for t in model.graph.initializer if t.name in _split_inputs(model, whole)), None)
-    values = _read_stored(folder, model, whole)
-    ends = np.cumsum(onnx.numpy_helper.to_array(sizes))[:-1] if sizes is not None else len(members)
-    return np.split(values, ends)[members.index(name)]
-
-
-def _split_inputs(model: onnx.ModelProto, stem: str) -> list[str]:
-    path = stem.replace(".", "/").replace("layers/", "layers.", 1)
-    return [name for node in model.graph.node if node.name == f"{path}/Split" for name in node.input]
-
-
-def _read_stored(folder: Path, model: onnx.ModelProto, stem: str) -> np.ndarray:
+    """Dequantize a linear weight, [N, K] float64, or one of all experts, [E, N, K]."""
     tensors = {t.name: t for t in model.graph.initializer}
     ports = {
         port: read_tensor(folder, tensors[f"{stem}.{port}"]) for port in WEIGHT_PORTS if f"{stem}.{port}" in tensors
@@ -72,14 +54,13 @@ def store_dequantized(low: Path, dense: Path) -> dict[str, float]:
     Returns:
         The root mean square difference of each weight, relative to its deviation before, by its dense name.
     """
-    model = onnx.load(low / MODEL_FILE, load_external_data=False)
-    graphs = [onnx.load(dense / file, load_external_data=False).graph for file in (FUSED_FILE, MODEL_FILE)]
-    tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+    models = [onnx.load(folder / MODEL_FILE, load_external_data=False) for folder in (low, dense)]
+    tensors = {tensor.name: tensor for tensor in models[1].graph.initializer}
     errors = {}
-    for stem in low_bit_stems(model):
+    for stem in low_bit_stems(models[0]):
         name = stem if stem in tensors else f"{stem}.weight"
         before = read_tensor(dense, tensors[name])
-        values = read_weight(low, model, stem).astype(before.dtype)
+        values = read_weight(low, models[0], stem).astype(before.dtype)
         errors[name] = float(np.sqrt(np.mean((values - before) ** 2)) / before.std())
         place = {entry.key: entry.value for entry in tensors[name].external_data}
         with (dense / place["location"]).open("r+b") as stream:

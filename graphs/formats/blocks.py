@@ -25,7 +25,6 @@ class Blocks:
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
 
     folds = False
-    joins_plain = False
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors."""

@@ -15,7 +15,6 @@ class Dense:
     """One element of the model's type for each weight."""
 
     folds = True
-    joins_plain = False
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors: the weight itself."""

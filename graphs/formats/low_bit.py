@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from ortolan.element_types import element_type
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Tensor, emitters
+from ortolan.graphs.formats.blocks import Blocks
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Linear, Normed, Parts
 
 Kind: TypeAlias = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
@@ -16,6 +17,8 @@ Stored: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]  # element type and s
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "nvfp4": 4}
 INTEGERS: tuple[Kind, ...] = ("int4", "int8")
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # that MatMulNBits has on every device
+# On the CPU, MatMulNBits then rounds activations to 8 bits, which is many times faster: see docs/quantisation.md.
+ACCURACY_LEVEL = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,6 @@ class LowBit:
     scale_rows: int = 1
 
     folds = True
-    joins_plain = True
 
     @property
     def bits(self) -> int:
@@ -68,8 +70,13 @@ class LowBit:
         return {f"{stem}.{port}": stored for port, stored in self.ports(shape, dtype).items()}
 
     def plain(self, parts: Parts, linear: Linear) -> Tensor:
-        """Add a LowBitLinear, as a fused graph does."""
-        return self.fused(parts, linear)
+        """Add ONNX Runtime's product where it has one of the format, else LowBitLinear."""
+        if not self._has_product:
+            return self.fused(parts, replace(linear, x=parts.value(linear.x)))
+        shape, dtype = parts.shapes[f"{linear.stem}.weight"], parts.options.dtype
+        attributes = {"K": shape[1], "N": shape[0], "bits": self.bits, "block_size": self.group_size}
+        stored = self.ports(shape, dtype) | {"codes": ("uint8", self._blocks(shape))}
+        return Blocks({**attributes, "accuracy_level": ACCURACY_LEVEL}, stored).plain(parts, linear)
 
     def fused(self, parts: Parts, linear: Linear) -> Tensor:
         """Add a LowBitLinear with the norm before it, its gate, and the residual.
@@ -121,12 +128,29 @@ class LowBit:
         return y
 
     def rows(self, parts: Parts, stem: str, indices: Tensor) -> Tensor:
-        """Look up rows, [T] -> [T, K]; int8 in groups alone."""
-        stored = self.ports(parts.shapes[f"{stem}.weight"], parts.options.dtype)
-        attributes = {"bits": self.bits, "block_size": self.group_size, "gather_axis": 0, "quantize_axis": 1}
-        codes, scales = (self._tensor(parts, stem, port, stored[port]) for port in ("codes", "scales"))
-        path = f"{stem}/GatherBlockQuantized"
-        return parts.graph.node(path, "GatherBlockQuantized", [codes, indices, scales], attributes, MICROSOFT)
+        """Look up rows, [T] -> [T, K]; int8 in groups alone.
+
+        The codes have the shape in which the graph's product reads them, so that a session holds them once.
+        """
+        shape, graph = parts.shapes[f"{stem}.weight"], parts.graph
+        stored = self.ports(shape, parts.options.dtype)
+        scales = self._tensor(parts, stem, "scales", stored["scales"])
+        codes, rank = stored["codes"], 2
+        if not parts.options.fused:
+            codes, rank = ("uint8", self._blocks(shape)), 3
+            scales = graph.reshape(f"{stem}/scales/Reshape", scales, (0, 0, 1))
+        attributes = {"bits": self.bits, "block_size": self.group_size, "gather_axis": 0, "quantize_axis": rank - 1}
+        inputs = [self._tensor(parts, stem, "codes", codes), indices, scales]
+        y = graph.node(f"{stem}/GatherBlockQuantized", "GatherBlockQuantized", inputs, attributes, MICROSOFT)
+        return y if rank == 2 else graph.reshape(f"{stem}/Reshape", y, (0, -1))
+
+    @property
+    def _has_product(self) -> bool:
+        """Whether ONNX Runtime multiplies the format on every device."""
+        return self.kind in INTEGERS and self.group_size in BLOCK_SIZES
+
+    def _blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], self.groups(shape[1]), self.group_size * self.bits // 8)
 
     def _ports(self, parts: Parts, shape: tuple[int, ...]) -> list[tuple[str, tuple[str, tuple[int, ...]]]]:
         return list(self.ports(shape, parts.options.dtype).items())
