@@ -3,9 +3,10 @@
     python benchmarks/model_cpu.py qwen3-0.6b --peer-python PEER/bin/python --json model_cpu.json
 
 PEER is a virtual environment with onnxruntime-genai, and with onnx_ir, torch and transformers for its model
-builder. Both engines export one checkpoint to float32, read equal prompts and feed equal tokens, with as many
-threads; their turns alternate, so that a slow minute of the machine hits both. `qwen3-0.6b` is that model's
-shape with random weights; `retriever` is the model that comes with Ortolan.
+builder. Both engines export one checkpoint to float32 or, with --int4, to int4 (each as it does by default, the
+peer with `int4_accuracy_level` 4). They read equal prompts and feed equal tokens, with as many threads; their turns
+alternate, so that a slow minute of the machine hits both. `qwen3-0.6b` is that model's shape with random weights;
+`retriever` is the model that comes with Ortolan.
 """
 
 from __future__ import annotations
@@ -123,18 +124,21 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=32, help="tokens fed after each prompt")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="intra-op threads of both")
+    parser.add_argument("--int4", action="store_true", help="weights of 4 bits in both")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with _work_dir(options.work_dir) as work:
         checkpoint = shipped_model()
         if options.shape != "retriever":
             checkpoint = make_checkpoint(options.shape, work / "checkpoint", "float32", save_float32)
-        ours = OrtolanEngine(export_ours(checkpoint, work / "ortolan"), options.threads)
-        peer = start_peer(checkpoint, work / "genai", options)
+        weights = "int4" if options.int4 else "dense"
+        ours = OrtolanEngine(export_ours(checkpoint, work / f"ortolan-{weights}", weights), options.threads)
+        peer = start_peer(checkpoint, work / f"genai-{weights}", options)
         machine = {
             "cpu": cpu_name(),
             "threads": options.threads,
             "model": options.shape,
+            "weights": weights,
             "onnxruntime": onnxruntime.__version__,
             "peer": peer.versions if isinstance(peer, PeerEngine) else {"refused": peer},
         }
@@ -159,17 +163,17 @@ def _work_dir(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def export_ours(checkpoint: Path, folder: Path) -> Path:
+def export_ours(checkpoint: Path, folder: Path, weights: str) -> Path:
     """Export by Ortolan."""
     if not folder.exists():
-        ortolan.export(checkpoint, folder, max_context=8192, chunk_size=CHUNK_SIZE)
+        ortolan.export(checkpoint, folder, max_context=8192, chunk_size=CHUNK_SIZE, weight_format=weights)
     return folder
 
 
 def start_peer(checkpoint: Path, folder: Path, options: argparse.Namespace) -> PeerEngine | str:
     """Start the peer on its own export; where its builder refuses the model, return its last line."""
     try:
-        export_peer(options.peer_python, checkpoint, folder)
+        export_peer(options, checkpoint, folder)
     except PeerRefusalError as refusal:
         return str(refusal)
     settings = folder / "genai_config.json"
@@ -179,12 +183,13 @@ def start_peer(checkpoint: Path, folder: Path, options: argparse.Namespace) -> P
     return PeerEngine(options.peer_python, folder)
 
 
-def export_peer(python: str, checkpoint: Path, folder: Path) -> None:
+def export_peer(options: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
     """Export by the peer's builder, told to compute logits of the last token only, as Ortolan does."""
     if (folder / "genai_config.json").is_file():
         return
-    command = [python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
-    command += ["-p", "fp32", "-e", "cpu", "-c", folder / "cache", "--extra_options", "prune_lm_head=true"]
+    command = [options.peer_python, "-m", "onnxruntime_genai.models.builder", "-i", checkpoint, "-o", folder]
+    command += ["-p", "int4" if options.int4 else "fp32", "-e", "cpu", "-c", folder / "cache"]
+    command += ["--extra_options", "prune_lm_head=true", *["int4_accuracy_level=4"] * options.int4]
     built = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if built.returncode:
         raise PeerRefusalError(built.stdout.strip().splitlines()[-1])

@@ -15,7 +15,7 @@ from harness import build_model, empty_caches, open_session, run_session
 import ortolan.custom_ops
 from ortolan.custom_ops import reference
 
-ISA_NAMES = ("plain", "avx2", "avx512")
+ISA_NAMES = ("plain", "avx2", "avx512", "avx512_vnni")
 
 
 def limit_isa(name: str) -> bool:

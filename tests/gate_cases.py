@@ -49,7 +49,9 @@ def plain_gate_mul(case, feeds):
     gates = feeds["gate"][:, case.gate_offset : case.gate_offset + (case.gate_size or case.size)]
     y = x.astype(np.float32)
     if case.norm:
-        y = plain_norm(x.reshape(len(x), case.size // case.norm, case.norm), feeds["norm_weight"], 1e-5).reshape(y.shape)
+        y = plain_norm(x.reshape(len(x), case.size // case.norm, case.norm), feeds["norm_weight"], 1e-5).reshape(
+            y.shape
+        )
     opened = rounded(reference.ROW_GATES[case.activation](gates.astype(np.float64)).astype(np.float32), element)
     y = rounded(y * np.repeat(opened, case.size // gates.shape[1], axis=1), element)
     return y + feeds["residual"].astype(np.float32) if case.residual else y

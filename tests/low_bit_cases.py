@@ -103,8 +103,25 @@ def running_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return sums
 
 
+def rounded_inputs(case: LowBitCase, x: np.ndarray) -> np.ndarray:
+    """Round rows [T, K] as the CPU does for integer codes: to 16 bits, with a power of two for 64 bytes of codes."""
+    columns = {"int4": 128, "int8": 64}.get(case.format)
+    group = case.group_size or x.shape[1]
+    fits = columns and (group in (32, 64, x.shape[1]) or group % columns == 0)
+    if devices.current() != "cpu" or not fits:
+        return x
+    padded = np.pad(x, ((0, 0), (0, -x.shape[1] % columns))).reshape(len(x), -1, columns)
+    largest = np.maximum(np.abs(padded).max(axis=2, keepdims=True), 2.0**-100)
+    fraction, exponent = np.frexp(largest)
+    step = np.ldexp(np.float32(1), exponent - np.where(fraction > 32639 / 32768, 14, 15))
+    return (np.round(padded / step) * step).reshape(len(x), -1)[:, : x.shape[1]].astype(np.float32)
+
+
 def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
-    """Compute [T, O] in float32, with normalised rows, dequantised weights and sums of the element type's precision."""
+    """Compute [T, O] in float32, with inputs as the device rounds them.
+
+    Normalised rows, dequantised weights and sums have the element type's precision.
+    """
     element = feeds["x"].dtype
     weight = low_bit_reference.dequantize(
         **{name: feeds[name] for name in low_bit_reference.WEIGHT_PORTS if name in feeds}, **case.weight_attributes
@@ -116,7 +133,10 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     others = {name: feeds[name].astype(np.float32) for name in ("bias", "residual") if name in feeds}
     rounded = devices.rounded(weight.astype(np.float32), element)
     product = fused_linear(
-        running_sums(x, rounded), np.eye(len(rounded), dtype=np.float32), **others, activation=case.activation
+        running_sums(rounded_inputs(case, x), rounded),
+        np.eye(len(rounded), dtype=np.float32),
+        **others,
+        activation=case.activation,
     )
     return np.asarray(product, np.float32)
 
@@ -169,6 +189,7 @@ def plain_low_bit_experts(case: LowBitExpertCase, feeds: Feeds) -> np.ndarray:
     """Compute y [T, H] in float32, with inner rows and dequantised weights rounded to the element type."""
     options = case.weight_case(1, 1).weight_attributes
     dense = {name: values for name, values in feeds.items() if not name.startswith(low_bit_reference.CODED)}
+    dense["x"] = rounded_inputs(case.weight_case(1, 1), feeds["x"].astype(np.float32)).astype(feeds["x"].dtype)
     for name in ("gate_up", "down"):
         weight = low_bit_reference.dequantize_experts(feeds, name, **options)
         dense[name] = devices.rounded(weight.astype(np.float32), feeds["x"].dtype)

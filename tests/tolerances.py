@@ -12,6 +12,8 @@ LOGITS_RELATIVE = 2e-4
 LONG_LOGITS_RELATIVE = 5e-4
 # The same for int4 products that round their activations to 8 bits: steps of 1/127 that last bits decide, per layer.
 ROUNDED_ACTIVATIONS_RELATIVE = 0.1
+# The same for integer codes on the CPU, whose inputs are off by up to 2^-15 of the largest of 128, per product.
+ROUNDED_INPUTS_RELATIVE = 2e-3
 # A run with evicted caches against one whose caches were built of the kept rows: only GEMM rounding differs.
 SAME_LOGITS = 1e-5
 # An operator's result for one token, alone and among others, relative: another order of float32 sums.

@@ -18,7 +18,12 @@ CASES = {
     "int4-zero-points": LowBitCase(zero_points=True, inputs=96, residual=True),
     "int4-128": LowBitCase(group_size=128, inputs=384, outputs=24, norm=True),
     "int4-channel": LowBitCase(group_size=0, inputs=100, outputs=33, bias=True),
+    "int4-64": LowBitCase(group_size=64, inputs=448, outputs=21, zero_points=True),
+    "int4-tail": LowBitCase(inputs=160, outputs=70, activation="silu_mul"),
+    "int4-odd-groups": LowBitCase(group_size=48, inputs=144, zero_points=True),
+    "int4-256": LowBitCase(group_size=256, inputs=512, outputs=9, zero_points=True),
     "int8": LowBitCase(format="int8", group_size=64, bias=True, residual=True),
+    "int8-128": LowBitCase(format="int8", group_size=128, inputs=640, outputs=66, zero_points=True, norm=True),
     "int8-zero-points": LowBitCase(format="int8", zero_points=True, outputs=7),
     "int8-channel": LowBitCase(format="int8", group_size=0, inputs=50, output="y_float32"),
     "fp8-channel": LowBitCase(format="fp8", group_size=0, inputs=72, norm=True),
@@ -40,7 +45,9 @@ def test_products_are_as_good_as_plain_arithmetic(name):
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
 
 
-@pytest.mark.parametrize("name", ["int4-zero-points", "fp8-channel", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["int4-zero-points", "int4-128", "int4-64", "int4-channel", "int8", "int8-128", "fp8-channel", "nvfp4"]
+)
 def test_every_instruction_set_computes_the_same(name, isa):
     case = CASES[name]
     for tokens in (1, 9):
@@ -49,12 +56,36 @@ def test_every_instruction_set_computes_the_same(name, isa):
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "fp8-blocks", "gated"])
+@pytest.mark.parametrize("name", ["int4", "int4-64", "int4-channel", "int8", "int8-128", "fp8-blocks", "gated"])
 def test_a_row_does_not_depend_on_the_others(name):
     case = CASES[name]
     feeds = low_bit_feeds(case, 16)
     some = {k: v[5:8] if k in ("x", "residual") else v for k, v in feeds.items()}
     devices.assert_same_bits(run_low_bit(case, some), run_low_bit(case, feeds)[5:8])
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-zero-points", "int4-channel", "int8-128", "fp8-blocks"])
+def test_an_input_that_is_not_finite_shows_in_its_row_alone(name):
+    case = CASES[name]
+    feeds = low_bit_feeds(case, 6)
+    clean = run_low_bit(case, feeds)
+    feeds["x"][1, 5], feeds["x"][4, -1] = np.nan, np.inf
+    found = run_low_bit(case, feeds)
+    assert not np.isfinite(found[[1, 4]]).any()
+    devices.assert_same_bits(found[[0, 2, 3, 5]], clean[[0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("name", ["int4-128", "int8"])
+def test_inputs_of_any_size_keep_their_precision(name):
+    case = dataclasses.replace(CASES[name], norm=False, bias=False, residual=False, output="y_float32")
+    feeds = low_bit_feeds(case, 5)
+    expected = run_low_bit(case, feeds)
+    largest = 2.0**-10 if feeds["x"].dtype.itemsize == 2 else 2.0**-60
+    scaled = {**feeds, "x": feeds["x"] * feeds["x"].dtype.type(largest)}
+    if feeds["x"].dtype == np.float32:  # narrower types lose bits of small values
+        devices.assert_same_bits(run_low_bit(case, scaled), expected * np.float32(largest))
+    zeros = {**feeds, "x": np.zeros_like(feeds["x"])}
+    assert not run_low_bit(case, zeros).any()
 
 
 def test_no_tokens_give_no_rows():

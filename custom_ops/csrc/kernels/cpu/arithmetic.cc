@@ -13,6 +13,7 @@ Isa detect() {
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) return Isa::kAvx512Vnni;
   return avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPlain;
 #else
   return Isa::kPlain;
@@ -27,6 +28,7 @@ std::atomic<Isa>& chosen_isa() {
 const Arithmetic& arithmetic() {
 #if defined(ORTOLAN_X86_64)
   switch (chosen_isa().load(std::memory_order_relaxed)) {
+    case Isa::kAvx512Vnni:
     case Isa::kAvx512:
       return kArithmeticAvx512;
     case Isa::kAvx2:
@@ -36,6 +38,13 @@ const Arithmetic& arithmetic() {
   }
 #endif
   return kArithmeticPlain;
+}
+
+const LowBitArithmetic& low_bit_arithmetic() {
+#if defined(ORTOLAN_X86_64)
+  if (chosen_isa().load(std::memory_order_relaxed) == Isa::kAvx512Vnni) return kLowBitAvx512Vnni;
+#endif
+  return arithmetic().low_bit;
 }
 
 }  // namespace
@@ -69,11 +78,11 @@ void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel)
 }
 
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
-  arithmetic().low_bit_linear(params, parallel);
+  low_bit_arithmetic().linear(params, parallel);
 }
 
 void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel) {
-  arithmetic().low_bit_experts(params, parallel);
+  low_bit_arithmetic().experts(params, parallel);
 }
 
 }  // namespace ortolan::cpu

@@ -6,20 +6,25 @@
 
 namespace ortolan::cpu {
 
+struct LowBitArithmetic {
+  void (*linear)(const LowBitLinearParams&, ParallelFor&);
+  void (*experts)(const LowBitExpertsParams&, ParallelFor&);
+};
+
 struct Arithmetic {
   void (*swa_attention)(const SwaAttentionParams&, ParallelFor&);
   void (*snap_kv_score)(const SnapKvScoreParams&, ParallelFor&);
   void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
   void (*causal_conv)(const CausalConvParams&, ParallelFor&);
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
-  void (*low_bit_linear)(const LowBitLinearParams&, ParallelFor&);
-  void (*low_bit_experts)(const LowBitExpertsParams&, ParallelFor&);
+  LowBitArithmetic low_bit;
 };
 
 extern const Arithmetic kArithmeticPlain;
 #if defined(ORTOLAN_X86_64)
 extern const Arithmetic kArithmeticAvx2;
 extern const Arithmetic kArithmeticAvx512;
+extern const LowBitArithmetic kLowBitAvx512Vnni;
 #endif
 
 }  // namespace ortolan::cpu

@@ -10,7 +10,8 @@
 namespace ortolan::cpu {
 
 const Arithmetic kArithmeticAvx2 = {
-    isa_avx2::swa_attention,    isa_avx2::snap_kv_score,  isa_avx2::moe_experts,    isa_avx2::causal_conv,
-    isa_avx2::gated_delta_rule, isa_avx2::low_bit_linear, isa_avx2::low_bit_experts};
+    isa_avx2::swa_attention,    isa_avx2::snap_kv_score,
+    isa_avx2::moe_experts,      isa_avx2::causal_conv,
+    isa_avx2::gated_delta_rule, {isa_avx2::low_bit_linear, isa_avx2::low_bit_experts}};
 
 }  // namespace ortolan::cpu

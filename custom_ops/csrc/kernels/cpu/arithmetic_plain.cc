@@ -10,7 +10,8 @@
 namespace ortolan::cpu {
 
 const Arithmetic kArithmeticPlain = {
-    isa_plain::swa_attention,    isa_plain::snap_kv_score,  isa_plain::moe_experts,    isa_plain::causal_conv,
-    isa_plain::gated_delta_rule, isa_plain::low_bit_linear, isa_plain::low_bit_experts};
+    isa_plain::swa_attention,    isa_plain::snap_kv_score,
+    isa_plain::moe_experts,      isa_plain::causal_conv,
+    isa_plain::gated_delta_rule, {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
 
 }  // namespace ortolan::cpu

@@ -12,6 +12,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "aligned_floats.h"
 #include "element.h"
 #include "expert_lists.h"
 #include "kernels/cpu/operators.generated.h"
@@ -138,11 +139,15 @@ struct DenseStack {
   int64_t rows;
   int64_t columns;
 
-  // Where an input's value of a column lies, and a row of them put there.
+  // What a row of inputs takes; where the value of a column lies, and a row of them put there; and what is
+  // done once all values of a row lie there.
+  int64_t row_floats() const { return columns; }
   int64_t place(int64_t column) const { return column; }
   void place(const float* source, int64_t count, float* target) const {
     std::memcpy(target, source, count * sizeof(float));
   }
+  bool finishes() const { return false; }
+  void finish(float*) const {}
 
   // Gives store(input, row, product) the products of rows first .. of an expert's weight with all inputs.
   template <typename Store>
@@ -160,9 +165,11 @@ class ExpertLayer {
         gate_up_(gate_up),
         down_(down),
         lists_(ExpertLists::of(p)),
-        inner_(new float[p.num_tokens * p.top_k * p.inner_size]),
-        placed_(std::is_same_v<Stack, DenseStack<float>> ? nullptr
-                                                         : new float[p.num_tokens * p.hidden_size]) {
+        x_floats_(gate_up.row_floats()),
+        inner_floats_(down.row_floats()),
+        inner_(aligned_floats(p.num_tokens * p.top_k * inner_floats_)) {
+    if constexpr (!std::is_same_v<Stack, DenseStack<float>>)
+      placed_ = aligned_floats(p.num_tokens * x_floats_);
     x_ = placed_.get();
     const Element* x = static_cast<const Element*>(p.x);
     if constexpr (std::is_same_v<Stack, DenseStack<float>>) x_ = x;
@@ -170,7 +177,7 @@ class ExpertLayer {
     std::unique_ptr<float[]> row(new float[p.hidden_size]);
     for (int64_t t = 0; t < p.num_tokens; ++t) {
       for (int64_t i = 0; i < p.hidden_size; ++i) row[i] = to_float(x[t * p.hidden_size + i]);
-      gate_up.place(row.get(), p.hidden_size, placed_.get() + t * p.hidden_size);
+      gate_up.place(row.get(), p.hidden_size, placed_.get() + t * x_floats_);
     }
   }
 
@@ -178,6 +185,8 @@ class ExpertLayer {
     const int64_t blocks = divide(p_.inner_size);
     parallel.each(blocks * lists_.num_chosen(),
                   [&](int64_t task) { activate(task / blocks, task % blocks * kTaskWeightRows); });
+    if (down_.finishes())
+      parallel.each(p_.num_tokens * p_.top_k, [&](int64_t pair) { down_.finish(inner_row(pair)); });
     parallel.each(divide(p_.hidden_size), [&](int64_t block) { combine(block * kTaskWeightRows); });
   }
 
@@ -192,8 +201,7 @@ class ExpertLayer {
     const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first);
     const int64_t begin = lists_.begin[place], pairs = lists_.begin[place + 1] - begin;
     InputRows inputs(pairs);
-    for (int64_t i = 0; i < pairs; ++i)
-      inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * p_.hidden_size;
+    for (int64_t i = 0; i < pairs; ++i) inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * x_floats_;
     const int64_t expert = lists_.experts[place], factor = p_.inner_size + first;
     const int64_t biases = expert * 2 * p_.inner_size;
     gate_up_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
@@ -231,14 +239,15 @@ class ExpertLayer {
       }
   }
 
-  float* inner_row(int64_t place) const { return inner_.get() + place * p_.inner_size; }
+  float* inner_row(int64_t place) const { return inner_.get() + place * inner_floats_; }
 
   const ExpertStep& p_;
   const Stack gate_up_, down_;
   const ExpertLists lists_;
-  // Both with the values of a row where the weights want them.
-  const std::unique_ptr<float[]> inner_;   // [pairs grouped by expert, I], rounded to Element
-  const std::unique_ptr<float[]> placed_;  // [T, H]; null where x is read as it is
+  // Rows of inputs as the weights take them.
+  const int64_t x_floats_, inner_floats_;
+  const AlignedFloats inner_;  // of pairs grouped by expert, rounded to Element before
+  AlignedFloats placed_;       // of tokens; null where x is read as it is
   const float* x_;
 };
 

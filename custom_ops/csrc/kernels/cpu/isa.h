@@ -4,7 +4,7 @@
 namespace ortolan::cpu {
 
 // Instruction sets the arithmetic kernels are built for, in rising order.
-enum class Isa { kPlain, kAvx2, kAvx512 };
+enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Vnni };
 
 Isa best_isa();
 // Limits what later calls may use; for tests. Returns false where the machine lacks it.

@@ -1,22 +1,22 @@
-// Products with rows of a weight of few bits on the CPU. With few inputs, codes are multiplied as they are
-// read; for more, rows are unpacked to float32 once. Both sum in one order, so that an input's products
-// do not depend on the other inputs.
+// Products with rows of a weight of few bits on the CPU. Integer codes multiply rounded inputs where their
+// groups allow it. Other codes multiply floats: with few inputs, codes are multiplied as they are read; for
+// more, rows are unpacked to float32 once. Both sum in one order, so that an input's products do not depend
+// on the other inputs.
 //
 // A byte of two codes gives its low one by a table lookup and its high one by another, so where groups are of
 // whole blocks of 32 columns, inputs lie as codes do: of each block, the even columns before the odd ones.
 #pragma once
 
-#include "code_vectors.h"
-#include "experts_impl.h"
+#include "integer_rows.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
 constexpr int64_t kUnpackedRows = 8;
 constexpr int64_t kPairedColumns = 2 * kLanes;
 
-// Whether inputs lie in the order of codes.
+// Whether floats lie in the order of codes.
 inline bool is_paired(const LowBitWeight& w) {
-  return code_bits(w.format) == 4 && w.group_size % kPairedColumns == 0;
+  return !takes_rounded(w) && code_bits(w.format) == 4 && w.group_size % kPairedColumns == 0;
 }
 
 // Where an input's value of a column lies.
@@ -162,11 +162,12 @@ class CodeRows {
   const bool paired_;
 };
 
-// Gives store(input, row, product) the products of rows first .. of a weight with all inputs, whose values
-// lie where `input_place` says.
+// Gives store(input, row, product) the products of rows first .. of a weight with all inputs: rounded ones
+// where it takes them, else floats that lie where `input_place` says.
 template <typename Element, typename Store>
 void multiply_codes(const LowBitWeight& w, int64_t first, int64_t count, const InputRows& inputs,
                     Store store) {
+  if (takes_rounded(w)) return IntegerRows<Element>(w).multiply(first, count, inputs, store);
   switch (w.format) {
     case LowBitFormat::kInt4:
       return CodeRows<Element, LowBitFormat::kInt4>(w).multiply(first, count, inputs, store);

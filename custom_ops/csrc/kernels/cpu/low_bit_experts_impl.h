@@ -11,9 +11,15 @@ template <typename Element>
 struct CodeStack {
   StackedWeight weights;
 
+  int64_t row_floats() const { return input_floats(weights.first); }
   int64_t place(int64_t column) const { return input_place(weights.first, column); }
   void place(const float* source, int64_t count, float* target) const {
     place_input(weights.first, source, count, target);
+    finish(target);
+  }
+  bool finishes() const { return takes_rounded(weights.first); }
+  void finish(float* row) const {
+    if (finishes()) round_inputs(weights.first, row, row);
   }
 
   template <typename Store>

@@ -10,15 +10,21 @@ template <typename Element>
 class LowBitLayer {
  public:
   explicit LowBitLayer(const LowBitLinearParams& p)
-      : p_(p), inputs_(p.num_tokens), x_(new float[p.num_tokens * p.num_inputs]) {}
+      : p_(p),
+        task_rows_(p.num_tokens <= kFewTokens ? kFewTaskRows : kManyTaskRows),
+        row_floats_(input_floats(p.weight)),
+        inputs_(p.num_tokens),
+        x_(aligned_floats(p.num_tokens * row_floats_)) {}
 
   void run(ParallelFor& parallel) {
     parallel.each(p_.num_tokens, [&](int64_t token) { prepare(token); });
-    const int64_t tasks = (p_.num_outputs + kUnpackedRows - 1) / kUnpackedRows;
-    parallel.each(tasks, [&](int64_t task) { multiply(task * kUnpackedRows); });
+    const int64_t tasks = (p_.num_outputs + task_rows_ - 1) / task_rows_;
+    parallel.each(tasks, [&](int64_t task) { multiply(task * task_rows_); });
   }
 
  private:
+  static constexpr int64_t kFewTokens = 8, kFewTaskRows = 32, kManyTaskRows = 64;
+
   static float element_at(const void* values, int64_t index) {
     return values ? to_float(static_cast<const Element*>(values)[index]) : 0.0f;
   }
@@ -26,7 +32,7 @@ class LowBitLayer {
   // A row of inputs in float32, normalised and rounded where there is a norm.
   void prepare(int64_t token) {
     const int64_t size = p_.num_inputs;
-    std::unique_ptr<float[]> values(new float[size]);
+    const AlignedFloats values = aligned_floats(size);
     float* row = values.get();
     double squares = 0;
     for (int64_t i = 0; i < size; ++i) {
@@ -34,8 +40,10 @@ class LowBitLayer {
       squares += static_cast<double>(row[i]) * row[i];
     }
     if (p_.norm_weight) normalise(row, squares);
-    inputs_.rows[token] = x_.get() + token * size;
-    place_input(p_.weight, row, size, x_.get() + token * size);
+    float* placed = x_.get() + token * row_floats_;
+    inputs_.rows[token] = placed;
+    if (takes_rounded(p_.weight)) return round_inputs(p_.weight, row, placed);
+    place_input(p_.weight, row, size, placed);
   }
 
   void normalise(float* row, double squares) {
@@ -49,7 +57,7 @@ class LowBitLayer {
   }
 
   void multiply(int64_t first) {
-    const int64_t count = std::min(kUnpackedRows, p_.num_outputs - first);
+    const int64_t count = std::min(task_rows_, p_.num_outputs - first);
     if (p_.activation == GatedActivation::kNone) {
       products(first, count, [&](int64_t t, int64_t row, float sum) { put(t, row, sum); });
       return;
@@ -80,8 +88,9 @@ class LowBitLayer {
   }
 
   const LowBitLinearParams& p_;
+  const int64_t task_rows_, row_floats_;
   InputRows inputs_;
-  const std::unique_ptr<float[]> x_;  // [T, K], where codes want it
+  const AlignedFloats x_;  // rows of inputs as the weight takes them
 };
 
 inline void low_bit_linear(const LowBitLinearParams& p, ParallelFor& parallel) {
