@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import devices
@@ -87,20 +88,22 @@ def expert_feeds(case: ExpertCase, tokens: int, seed: int = 0) -> Feeds:
     return feeds
 
 
-def plain_experts(case: ExpertCase, feeds: Feeds) -> np.ndarray:
-    """Compute y [T, H] in float32, with the inner rows rounded to the element type."""
+def plain_experts(
+    case: ExpertCase, feeds: Feeds, round_rows: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> np.ndarray:
+    """Compute y [T, H] in float32, with the inner rows rounded to the element type, and both products' inputs again."""
     element = feeds["x"].dtype
     wide = {name: feeds[name].astype(np.float32) for name in feeds if name != "experts"}
     y = np.zeros(feeds["x"].shape, np.float32)
     for expert in range(case.experts):
         tokens, choices = np.nonzero(feeds["experts"] == expert)
-        inner = wide["x"][tokens] @ wide["gate_up"][expert].T
+        inner = round_rows(wide["x"][tokens]) @ wide["gate_up"][expert].T
         if case.biases:
             inner = inner + wide["gate_up_bias"][expert]
         gates, factors = np.split(inner, 2, axis=1)
         attributes = {k: v for k, v in case.attributes.items() if k != "activation"}
         hidden = expert_reference.gate(case.activation, gates, factors, **attributes).astype(np.float32)
-        out = devices.rounded(hidden, element) @ wide["down"][expert].T
+        out = round_rows(devices.rounded(hidden, element)) @ wide["down"][expert].T
         if case.biases:
             out = out + wide["down_bias"][expert]
         np.add.at(y, tokens, wide["weights"][tokens, choices, None] * out)

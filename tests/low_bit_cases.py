@@ -189,8 +189,8 @@ def plain_low_bit_experts(case: LowBitExpertCase, feeds: Feeds) -> np.ndarray:
     """Compute y [T, H] in float32, with inner rows and dequantised weights rounded to the element type."""
     options = case.weight_case(1, 1).weight_attributes
     dense = {name: values for name, values in feeds.items() if not name.startswith(low_bit_reference.CODED)}
-    dense["x"] = rounded_inputs(case.weight_case(1, 1), feeds["x"].astype(np.float32)).astype(feeds["x"].dtype)
     for name in ("gate_up", "down"):
         weight = low_bit_reference.dequantize_experts(feeds, name, **options)
         dense[name] = devices.rounded(weight.astype(np.float32), feeds["x"].dtype)
-    return plain_experts(case.experts, dense)
+    sizes = case.weight_case(1, 1)
+    return plain_experts(case.experts, dense, lambda rows: rounded_inputs(sizes, rows) if len(rows) else rows)

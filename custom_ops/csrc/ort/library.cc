@@ -206,8 +206,9 @@ ORTOLAN_EXPORT const char* ortolan_library_info() { return ORTOLAN_VERSION ";cpu
 ORTOLAN_EXPORT const char* ortolan_library_info() { return ORTOLAN_VERSION ";cpu"; }
 #endif
 
-// Limits the CPU kernels to an instruction set (0 plain, 1 AVX2, 2 AVX-512), for tests; 0 where it is absent.
+// Limits the CPU kernels to an instruction set (0 plain, 1 AVX2, 2 AVX-512, 3 with VNNI), for tests; 0 where
+// it is absent.
 ORTOLAN_EXPORT int ortolan_limit_cpu_isa(int isa) {
-  if (isa < 0 || isa > 2) return 0;
+  if (isa < 0 || isa > 3) return 0;
   return ortolan::cpu::limit_isa(static_cast<ortolan::cpu::Isa>(isa));
 }
