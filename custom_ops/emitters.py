@@ -527,8 +527,8 @@ def low_bit_linear(
     rows each. mxfp4: e2m1 code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes *
     float_scales of the row, groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One
     of the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8
-    rows, or of 9 to 16; on the CPU, on no other row. Where docs/quantisation.md says so, inputs of int4 and
-    int8 are rounded to 16 bits.
+    rows, or of 9 to 16; on the CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded
+    to 16 bits.
 
     Args:
         x: [T, I] T1. Rows of I features.

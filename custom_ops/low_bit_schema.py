@@ -98,7 +98,7 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
         "code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes * float_scales of the row, "
         "groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One of the two outputs is asked "
         "for. A row's result does not depend on the other rows of a step of up to 8 rows, or of 9 to 16; on the "
-        "CPU, on no other row. Where docs/quantisation.md says so, inputs of int4 and int8 are rounded to 16 bits.",
+        "CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
             Port(

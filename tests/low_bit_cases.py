@@ -104,10 +104,9 @@ def running_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def rounded_inputs(case: LowBitCase, x: np.ndarray) -> np.ndarray:
-    """Round rows [T, K] as the CPU does for integer codes: to 16 bits, with a power of two for 64 bytes of codes."""
-    columns = {"int4": 128, "int8": 64}.get(case.format)
-    group = case.group_size or x.shape[1]
-    fits = columns and (group in (32, 64, x.shape[1]) or group % columns == 0)
+    """Round rows [T, K] as the CPU does for int4: to 16 bits, with a power of two for 128 columns."""
+    columns, group = 128, case.group_size or x.shape[1]
+    fits = case.format == "int4" and (group in (32, 64, x.shape[1]) or group % columns == 0)
     if devices.current() != "cpu" or not fits:
         return x
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % columns))).reshape(len(x), -1, columns)

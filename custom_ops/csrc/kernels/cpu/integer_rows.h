@@ -1,4 +1,4 @@
-// Products of integer codes with rounded inputs. What a unit adds up is exact: whole numbers in lanes of 32
+// Products of codes of int4 with rounded inputs. What a unit adds up is exact: whole numbers in lanes of 32
 // bits. Lanes are scaled and added in float32, unit by unit, so a product has one order of sums whatever the
 // other rows and inputs are.
 #pragma once
@@ -17,27 +17,17 @@ constexpr int64_t kIntegerRows = 2, kIntegerTokens = 2;
 constexpr int64_t kPrefetchBytes = 2048;  // ahead in a row of codes, and into the rows behind it
 
 // 64 bytes of codes, parted for the products.
-template <int64_t kBits>
 struct CodeUnit {
-  static constexpr int64_t kParts = 8 / kBits;
-
 #if defined(__AVX512VNNI__)
-  IntVec parts[kParts];  // bytes
+  IntVec parts[kCodeParts];  // bytes
 
-  explicit CodeUnit(IntVec codes) {
-    if constexpr (kBits == 8) {
-      parts[0] = codes;
-    } else {
-      parts[0] = codes & 0x0f0f0f0f;
-      parts[1] = (codes >> 4) & 0x0f0f0f0f;
-    }
-  }
+  explicit CodeUnit(IntVec codes) : parts{codes & 0x0f0f0f0f, (codes >> 4) & 0x0f0f0f0f} {}
 
   // Sums of code * q in each lane, less `offset`.
-  IntVec dot(const RoundedUnit<kBits>& unit, IntVec offset) const {
+  IntVec dot(const RoundedUnit& unit, IntVec offset) const {
     const int8_t* bytes = reinterpret_cast<const int8_t*>(unit.numbers);
     __m512i high = _mm512_setzero_si512(), low = reinterpret_cast<__m512i>(-offset);
-    for (int64_t part = 0; part < kParts; ++part, bytes += 2 * kUnitBytes) {
+    for (int64_t part = 0; part < kCodeParts; ++part, bytes += 2 * kUnitBytes) {
       const __m512i codes = reinterpret_cast<__m512i>(parts[part]);
       high = _mm512_dpbusd_epi32(high, codes, _mm512_load_si512(bytes));
       low = _mm512_dpbusd_epi32(low, codes, _mm512_load_si512(bytes + kUnitBytes));
@@ -45,16 +35,15 @@ struct CodeUnit {
     return (reinterpret_cast<IntVec>(high) << 8) + reinterpret_cast<IntVec>(low);
   }
 #else
-  IntVec parts[2 * kParts];  // pairs of 16 bits: bytes 0 and 2 of each lane, then 1 and 3
+  IntVec parts[2 * kCodeParts];  // pairs of 16 bits: bytes 0 and 2 of each lane, then 1 and 3
 
   explicit CodeUnit(IntVec codes) {
-    constexpr int32_t kMask = kBits == 8 ? 0x00ff00ff : 0x000f000f;
-    for (int64_t part = 0; part < 2 * kParts; ++part) parts[part] = (codes >> (part * kBits)) & kMask;
+    for (int part = 0; part < 2 * kCodeParts; ++part) parts[part] = (codes >> (part * 4)) & 0x000f000f;
   }
 
-  IntVec dot(const RoundedUnit<kBits>& unit, IntVec offset) const {
+  IntVec dot(const RoundedUnit& unit, IntVec offset) const {
     IntVec sum = -offset;
-    for (int64_t part = 0; part < 2 * kParts; ++part)
+    for (int64_t part = 0; part < 2 * kCodeParts; ++part)
       sum = sum + multiply_pairs(parts[part], unit.numbers + part * 2 * kLanes);
     return sum;
   }
@@ -113,16 +102,16 @@ inline IntVec load_ints(const void* source, int64_t bytes = kUnitBytes) {
   return loaded;
 }
 
-template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
+template <int64_t kScales, bool kZeroPoints, int64_t kTokens>
 [[gnu::always_inline]] inline void add_unit(const IntegerBlock& block, int64_t unit, const IntVec* loaded,
                                             Vec (&sums)[kTokens][kIntegerRows]) {
-  constexpr int32_t kMiddle = kBits == 4 ? 8 : 128;
+  constexpr int32_t kMiddle = 8;
   for (int64_t r = 0; r < kIntegerRows; ++r) {
-    const CodeUnit<kBits> codes(loaded[r]);
+    const CodeUnit codes(loaded[r]);
     const int64_t place = (unit >> block.scale_shift) * kScales;
     const Vec scales = spread<kScales>(block.scales[r] + place);
     for (int64_t t = 0; t < kTokens; ++t) {
-      const auto& x = reinterpret_cast<const RoundedUnit<kBits>*>(block.inputs[t])[unit];
+      const auto& x = reinterpret_cast<const RoundedUnit*>(block.inputs[t])[unit];
       const IntVec lane_sums = load_ints(x.lane_sums);
       Vec dots = to_floats(codes.dot(x, kZeroPoints ? IntVec{} : lane_sums * kMiddle));
       if constexpr (kZeroPoints) dots = dots - spread<kScales>(block.zeros[r] + place) * to_floats(lane_sums);
@@ -131,7 +120,7 @@ template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
   }
 }
 
-template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
+template <int64_t kScales, bool kZeroPoints, int64_t kTokens>
 [[gnu::noinline]] void multiply_integers(const IntegerBlock& block, IntegerSums& products) {
   Vec sums[kTokens][kIntegerRows] = {};
   IntVec loaded[kIntegerRows];
@@ -141,12 +130,12 @@ template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
       __builtin_prefetch(codes + kPrefetchBytes);
       loaded[r] = load_ints(codes);
     }
-    add_unit<kBits, kScales, kZeroPoints, kTokens>(block, unit, loaded, sums);
+    add_unit<kScales, kZeroPoints, kTokens>(block, unit, loaded, sums);
   }
   if (block.rest_bytes) {
     for (int64_t r = 0; r < kIntegerRows; ++r)
       loaded[r] = load_ints(block.codes[r] + block.whole_units * kUnitBytes, block.rest_bytes);
-    add_unit<kBits, kScales, kZeroPoints, kTokens>(block, block.whole_units, loaded, sums);
+    add_unit<kScales, kZeroPoints, kTokens>(block, block.whole_units, loaded, sums);
   }
   for (int64_t t = 0; t < kTokens; ++t)
     for (int64_t r = 0; r < kIntegerRows; ++r) products[t][r] = horizontal_sum(sums[t][r]);
@@ -156,20 +145,17 @@ template <int64_t kBits, int64_t kScales, bool kZeroPoints, int64_t kTokens>
 struct IntegerKernels {
   IntegerKernel one, several;
 
-  template <int64_t kBits, int64_t kScales>
+  template <int64_t kScales>
   static IntegerKernels with(bool zero_points) {
     if (zero_points)
-      return {multiply_integers<kBits, kScales, true, 1>,
-              multiply_integers<kBits, kScales, true, kIntegerTokens>};
-    return {multiply_integers<kBits, kScales, false, 1>,
-            multiply_integers<kBits, kScales, false, kIntegerTokens>};
+      return {multiply_integers<kScales, true, 1>, multiply_integers<kScales, true, kIntegerTokens>};
+    return {multiply_integers<kScales, false, 1>, multiply_integers<kScales, false, kIntegerTokens>};
   }
 
   static IntegerKernels of(const LowBitWeight& w, int64_t unit_scales) {
     const bool zeros = w.zero_points;
-    if (w.format == LowBitFormat::kInt8) return unit_scales == 2 ? with<8, 2>(zeros) : with<8, 1>(zeros);
-    if (unit_scales == 4) return with<4, 4>(zeros);
-    return unit_scales == 2 ? with<4, 2>(zeros) : with<4, 1>(zeros);
+    if (unit_scales == 4) return with<4>(zeros);
+    return unit_scales == 2 ? with<2>(zeros) : with<1>(zeros);
   }
 };
 
@@ -179,12 +165,11 @@ class IntegerRows {
  public:
   explicit IntegerRows(const LowBitWeight& weight)
       : w_(weight),
-        bits_(code_bits(weight.format)),
-        unit_(unit_columns(bits_)),
-        units_((weight.columns + unit_ - 1) / unit_),
-        unit_scales_(weight.groups() > 1 && weight.group_size < unit_ ? unit_ / weight.group_size : 1),
+        units_(num_units(weight.columns)),
+        unit_scales_(
+            weight.groups() > 1 && weight.group_size < kUnitColumns ? kUnitColumns / weight.group_size : 1),
         groups_(weight.groups()),
-        group_units_(groups_ == 1 ? units_ : std::max<int64_t>(1, weight.group_size / unit_)),
+        group_units_(groups_ == 1 ? units_ : std::max<int64_t>(1, weight.group_size / kUnitColumns)),
         in_place_(std::is_same_v<Element, float> && !weight.zero_points &&
                   !(group_units_ & (group_units_ - 1)) && groups_ * group_units_ == units_ * unit_scales_),
         kernels_(IntegerKernels::of(weight, unit_scales_)) {
@@ -224,9 +209,9 @@ class IntegerRows {
 
   IntegerBlock block_of(int64_t first, int64_t count) {
     IntegerBlock block;
-    const int64_t row_bytes = w_.columns * bits_ / 8;
-    block.whole_units = w_.columns / unit_;
-    block.rest_bytes = w_.columns % unit_ * bits_ / 8;
+    const int64_t row_bytes = w_.columns / 2;
+    block.whole_units = w_.columns / kUnitColumns;
+    block.rest_bytes = w_.columns % kUnitColumns / 2;
     block.scale_shift = in_place_ ? __builtin_ctzll(group_units_) : 0;
     for (int64_t r = 0; r < kIntegerRows; ++r) {
       const int64_t row = first + std::min(r, count - 1);
@@ -257,13 +242,12 @@ class IntegerRows {
   }
 
   float zero_point(int64_t row, int64_t group) const {
-    if (bits_ == 8) return w_.zero_points[row * groups_ + group];
     const uint8_t pair = w_.zero_points[row * ((groups_ + 1) / 2) + group / 2];
     return group % 2 ? pair >> 4 : pair & 15;
   }
 
   const LowBitWeight& w_;
-  const int64_t bits_, unit_, units_, unit_scales_, groups_;
+  const int64_t units_, unit_scales_, groups_;
   const int64_t group_units_;  // whole units of a group, or 1
   const bool in_place_;        // whether scales are read where they are stored
   const IntegerKernels kernels_;

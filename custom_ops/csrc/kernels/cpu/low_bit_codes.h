@@ -1,4 +1,4 @@
-// Products with rows of a weight of few bits on the CPU. Integer codes multiply rounded inputs where their
+// Products with rows of a weight of few bits on the CPU. Codes of int4 multiply rounded inputs where their
 // groups allow it. Other codes multiply floats: with few inputs, codes are multiplied as they are read; for
 // more, rows are unpacked to float32 once. Both sum in one order, so that an input's products do not depend
 // on the other inputs.

@@ -42,7 +42,7 @@ class LowBitLayer {
     if (p_.norm_weight) normalise(row, squares);
     float* placed = x_.get() + token * row_floats_;
     inputs_.rows[token] = placed;
-    if (takes_rounded(p_.weight)) return round_inputs(p_.weight, row, placed);
+    if (takes_rounded(p_.weight)) return round_inputs(row, size, placed);
     place_input(p_.weight, row, size, placed);
   }
 

@@ -1,7 +1,7 @@
-// Rows of inputs as whole numbers of 16 bits, which integer codes multiply without rounding.
+// Rows of inputs as whole numbers of 16 bits, which codes of int4 multiply without rounding.
 //
-// A unit is what 64 bytes of codes multiply: 128 columns of 4 bits, 64 of 8. Its columns share a power of
-// two, so that an input is off by at most 2^-15 of the largest of them. A lane is 4 bytes of codes.
+// A unit is what 64 bytes of codes multiply, 128 columns. They share a power of two, so that an input is off
+// by at most 2^-15 of the largest of them. A lane is 4 bytes of codes.
 #pragma once
 
 #include <algorithm>
@@ -12,41 +12,33 @@
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
-constexpr int64_t kUnitBytes = 64;
+constexpr int64_t kUnitBytes = 64, kUnitColumns = 128;
+constexpr int64_t kCodeParts = 2;  // codes of a byte
 
-constexpr int64_t unit_columns(int64_t bits) { return kUnitBytes * 8 / bits; }
-
-// Whether a weight's codes are whole numbers whose scales belong to whole lanes of a unit, 8 at least.
+// Whether a weight is int4 whose scales belong to whole lanes of a unit, 4 at least.
 inline bool takes_rounded(const LowBitWeight& w) {
-  if (w.format != LowBitFormat::kInt4 && w.format != LowBitFormat::kInt8) return false;
-  const int64_t unit = unit_columns(code_bits(w.format)), group = w.group_size;
-  return w.groups() == 1 || group % unit == 0 || (unit % group == 0 && group >= 32);
+  if (w.format != LowBitFormat::kInt4) return false;
+  const int64_t group = w.group_size;
+  return w.groups() == 1 || group % kUnitColumns == 0 || (kUnitColumns % group == 0 && group >= 32);
 }
 
 // A unit of 16-bit numbers q; an input is `scale` * q.
 //
-// With VNNI `numbers` are bytes: of each part of a code byte (one or two), the high bytes of the numbers,
+// With VNNI `numbers` are bytes: of each part of a code byte, the high bytes of the numbers,
 // then the low ones, with q = 256 * high + low. Else they are pairs: of each part of a lane's bytes 0 and 2,
 // and of its bytes 1 and 3, their numbers, lane by lane.
-template <int64_t kBits>
 struct RoundedUnit {
-  static constexpr int64_t kColumns = unit_columns(kBits);
-
-  alignas(64) int16_t numbers[kColumns];
+  alignas(64) int16_t numbers[kUnitColumns];
   int32_t lane_sums[kLanes];  // of q, over the columns of a lane
   float scale;                // NaN where an input is not finite
 };
 
-template <int64_t kBits>
-int64_t num_units(int64_t columns) {
-  return (columns + unit_columns(kBits) - 1) / unit_columns(kBits);
-}
+inline int64_t num_units(int64_t columns) { return (columns + kUnitColumns - 1) / kUnitColumns; }
 
 // Floats that a row of inputs takes, be they rounded or not.
 inline int64_t input_floats(const LowBitWeight& w) {
   if (!takes_rounded(w)) return w.columns;
-  const int64_t bytes = code_bits(w.format) == 4 ? num_units<4>(w.columns) * sizeof(RoundedUnit<4>)
-                                                 : num_units<8>(w.columns) * sizeof(RoundedUnit<8>);
+  const auto bytes = num_units(w.columns) * static_cast<int64_t>(sizeof(RoundedUnit));
   const int64_t floats = std::max<int64_t>(w.columns, bytes / sizeof(float));
   return (floats + kLanes - 1) / kLanes * kLanes;  // each row begins at a line of the cache
 }
@@ -59,28 +51,24 @@ inline float rounding_step(float largest) {
 }
 
 // Where the number of a unit's column lies, among int16_t.
-template <int64_t kBits>
 constexpr int64_t pair_place(int64_t column) {
-  constexpr int64_t kParts = 8 / kBits;
-  const int64_t byte = column / kParts, part = column % kParts, lane = byte / 4, within = byte % 4;
-  return ((within % 2 * kParts + part) * kLanes + lane) * 2 + within / 2;
+  const int64_t byte = column / kCodeParts, part = column % kCodeParts, lane = byte / 4, within = byte % 4;
+  return ((within % 2 * kCodeParts + part) * kLanes + lane) * 2 + within / 2;
 }
 
-template <int64_t kBits>
-void place_numbers(const int16_t* numbers, RoundedUnit<kBits>& unit) {
-  constexpr int64_t kParts = 8 / kBits;
+inline void place_numbers(const int16_t* numbers, RoundedUnit& unit) {
 #if defined(__AVX512VNNI__)
   int8_t* bytes = reinterpret_cast<int8_t*>(unit.numbers);
-  for (int64_t part = 0; part < kParts; ++part, bytes += 2 * kUnitBytes)
+  for (int64_t part = 0; part < kCodeParts; ++part, bytes += 2 * kUnitBytes)
     for (int64_t i = 0; i < kUnitBytes; ++i) {
-      const int32_t q = numbers[i * kParts + part], high = (q + 128) >> 8;
+      const int32_t q = numbers[i * kCodeParts + part], high = (q + 128) >> 8;
       bytes[i] = static_cast<int8_t>(high);
       bytes[kUnitBytes + i] = static_cast<int8_t>(q - 256 * high);
     }
 #else
-  for (int64_t i = 0; i < unit.kColumns; ++i) unit.numbers[pair_place<kBits>(i)] = numbers[i];
+  for (int64_t i = 0; i < kUnitColumns; ++i) unit.numbers[pair_place(i)] = numbers[i];
 #endif
-  constexpr int64_t kLaneColumns = 4 * kParts;
+  constexpr int64_t kLaneColumns = 4 * kCodeParts;
   for (int64_t lane = 0; lane < kLanes; ++lane) {
     int32_t sum = 0;
     for (int64_t i = 0; i < kLaneColumns; ++i) sum += numbers[lane * kLaneColumns + i];
@@ -88,15 +76,13 @@ void place_numbers(const int16_t* numbers, RoundedUnit<kBits>& unit) {
   }
 }
 
-template <int64_t kBits>
-void round_unit(const float* values, int64_t count, RoundedUnit<kBits>& unit) {
-  constexpr int64_t kColumns = RoundedUnit<kBits>::kColumns;
+inline void round_unit(const float* values, int64_t count, RoundedUnit& unit) {
   constexpr float kSmallest = 7.9e-31f;  // 2^-100: the reciprocals of steps stay finite
-  float padded[kColumns];
+  float padded[kUnitColumns];
   std::memcpy(padded, values, count * sizeof(float));
-  std::fill_n(padded + count, kColumns - count, 0.0f);
+  std::fill_n(padded + count, kUnitColumns - count, 0.0f);
   Vec top = {}, zeros = {};
-  for (int64_t i = 0; i < kColumns; i += kLanes) {
+  for (int64_t i = 0; i < kUnitColumns; i += kLanes) {
     const Vec x = load(padded + i);
     top = maximum(select(x < 0.0f, -x, x), top);
     zeros = zeros + x * 0.0f;
@@ -105,29 +91,22 @@ void round_unit(const float* values, int64_t count, RoundedUnit<kBits>& unit) {
   const bool usable = not_finite == 0 && largest >= kSmallest;
   const float step = usable ? rounding_step(largest) : 1.0f, inverse = usable ? 1.0f / step : 0.0f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  int16_t numbers[kColumns];
-  for (int64_t i = 0; i < kColumns; i += kLanes) {
+  int16_t numbers[kUnitColumns];
+  for (int64_t i = 0; i < kUnitColumns; i += kLanes) {
     const Vec x = usable ? load(padded + i) : Vec{};
     const IntVec q = __builtin_convertvector((x * inverse + kRound) - kRound, IntVec);
     for (int64_t lane = 0; lane < kLanes; ++lane) numbers[i + lane] = static_cast<int16_t>(q[lane]);
   }
-  place_numbers<kBits>(numbers, unit);
+  place_numbers(numbers, unit);
   unit.scale = usable ? step : not_finite;
 }
 
 // Rounds a row of `count` inputs, which may lie where the units go: no unit is larger than its inputs.
-template <int64_t kBits>
-void round_row(const float* values, int64_t count, float* target) {
-  constexpr int64_t kColumns = RoundedUnit<kBits>::kColumns;
-  static_assert(sizeof(RoundedUnit<kBits>) <= kColumns * sizeof(float));
-  auto* units = reinterpret_cast<RoundedUnit<kBits>*>(target);
-  for (int64_t first = 0; first < count; first += kColumns, ++units)
-    round_unit<kBits>(values + first, std::min(kColumns, count - first), *units);
-}
-
-inline void round_inputs(const LowBitWeight& w, const float* values, float* target) {
-  if (code_bits(w.format) == 4) return round_row<4>(values, w.columns, target);
-  round_row<8>(values, w.columns, target);
+inline void round_inputs(const float* values, int64_t count, float* target) {
+  static_assert(sizeof(RoundedUnit) <= kUnitColumns * sizeof(float));
+  auto* units = reinterpret_cast<RoundedUnit*>(target);
+  for (int64_t first = 0; first < count; first += kUnitColumns, ++units)
+    round_unit(values + first, std::min(kUnitColumns, count - first), *units);
 }
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA
