@@ -113,6 +113,7 @@ class FusedParts(Parts):
             {"x": norm.x, "norm_weight": self.weight(norm.weight), "residual": residual},
             epsilon=norm.epsilon,
         )
+        self.graph.describe(y, self.options.onnx_type, (self.row_axis, self.config.hidden_size))
         return y
 
     def scale(self, path: str, x: Tensor, weight: Tensor) -> Tensor:
