@@ -45,6 +45,7 @@ class CacheStore:
     Attributes:
         tensors: for each layer that has a state of its own, its arrays [N, ...] by role.
         grows: for each of them, whether a sequence takes more slots as it gets longer.
+        growing_sizes: slots of a page of the layers that grow, each with its kind, None where caches are contiguous.
     """
 
     def __init__(
@@ -163,6 +164,8 @@ class CacheStore:
             if SLOTS in block.spec.page_shape:
                 slots = int(block.array.shape[1 + block.slot_axis])
                 self._page_slots |= {index: slots for index, _ in block.members}
+        growing = [index for index in self.tensors if self.grows[index]]
+        self.growing_sizes = {(kind.name if (kind := self.kind(i)) else None, self.page_slots(i)) for i in growing}
 
 
 class SequenceCaches:
@@ -192,6 +195,10 @@ class SequenceCaches:
         if not self.store.grows[index]:
             return self.store.plan.layers[index].capacity
         return len(self.page_numbers(index)) * self.store.page_slots(index)
+
+    def least_capacity(self) -> int:
+        """Return the fewest slots that a layer has now, of those that grow; at least one does."""
+        return min(slots if name is None else slots * len(self.pages[name]) for name, slots in self.store.growing_sizes)
 
     def tables(self) -> dict[str, Array]:
         """Make the block tables, [1, pages in use] int32, by the graph's input names; contiguous caches have none."""

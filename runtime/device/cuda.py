@@ -6,9 +6,8 @@ that the pool hands out again is reused in stream order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import AbstractContextManager
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,38 @@ OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 MIN_BYTES = 256  # an array without elements still gets an address
 
 
+class _Failures(AbstractContextManager[None]):
+    """Turns errors of CUDA into OrtolanError, out of memory into CapacityError, inside of other contexts.
+
+    One object serves all uses, also nested ones: a step enters dozens of them.
+    """
+
+    def __init__(self, cupy: ModuleType, device_id: int, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts, self._device_id = contexts, device_id
+        self._out_of_memory = cupy.cuda.memory.OutOfMemoryError
+        self._failures = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+
+    def __enter__(self) -> None:
+        try:
+            for context in self._contexts:
+                context.__enter__()
+        except self._failures as error:
+            raise self._translated(error) from error
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(kind, error, trace)
+        if isinstance(error, (self._out_of_memory, *self._failures)):
+            raise self._translated(error) from error
+
+    def _translated(self, error: BaseException) -> OrtolanError:
+        if isinstance(error, self._out_of_memory) or getattr(error, "status", None) == OUT_OF_MEMORY:
+            return CapacityError(f"cuda:{self._device_id} has no memory left for this: {error}")
+        return OrtolanError(f"cuda:{self._device_id} failed: {error}; start a new process")
+
+
 class CudaBuffers:
     """Arrays in the memory of one CUDA device, on one stream."""
 
@@ -47,6 +78,9 @@ class CudaBuffers:
         self._device = cupy.cuda.Device(device_id)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._failures = _Failures(cupy, device_id)
+        self._on_device = _Failures(cupy, device_id, self._device)
+        self._on_stream = _Failures(cupy, device_id, self._device, self._stream)
         self._pool = cupy.cuda.MemoryPool()
         self._pinned_pool = cupy.cuda.PinnedMemoryPool()  # own, so that only later work of this stream reuses it
 
@@ -65,16 +99,14 @@ class CudaBuffers:
         """Shared memory that a block of a kernel may ask for."""
         return int(self._device.attributes["MaxSharedMemoryPerBlockOptin"])
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> AbstractContextManager[None]:
         """Make the device and the stream current for array arithmetic.
 
         Raises:
             CapacityError: the device has no memory for a result.
             OrtolanError: a kernel failed; the device cannot be used by this process any more.
         """
-        with self._failures(), self._device, self._stream:
-            yield
+        return self._on_stream
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array that holds anything."""
@@ -110,9 +142,10 @@ class CudaBuffers:
         return result
 
     def write(self, target: Array, source: npt.NDArray[Any]) -> None:
-        """Overwrite a device array with a host array of its shape and type; of the latter see `upload`."""
-        with self.scope():
-            target.set(np.ascontiguousarray(source))
+        """Overwrite a device array, all of it, with a host array of its shape and type; of the latter see `upload`."""
+        source = np.ascontiguousarray(source)
+        with self._failures:
+            target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self._stream)
 
     def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Allocate host memory that `download` is quick to fill."""
@@ -134,7 +167,7 @@ class CudaBuffers:
         size = int(np.prod(shape, dtype=np.int64))
         size_bytes = size * np.dtype(dtype).itemsize
         try:
-            with self._failures(), self._device:
+            with self._on_device:
                 memory = self._pinned_pool.malloc(max(size_bytes, MIN_BYTES))
         except CapacityError as error:
             raise CapacityError(f"cannot allocate {size_bytes} bytes of pinned host memory") from error
@@ -161,12 +194,12 @@ class CudaBuffers:
 
     def event(self) -> Any:
         """Make an event that `record` marks and `wait` waits for."""
-        with self._failures(), self._device:
+        with self._on_device:
             return self._cupy.cuda.Event()
 
     def record(self, event: Any) -> None:
         """Mark the end of all work enqueued so far."""
-        with self._failures():
+        with self._failures:
             event.record(self._stream)
 
     def wait(self, event: Any) -> None:
@@ -175,17 +208,17 @@ class CudaBuffers:
         Raises:
             OrtolanError: a kernel failed; the device cannot be used by this process any more.
         """
-        with self._failures():
+        with self._failures:
             event.synchronize()
 
     def seconds_between(self, begin: Any, end: Any) -> float:
         """Return the device time between two events that have passed."""
-        with self._failures():
+        with self._failures:
             return float(self._cupy.cuda.get_elapsed_time(begin, end)) / 1000
 
     def synchronize(self) -> None:
         """Wait for everything on the stream. Raises as `wait`."""
-        with self._failures():
+        with self._failures:
             self._stream.synchronize()
 
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
@@ -212,24 +245,11 @@ class CudaBuffers:
     def trim(self) -> None:
         """Give memory that no array uses back to the device; waits for the stream."""
         self.synchronize()
-        with self._failures(), self._device:
+        with self._on_device:
             self._pool.free_all_blocks()
 
     def memory(self) -> tuple[int, int]:
         """Return the free and all bytes of the device, whoever uses them."""
-        with self._failures(), self._device:
+        with self._on_device:
             free, total = self._cupy.cuda.runtime.memGetInfo()
         return int(free), int(total)
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turn errors of CUDA into OrtolanError, out of memory into CapacityError."""
-        cuda = self._cupy.cuda
-        try:
-            yield
-        except cuda.memory.OutOfMemoryError as error:
-            raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
-        except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
-            if error.status == OUT_OF_MEMORY:
-                raise CapacityError(f"cuda:{self.device_id} has no memory left for this: {error}") from error
-            raise OrtolanError(f"cuda:{self.device_id} failed: {error}; start a new process") from error

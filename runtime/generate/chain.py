@@ -62,9 +62,14 @@ class Chain:
 
     def wanted_after(self, turn: Turn, tokens: Sequence[int], draft: Sequence[int]) -> Wanted:
         """Say how the token behind a sequence's tokens is chosen, and those behind each token of a draft."""
-        seen = [*tokens, *draft] if turn.sampling.repetition_penalty != 1.0 else []
-        known = len(tokens)
-        draws = [turn.draw(known + i, seen[: known + i]) for i in range(1 + len(draft))]
+        known, first = len(tokens), turn.draw(len(tokens))
+        if first.has_penalty:
+            seen = [*tokens, *draft]
+            draws = [turn.draw(known + i, seen[: known + i]) for i in range(1 + len(draft))]
+        elif first.is_random:
+            draws = [turn.draw(known + i) for i in range(1 + len(draft))]
+        else:
+            draws = [first] * (1 + len(draft))  # the most likely token wherever it lies
         return Wanted(draws=draws, logprobs=turn.logprobs)
 
     def settle(self) -> None:
@@ -140,7 +145,8 @@ class Chain:
         start, captured = time.perf_counter(), self._stats.graph_capture_seconds
         try:
             end = self.state.fed + ahead + len(row.tokens)
-            self._check = Check(draft, end, self._feeder.run(row))
+            result = self._feeder.stepper.run([row]) if is_early else self._feeder.run(row)
+            self._check = Check(draft, end, result)
         except BaseException:  # the step may be written, and what it chose is not known to one behind it
             self._feeder.discard(ahead + len(row.tokens))
             self._check = None

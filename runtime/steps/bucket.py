@@ -18,7 +18,7 @@ from ortolan.runtime.generate.device_logprobs import read_logprobs
 from ortolan.runtime.generate.device_sampler import DeviceSampler
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.device_result import Choices, DeviceResult
-from ortolan.runtime.steps.layout import StepLayout, StepShape
+from ortolan.runtime.steps.layout import HostInputs, StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.together import hand_on_hidden
 
@@ -86,14 +86,15 @@ class Hidden:
 
 
 class Bucket:
-    """Steps of one shape. `host` is what the inputs are written to first."""
+    """Steps of one shape. `inputs` is what they are written to first."""
 
     def __init__(self, manifest: Manifest, shape: StepShape, device: CudaBuffers, logits: Array) -> None:
         self.layout = StepLayout(manifest, shape)
-        self.host = np.zeros(self.layout.bytes, np.uint8)
-        self.block: Array = device.upload(self.host)
+        self._host = np.zeros(self.layout.bytes, np.uint8)
+        self.inputs = HostInputs(self.layout, self._host)
+        self.block: Array = device.upload(self._host)
         self._device, self._turn = device, 0
-        self._staging = [device.pinned(self.host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
+        self._staging = [device.pinned(self._host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
         self.logits = logits  # [R, V]
         self.hidden = Hidden(manifest, shape.tokens, device)
         with device.scope():
@@ -131,12 +132,10 @@ class Bucket:
 
     def write(self, begin: int, end: int) -> None:
         """Enqueue the copy of a range of the host's inputs; these may be changed at once."""
-        staging = self._staging[self._turn % STAGING_BUFFERS]
+        staging = self._staging[self._turn % STAGING_BUFFERS][begin:end]
         self._turn += 1
-        staging[begin:end] = self.host[begin:end]
-        with self._device.scope():
-            target = self.block[begin:end]
-        self._device.write(target, staging[begin:end])
+        staging[:] = self._host[begin:end]
+        self._device.write(self.block[begin:end], staging)
 
     def choose(
         self, rows: Sequence[Row], *, goes_on: bool, advance_tokens: int, begin: Any, staging: Any

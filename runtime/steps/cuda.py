@@ -27,7 +27,7 @@ from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.opening import is_out_of_memory
 from ortolan.runtime.steps.bucket import NO_GRAPH, Bucket, Hidden
 from ortolan.runtime.steps.device_result import DeviceResult
-from ortolan.runtime.steps.layout import StepLayout, StepShape
+from ortolan.runtime.steps.layout import HostInputs, StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import Decoder
 
@@ -82,7 +82,8 @@ class CudaStepper:
 
     def run(self, rows: Sequence[Row]) -> DeviceResult:
         """Enqueue a step of several sequences."""
-        bucket, is_eager = self._bucket(rows), not self._can_capture(rows)
+        is_eager = not self._can_capture(rows)
+        bucket = self._bucket(rows, is_eager=is_eager)
         goes_on = self._goes_on(rows, bucket)
         chosen = None if goes_on else self._pick_chosen(rows)
         self._last = (None, 0)  # until the step is enqueued
@@ -143,9 +144,9 @@ class CudaStepper:
             for row in rows
         )
 
-    def _bucket(self, rows: Sequence[Row]) -> Bucket:
+    def _bucket(self, rows: Sequence[Row], *, is_eager: bool = False) -> Bucket:
         """Return what holds the logits of a step: the smallest batch size for its sequences, or for its logit rows."""
-        width = max(len(row.tokens) for row in rows) if self._can_capture(rows) else 1
+        width = 1 if is_eager else max(len(row.tokens) for row in rows)
         count = len(rows) if width > 1 else sum(len(row.draws) for row in rows)
         size = next((size for size in self._sizes if size >= count), 1 << (count - 1).bit_length())
         if (size, width) not in self._buckets:
@@ -188,7 +189,7 @@ class CudaStepper:
         )
         layout = StepLayout(self._decoder.manifest, shape)
         host = self._device.pinned((layout.bytes,), np.uint8)
-        layout.fill(host, rows, EMPTY_ENTRY)
+        HostInputs(layout, host).fill(rows, EMPTY_ENTRY)
         block = self._device.upload(host)
         with self._device.scope():
             inputs, logits = layout.named(block), bucket.logits[: shape.logit_rows]
@@ -209,9 +210,9 @@ class CudaStepper:
         """Replay the graph of a bucket, or capture it."""
         layout = bucket.layout
         if not goes_on:
-            layout.fill(bucket.host, rows, EMPTY_ENTRY)
+            bucket.inputs.fill(rows, EMPTY_ENTRY)
             bucket.write(0, layout.bytes)
-        elif layout.extend(bucket.host, rows):
+        elif bucket.inputs.extend(rows):
             bucket.write(layout.tables_begin, layout.bytes)
         self._put_chosen(bucket.state.token_ids, chosen)
         bucket.hidden.give(rows)

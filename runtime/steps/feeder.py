@@ -93,6 +93,8 @@ class Feeder:
     def rooms(self) -> int:
         """Return how many more tokens the caches take as they are."""
         limit = self.plan.bound or self.plan.max_context
+        if self._growing and not self.state.lengths.counts:  # all hold the same
+            return min(self.caches.least_capacity(), limit) - self.state.lengths.logical
         rooms = (min(self.caches.capacity(i), limit) - held for i, held in self.held().items())
         return min(rooms, default=self.plan.max_context)
 

@@ -19,7 +19,7 @@ from ortolan.runtime.device.buffers import Array, wrap
 from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
 from ortolan.runtime.generate.sampler import choose
 from ortolan.runtime.steps.interrupt import Interrupt
-from ortolan.runtime.steps.layout import StepLayout, StepShape
+from ortolan.runtime.steps.layout import HostInputs, StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
 from ortolan.runtime.steps.together import hand_on_hidden
@@ -73,6 +73,7 @@ class _Bound:
 
     layout: StepLayout
     block: npt.NDArray[np.uint8]
+    inputs: HostInputs
     logits: Logits
     binding: Any
     hidden: Array | None = None  # what a draft head reads
@@ -109,7 +110,7 @@ class HostStepper:
     def run(self, rows: Sequence[Row]) -> HostResult:
         """Feed tokens of several sequences."""
         bound = self._binding(rows)
-        bound.layout.fill(bound.block, rows, NO_PAGE)
+        bound.inputs.fill(rows, NO_PAGE)
         if bound.hidden is not None:
             bound.hidden[:] = np.concatenate([row.hidden for row in rows])
         self._bind_caches(bound, rows)
@@ -161,7 +162,7 @@ class HostStepper:
             if name in self._decoder.inputs:
                 binding.bind_ortvalue_input(name, wrap(array))
         binding.bind_ortvalue_output(contract.LOGITS, wrap(logits))
-        bound = _Bound(layout, block, logits, binding)
+        bound = _Bound(layout, block, HostInputs(layout, block), logits, binding)
         manifest, buffers = self._decoder.manifest, self._store.buffers
         if manifest.hidden_size:
             bound.hidden_out = buffers.empty((shape.tokens, manifest.hidden_size), manifest.dtype)

@@ -52,6 +52,71 @@ class StepShape:
     columns: tuple[tuple[str, int], ...] = ()
 
 
+class HostInputs:
+    """The inputs of a step in a host block, as views that are made once for many steps."""
+
+    def __init__(self, layout: StepLayout, block: npt.NDArray[np.uint8]) -> None:
+        """View a block of `layout.bytes` bytes."""
+        self.token_ids, self.positions = layout.token_ids.view(block), layout.positions.view(block)
+        self.rope_variant, self.logit_rows = layout.rope_variant.view(block), layout.logit_rows.view(block)
+        self.query_start, self.past_len = layout.query_start.view(block), layout.past_len.view(block)
+        self.all_kv_len = block[layout.kv_begin : layout.tables_begin].view(np.int32)
+        self.kv_len = {index: place.view(block) for index, place in layout.kv_len.items()}
+        self.tables = {name: place.view(block) for name, place in layout.tables.items()}
+        self._entries: dict[str, list[int]] = {}  # of each row of the tables
+
+    def fill(self, rows: Sequence[Row], no_page: int) -> None:
+        """Write the inputs of a step; `no_page` stands in tables past the pages in use."""
+        self._fill_tokens(rows)
+        self._fill_lengths(rows)
+        for name, table in self.tables.items():
+            table[:] = no_page
+            for b, row in enumerate(rows):
+                table[b, : len(row.pages[name])] = row.pages[name]
+        self._entries = {name: [len(row.pages[name]) for row in rows] for name in self.tables}
+
+    def extend(self, rows: Sequence[Row]) -> bool:
+        """Write pages that were added to the sequences that `fill` was told of last; returns whether there are any."""
+        changed = False
+        for name, entries in self._entries.items():
+            for b, row in enumerate(rows):
+                pages = row.pages[name]
+                if len(pages) > entries[b]:
+                    self.tables[name][b, entries[b] : len(pages)] = pages[entries[b] :]
+                    entries[b], changed = len(pages), True
+        return changed
+
+    def _fill_tokens(self, rows: Sequence[Row]) -> None:
+        begin = chosen = 0
+        for b, row in enumerate(rows):
+            count, draws = len(row.tokens), len(row.draws)
+            end = begin + count
+            self.query_start[b] = begin
+            self.token_ids[begin:end] = row.tokens
+            self.positions[begin:end] = np.arange(row.logical, row.logical + count)
+            self.rope_variant[begin:end] = row.variant
+            self.logit_rows[chosen : chosen + draws] = np.arange(end - draws, end)
+            begin, chosen = end, chosen + draws
+        self.query_start[len(rows) :] = begin
+        if begin < len(self.token_ids):
+            self.token_ids[begin:] = self.positions[begin:] = self.rope_variant[begin:] = 0
+        if chosen < len(self.logit_rows):
+            self.logit_rows[chosen:] = 0
+
+    def _fill_lengths(self, rows: Sequence[Row]) -> None:
+        past = self.past_len
+        past[: len(rows)] = [row.logical for row in rows]
+        past[len(rows) :] = 0
+        if len(rows) == len(past) == 1 and not rows[0].physical:
+            self.all_kv_len[:] = past[0]
+            return
+        evicted = [(b, row.physical) for b, row in enumerate(rows) if row.physical]
+        for index, lengths in self.kv_len.items():
+            lengths[:] = past[:, None]
+            for b, physical in evicted:
+                lengths[b] = physical[index]
+
+
 class StepLayout:
     """Places the inputs of a step.
 
@@ -65,7 +130,6 @@ class StepLayout:
         self.shape = shape
         self._manifest = manifest
         self._bytes = 0
-        self._entries: dict[str, list[int]] = {}  # of each row of the tables
         columns, sequences = dict(shape.columns), shape.sequences
         heads = {i: layer.num_kv_heads for i, layer in enumerate(manifest.layers) if layer.evictable}
         self.token_ids = self._place((shape.tokens,), "int64")
@@ -86,28 +150,6 @@ class StepLayout:
         """Bytes of the block."""
         return self._bytes
 
-    def fill(self, block: npt.NDArray[np.uint8], rows: Sequence[Row], no_page: int) -> None:
-        """Write the inputs of a step to a host block; `no_page` stands in tables past the pages in use."""
-        self._fill_tokens(block, rows)
-        self._fill_lengths(block, rows)
-        for name, place in self.tables.items():
-            table = place.view(block)
-            table[:] = no_page
-            for b, row in enumerate(rows):
-                table[b, : len(row.pages[name])] = row.pages[name]
-        self._entries = {name: [len(row.pages[name]) for row in rows] for name in self.tables}
-
-    def extend(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> bool:
-        """Write pages that were added to the sequences that `fill` was told of last; returns whether there are any."""
-        changed = False
-        for name, entries in self._entries.items():
-            for b, row in enumerate(rows):
-                pages = row.pages[name]
-                if len(pages) > entries[b]:
-                    self.tables[name].view(block)[b, entries[b] : len(pages)] = pages[entries[b] :]
-                    entries[b], changed = len(pages), True
-        return changed
-
     def named(self, block: Array) -> dict[str, Array]:
         """Map graph input names to the inputs in a block, on the host or the device."""
         inputs = {
@@ -120,39 +162,6 @@ class StepLayout:
         }
         inputs |= {contract.kv_len(index): lengths.view(block) for index, lengths in self.kv_len.items()}
         return inputs | {kind.block_table: self.tables[kind.name].view(block) for kind in self._manifest.cache_kinds}
-
-    def _fill_tokens(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
-        token_ids, positions, variants = (
-            place.view(block) for place in (self.token_ids, self.positions, self.rope_variant)
-        )
-        starts, wanted = self.query_start.view(block), self.logit_rows.view(block)
-        begin = chosen = 0
-        for b, row in enumerate(rows):
-            count, draws = len(row.tokens), len(row.draws)
-            end = begin + count
-            starts[b] = begin
-            token_ids[begin:end] = row.tokens
-            positions[begin:end] = np.arange(row.logical, row.logical + count)
-            variants[begin:end] = row.variant
-            wanted[chosen : chosen + draws] = np.arange(end - draws, end)
-            begin, chosen = end, chosen + draws
-        starts[len(rows) :] = begin
-        token_ids[begin:] = positions[begin:] = variants[begin:] = 0
-        wanted[chosen:] = 0
-
-    def _fill_lengths(self, block: npt.NDArray[np.uint8], rows: Sequence[Row]) -> None:
-        past = self.past_len.view(block)
-        past[: len(rows)] = [row.logical for row in rows]
-        past[len(rows) :] = 0
-        if len(rows) == len(past) == 1 and not rows[0].physical:
-            block[self.kv_begin : self.tables_begin].view(np.int32)[:] = past[0]
-            return
-        evicted = [(b, row.physical) for b, row in enumerate(rows) if row.physical]
-        for index, place in self.kv_len.items():
-            lengths = place.view(block)
-            lengths[:] = past[:, None]
-            for b, physical in evicted:
-                lengths[b] = physical[index]
 
     def _place(self, shape: tuple[int, ...], dtype: str) -> Field:
         place = Field(self._bytes, shape, dtype)

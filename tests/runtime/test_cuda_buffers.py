@@ -40,7 +40,11 @@ class Failing:
     def fail(self, *_, **__):
         raise self._error
 
-    set = get = malloc = record = synchronize = free_all_blocks = fail
+    get = malloc = record = synchronize = free_all_blocks = copy_from_host_async = fail
+
+    @property
+    def data(self) -> "Failing":
+        return self
 
 
 class Stream(Failing):
