@@ -121,6 +121,15 @@ class AttentionTask {
 
   bool touched(int64_t begin, int64_t end) const { return seen().touches(begin, end); }
 
+  // Keys of a tile, counted from its first, around those that some row of the block sees; at least one is
+  // seen.
+  KeyRange seen_in_tile(int64_t first) const {
+    const Visible see = seen();
+    const KeyRange sinks = see.sinks.clip(first, first + kTileKeys);
+    const KeyRange window = see.window.clip(first, first + kTileKeys);
+    return {(sinks.empty() ? window : sinks).begin - first, (window.empty() ? sinks : window).end - first};
+  }
+
   void add_sink_logit(float logit, RowState& state, float* sums) const {
     const float largest = std::max(state.largest, logit);
     if (largest == kNegativeInfinity) return;
@@ -130,12 +139,17 @@ class AttentionTask {
     for (int64_t d = 0; d < size_; ++d) sums[d] *= keep;
   }
 
+  // Whether keys are read from their rows, and not turned into columns first, which many rows share.
+  bool by_rows() const { return rows_.count() <= 2 * kRowBlock; }
+
   void attend_tile(int64_t first) {
-    transpose_tile(rows_of({p_.key_cache, p_.key_scale, p_.cache_element}, first, &scratch_[0]), size_,
-                   columns());
+    float* const buffer = by_rows() ? columns() : &scratch_[0];
+    keys_ = rows_of({p_.key_cache, p_.key_scale, p_.cache_element}, first, buffer);
+    if (!by_rows()) transpose_tile(keys_, size_, columns());
     values_ = rows_of({p_.value_cache, p_.value_scale, p_.cache_element}, first, &scratch_[0]);
     int64_t r = 0;
     for (; r + kRowBlock <= rows_.count(); r += kRowBlock) attend_rows<kRowBlock>(r, first);
+    for (; r + 2 <= rows_.count(); r += 2) attend_rows<2>(r, first);
     for (; r < rows_.count(); ++r) attend_rows<1>(r, first);
   }
 
@@ -148,8 +162,11 @@ class AttentionTask {
 
   template <int64_t kRows>
   void attend_rows(int64_t row, int64_t first) {
-    float scores[kRows * kTileKeys];
-    dot_tile<kRows>(&queries_[row * size_], size_, columns(), size_, scores);
+    float scores[kRows * kTileKeys] = {};
+    if (by_rows())
+      dot_rows<kRows>(&queries_[row * size_], size_, keys_, size_, seen_in_tile(first), scores);
+    else
+      dot_tile<kRows>(&queries_[row * size_], size_, columns(), size_, scores);
     finish_scores(scores, kRows * kTileKeys, p_.scale, p_.softcap);
     bool all = true;
     for (int64_t r = 0; r < kRows; ++r) {
@@ -216,8 +233,8 @@ class AttentionTask {
   std::vector<float> total_values_;
   std::vector<RowState> span_;
   std::vector<float> span_values_;
-  std::unique_ptr<float[]> scratch_;  // unpacked rows [64, D], then key columns [D, 64]
-  const float* values_ = nullptr;     // rows [64, D] of the current tile
+  std::unique_ptr<float[]> scratch_;                 // unpacked rows [64, D], then key columns [D, 64]
+  const float *keys_ = nullptr, *values_ = nullptr;  // rows [64, D] of the current tile
 };
 
 inline std::vector<RowBlock> row_blocks(const SwaAttentionParams& p) {

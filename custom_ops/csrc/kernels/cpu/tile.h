@@ -67,18 +67,17 @@ void unpack_rows(const CacheLayout& cache, const Element* pool, int64_t sequence
   }
 }
 
-// The tile's rows where they lie, if they are float32, all seen and adjacent in the cache; else null.
+// The tile's rows where they lie, if they are float32 and adjacent in the cache; else null. Rows that are not
+// seen hold anything. Some row of the tile is seen, so its page is there.
 inline const float* rows_in_place(const CacheLayout& cache, const float* pool, int64_t sequence, int64_t head,
-                                  int64_t first, const Visible& seen) {
-  if (!seen.covers(first, first + kTileKeys)) return nullptr;
+                                  int64_t first) {
   const int64_t slot = cache.slot(first), last = cache.slot(first + kTileKeys - 1);
   const bool one_page = !cache.block_table || slot / cache.page_slots == last / cache.page_slots;
   if (last != slot + kTileKeys - 1 || !one_page) return nullptr;
   return pool + cache.row_offset(sequence, head, slot);
 }
 
-inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int64_t, int64_t,
-                                  const Visible&) {
+inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int64_t, int64_t) {
   return nullptr;
 }
 
@@ -86,7 +85,7 @@ inline const float* rows_in_place(const CacheLayout&, const Half*, int64_t, int6
 template <typename Element>
 const float* tile_rows(const CacheLayout& cache, const Element* pool, int64_t sequence, int64_t head,
                        int64_t first, const Visible& seen, float* buffer) {
-  const float* rows = rows_in_place(cache, pool, sequence, head, first, seen);
+  const float* rows = rows_in_place(cache, pool, sequence, head, first);
   if (rows) return rows;
   unpack_rows(cache, pool, sequence, head, first, seen, buffer);
   return buffer;
@@ -170,6 +169,38 @@ void dot_tile(const float* queries, int64_t query_stride, const float* columns, 
   }
 }
 
+// sums[r] += the products of kCount columns of 16 keys, rows [16, D], in the columns' order.
+template <int64_t kRows, int64_t kCount>
+inline void add_columns(const float* queries, int64_t query_stride, const float* rows, int64_t size,
+                        Vec (&sums)[kRows]) {
+  Vec columns[kLanes];
+  transpose_lanes<kCount>(rows, size, columns);
+  for (int64_t j = 0; j < kLanes; ++j) __builtin_prefetch(rows + (kLanes + j) * size);  // the next 16 keys
+  for (int64_t d = 0; d < kCount; ++d)
+    for (int64_t r = 0; r < kRows; ++r)
+      sums[r] = sums[r] + broadcast(queries[r * query_stride + d]) * columns[d];
+}
+
+// The same from rows [64, D], bit for bit, for keys in [begin, end) rounded outwards to groups of 16; others'
+// scores stay as they are. Quicker than by columns for few query rows.
+template <int64_t kRows>
+void dot_rows(const float* queries, int64_t query_stride, const float* rows, int64_t size, KeyRange keys,
+              float* scores) {
+  for (int64_t j = keys.begin / kLanes * kLanes; j < keys.end; j += kLanes) {
+    Vec total[kRows] = {};
+    for (int64_t begin = 0; begin < size; begin += kDotColumns) {
+      Vec sums[kRows] = {};
+      const int64_t end = std::min(begin + kDotColumns, size);
+      int64_t d = begin;
+      for (; d + kLanes <= end; d += kLanes)
+        add_columns<kRows, kLanes>(queries + d, query_stride, rows + j * size + d, size, sums);
+      if (d < end) add_columns<kRows, kLanes / 2>(queries + d, query_stride, rows + j * size + d, size, sums);
+      for (int64_t r = 0; r < kRows; ++r) total[r] = begin ? total[r] + sums[r] : sums[r];
+    }
+    for (int64_t r = 0; r < kRows; ++r) store(scores + r * kTileKeys + j, total[r]);
+  }
+}
+
 // Adds kVecs vectors from column d on: sums[r][d..] += sum over `keys` of weights[r][j] * rows[j][d..].
 template <int64_t kRows, int64_t kVecs>
 void add_weighted_vecs(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
@@ -190,7 +221,10 @@ void add_weighted_vecs(const float* weights, const float* rows, int64_t size, Ke
 // sums[r][0..D) += sum over keys [begin, end) of weights[r][j] * rows[j].
 template <int64_t kRows>
 void add_weighted(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
+  constexpr int64_t kWideVecs = kRows <= 2 ? 2 * kPassVecs : kPassVecs;
   int64_t d = 0;
+  for (; d + kWideVecs * kLanes <= size; d += kWideVecs * kLanes)
+    add_weighted_vecs<kRows, kWideVecs>(weights, rows + d, size, keys, sums + d);
   for (; d + kPassVecs * kLanes <= size; d += kPassVecs * kLanes)
     add_weighted_vecs<kRows, kPassVecs>(weights, rows + d, size, keys, sums + d);
   for (; d + kLanes <= size; d += kLanes)

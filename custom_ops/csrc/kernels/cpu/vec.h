@@ -72,6 +72,31 @@ inline void transpose_block(const float* rows, int64_t row_stride, float* column
   for (int i = 0; i < 8; ++i) std::memcpy(columns + i * column_stride, &b[i], sizeof(Vec8));
 }
 
+// to = the elements of `from` by turns from its lower and its upper half.
+inline void interleave_halves(const Vec (&from)[kLanes], Vec (&to)[kLanes]) {
+  for (int i = 0; i < kLanes / 2; ++i) {
+    const Vec a = from[i], b = from[i + kLanes / 2];
+    to[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    to[2 * i + 1] =
+        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
+}
+
+// Transposes 16 rows of kCount floats in registers: columns[i][j] = rows[j][i], rows lying a stride of floats
+// apart. Each turn of four moves one bit of an element's place from its row to its column.
+template <int64_t kCount>
+inline void transpose_lanes(const float* rows, int64_t stride, Vec (&columns)[kLanes]) {
+  Vec turned[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    columns[i] = Vec{};
+    std::memcpy(&columns[i], rows + i * stride, kCount * sizeof(float));
+  }
+  interleave_halves(columns, turned);
+  interleave_halves(turned, columns);
+  interleave_halves(columns, turned);
+  interleave_halves(turned, columns);
+}
+
 // e^x for x <= 0 (relative error near 1e-7); 0 below the range of normal floats, -inf included.
 inline Vec exponential(Vec x) {
   const float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
