@@ -9,6 +9,9 @@
 // that of gemv_sm90.cuh, instruction by instruction: the eight parts of a slice, apart, then the slices in
 // their order. The bits that a token gets depend neither on the other tokens nor on which of the two kernels
 // takes it.
+//
+// Where a layer's bits must not depend on any number of rows (kChain), a slice's sum is one chain of 16
+// inputs after 16, as wgmma sums in rows_sm90.cuh.
 #pragma once
 
 #include "few_tokens.h"
@@ -148,23 +151,39 @@ struct FewWeights {
   }
 };
 
-// Products of a group's rows and the tokens' inputs over a slice. Lane 4 g + t reads pieces t of the parts,
-// of token g and of row g / 2 + 4 (g % 2): so the lanes that read together read different banks. It has the
-// sums of its token for rows t and t + 4.
-template <typename Element, int kTiles>
-struct FewProducts {
-  float sums[kTiles][RowSlices::kParts][2][4];
-
-  __device__ __forceinline__ void clear() {
+// Products of a group's rows and the tokens' inputs over a slice. Lane 4 g + t has two sums of token g of
+// each tile, those of the rows whose places are 2 t and 2 t + 1.
+template <int kTiles>
+struct FewLanes {
+  // Where a row of a tile stands among the tensor cores' columns, and the other way round: its bits reversed.
+  // So the lanes that read together read different banks.
+  static __device__ __forceinline__ int place(int row) { return row % 2 * 4 + row / 2 % 2 * 2 + row / 4; }
+  // The row that the lane reads.
+  static __device__ __forceinline__ int row() { return place(static_cast<int>(threadIdx.x) % 32 / 4); }
+  // Writes sums [tiles, 2] to `target` [tokens, stride] of a group, rows in the order of their places, in the
+  // shared memory of a block of the cluster.
+  static __device__ __forceinline__ void store(const float (&sums)[kTiles][2], const float* target,
+                                               int stride, int block) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t first = shared_address(target + lane / 4 * stride + lane % 4 * 2);
 #pragma unroll
-    for (int n = 0; n < kTiles * RowSlices::kParts * 8; ++n)
-      sums[n / (RowSlices::kParts * 8)][n / 8 % RowSlices::kParts][n / 4 % 2][n % 4] = 0;
+    for (int tile = 0; tile < kTiles; ++tile)
+      store_pair_at(first + tile * FewStream::kTileRows * static_cast<int>(sizeof(float)), block,
+                    sums[tile][0], sums[tile][1]);
   }
-  // Where the lane's piece of the first part lies in a tile.
+};
+
+// The parts of a slice apart: lanes read pieces t of the parts.
+template <typename Element, int kTiles, bool kChain>
+struct FewProducts {
+  float sums[kTiles][RowSlices::kParts][2][4] = {};
+
+  // Where the lane's piece of the first part lies in a tile, and of the inputs.
   static __device__ __forceinline__ int lane_place() {
-    const int lane = threadIdx.x % 32, row = lane / 8 + lane / 4 % 2 * 4;
-    return row * 128 + (lane % 4 ^ row) * 16;
+    const int row = FewLanes<kTiles>::row();
+    return row * 128 + (threadIdx.x % 4 ^ row) * 16;
   }
+  static __device__ __forceinline__ int input_place() { return threadIdx.x % 4 * 16; }
   // `place`: that of the lane in the copy's tiles; `input`: the lane's first piece.
   __device__ __forceinline__ void multiply(const char* copy, int place, const char* input) {
     const auto piece = [](const char* at) { return *reinterpret_cast<const uint4*>(at); };
@@ -185,16 +204,33 @@ struct FewProducts {
   __device__ __forceinline__ float sum(int tile, int n) const {
     return sum_of_slice([&](int part) { return sums[tile][part][0][n] + sums[tile][part][1][n]; });
   }
-  // Writes the sums to `target` [tokens, stride] of a group in the shared memory of a block of the cluster:
-  // of each tile row 0, row 4, row 1, row 5 ...
-  __device__ __forceinline__ void store(const float* target, int stride, int block) const {
-    const int lane = threadIdx.x % 32;
-    const uint32_t first = shared_address(target + lane / 4 * stride + lane % 4 * 2);
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      store_pair_at(first + tile * FewStream::kTileRows * static_cast<int>(sizeof(float)), block,
-                    sum(tile, 0), sum(tile, 1));
+};
+
+// One chain: lanes read inputs 4 t .. 4 t + 4 of each 16. Which of an instruction's inputs is which does not
+// change its sum.
+template <typename Element, int kTiles>
+struct FewProducts<Element, kTiles, true> {
+  float sums[kTiles][4] = {};
+
+  static __device__ __forceinline__ int lane_place() {
+    const int row = FewLanes<kTiles>::row(), t = threadIdx.x % 4;
+    return row * 128 + (t / 2 ^ row) * 16 + t % 2 * 8;
   }
+  static __device__ __forceinline__ int input_place() { return threadIdx.x % 4 * 8; }
+  __device__ __forceinline__ void multiply(const char* copy, int place, const char* input) {
+    const auto half_piece = [](const char* at) { return *reinterpret_cast<const uint2*>(at); };
+#pragma unroll
+    for (int k = 0; k < RowSlices::kStepBytes / 32; ++k) {
+      const uint2 x = half_piece(input + k * 32);
+      const uint32_t inputs[] = {x.x, 0, x.y, 0};
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint2 w = half_piece(copy + tile * FewStream::kTileBytes + k / 4 * 1024 + (place ^ k % 4 * 32));
+        Half<Element>::multiply_add(sums[tile], inputs, w.x, w.y);
+      }
+    }
+  }
+  __device__ __forceinline__ float sum(int tile, int n) const { return sums[tile][n]; }
 };
 
 // Starts to bring the block's slices of the tokens' inputs to shared memory; where they end amid a step,
@@ -259,7 +295,7 @@ __device__ __forceinline__ void normalise_few_inputs(const FewParams& p, int fir
 }
 
 // The outputs that a thread writes at the end of each turn.
-template <typename Element, int kTiles, bool kGated>
+template <typename Element, int kTiles, bool kGated, bool kChain>
 struct FewOutputs {
   using Weights = FewWeights<kTiles, kGated>;
   static constexpr int kMost = FewStream::kMaxTurnRows * kFewTokens / kGemvThreads;  // of a thread in a turn
@@ -303,8 +339,7 @@ struct FewOutputs {
     each<1>(first_group, [&](int n, int token, int group, int line) {
       const int tile = (group - first_group) * kTiles + line / Weights::kTileOutputs;
       const int row = line % Weights::kTileOutputs;
-      const float* first =
-          sums + token * stride + tile * FewStream::kTileRows + (kGated ? 2 * row : row % 4 * 2 + row / 4);
+      const float* first = sums + token * stride + tile * FewStream::kTileRows + FewLanes<kTiles>::place(row);
       const auto sum_of_slices = [&](const float* slice) {
         float sum = *slice;
 #pragma unroll 2
@@ -313,13 +348,13 @@ struct FewOutputs {
       };
       const float gate = sum_of_slices(first);
       const float factor = kGated ? sum_of_slices(first + 1) : 0.0f;
-      store_output<Element>(p.linear, p.pass.first_token + token, weights.first_output(group) + line, gate,
-                            factor, residual_of(n));
+      store_output<Element, kChain>(p.linear, p.pass.first_token + token, weights.first_output(group) + line,
+                                    gate, factor, residual_of(n));
     });
   }
 };
 
-template <typename Element, int kTiles, bool kGated>
+template <typename Element, int kTiles, bool kGated, bool kChain>
 __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
     few_stream_kernel(const __grid_constant__ FewParams p) {
 #if __CUDA_ARCH__ == 900
@@ -333,7 +368,7 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
   auto* barriers = reinterpret_cast<Barrier*>(ring + stream.barriers_offset());
   Barrier& arrived = barriers[stream.rounds * kGemvWarps];
   FewWeights<kTiles, kGated> weights(p, ring, barriers, rank);
-  FewOutputs<Element, kTiles, kGated> outputs{p, weights, {}};
+  FewOutputs<Element, kTiles, kGated, kChain> outputs{p, weights, {}};
   weights.start();
   fetch_norm<Element>(p.linear, norm);
   if (threadIdx.x == 0) arrived.init(1);
@@ -349,9 +384,9 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
   __syncthreads();
   if (stream.cluster > 1) cluster_sync();  // all have begun: their shared memory can be written
 
-  using Products = FewProducts<Element, kTiles>;
-  const int lane = threadIdx.x % 32, place = Products::lane_place();
-  const char* lane_input = inputs + lane / 4 * stream.token_stride + lane % 4 * 16;
+  using Products = FewProducts<Element, kTiles, kChain>;
+  const int place = Products::lane_place();
+  const char* lane_input = inputs + threadIdx.x % 32 / 4 * stream.token_stride + Products::input_place();
   int finisher = 0;                    // the block that finishes the turn
   int turn_sums = stream.turn_sums();  // from this turn's to the next one's
   for (int group = 0; group < weights.groups; group += stream.groups_per_turn) {
@@ -361,16 +396,19 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
       const GemvUnit unit = weights.step.unit;
       const char* input = lane_input + unit.slice * stream.slices.bytes;
       Products products;
-      products.clear();
       do {
         const char* copy = weights.wait();
         products.multiply(copy, place, input);
         input += RowSlices::kStepBytes;
         weights.release();
       } while (weights.step.step > 0);
-      products.store(sums + (weights.first_slice + unit.slice) * kFewTokens * stream.sums_stride() +
-                         (unit.group - group) * kTiles * FewStream::kTileRows,
-                     stream.sums_stride(), finisher);
+      float unit_sums[kTiles][2];
+#pragma unroll
+      for (int n = 0; n < 2 * kTiles; ++n) unit_sums[n / 2][n % 2] = products.sum(n / 2, n % 2);
+      FewLanes<kTiles>::store(unit_sums,
+                              sums + (weights.first_slice + unit.slice) * kFewTokens * stream.sums_stride() +
+                                  (unit.group - group) * kTiles * FewStream::kTileRows,
+                              stream.sums_stride(), finisher);
     }
     if (stream.cluster > 1)
       cluster_sync();

@@ -23,7 +23,7 @@ inline int64_t few_block_bytes(const FusedLinearParams& p, const Device& device)
 }
 
 // False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
-template <int kTiles>
+template <int kTiles, bool kChain>
 bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& stream) {
   constexpr int kMaxSumsBytes = 24576;
   if (p.num_inputs % FewStream::kColumns != 0 || p.num_inputs > (1 << 20) || p.num_outputs > kMaxOutputs)
@@ -36,7 +36,7 @@ bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& strea
   const auto plan = [&](int limit, int cluster, int min_rounds) {
     stream.cluster = cluster;
     stream.block_slices = static_cast<int>(divide_up(stream.slices.count, cluster));
-    stream.token_stride = stream.block_slices * stream.slices.bytes + 64;
+    stream.token_stride = stream.block_slices * stream.slices.bytes + (kChain ? 32 : 64);
     stream.groups_per_turn = FewStream::kMaxTurnRows / (kTiles * FewStream::kTileRows);
     stream.rounds = 0;
     const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(); };
@@ -65,13 +65,13 @@ cudaError_t make_few_map(CUtensorMap& map, const FusedLinearParams& p) {
 
 // Multiplies the tokens of a pass in groups of kTiles tiles. False, and nothing launched, where they must be
 // others.
-template <typename Element, int kTiles, bool kGated>
+template <typename Element, int kTiles, bool kGated, bool kChain>
 bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                       cudaError_t& error) {
   FewParams params{p, pass, {}, {}};
   FewStream& stream = params.stream;
-  if (!plan_few<kTiles>(p, launch.device, stream)) return false;
-  constexpr auto kKernel = few_stream_kernel<Element, kTiles, kGated>;
+  if (!plan_few<kTiles, kChain>(p, launch.device, stream)) return false;
+  constexpr auto kKernel = few_stream_kernel<Element, kTiles, kGated, kChain>;
   const auto groups = static_cast<int>(divide_up(p.num_outputs, FewWeights<kTiles, kGated>::kOutputs));
   const dim3 block(kGemvThreads);
   int clusters = launch.device.num_multiprocessors;
@@ -93,14 +93,14 @@ bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const La
 
 // The same. Two tiles share what is read of the inputs, and one buffer's wait: for layers that keep all warps
 // busy for long.
-template <typename Element, bool kGated>
+template <typename Element, bool kGated, bool kChain>
 bool launch_few_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                        cudaError_t& error) {
   if (launch.device.compute_capability != 90) return false;
   if (few_block_bytes(p, launch.device) >= kFewLongBytes &&
-      launch_few_tiles<Element, 2, kGated>(p, pass, launch, error))
+      launch_few_tiles<Element, 2, kGated, kChain>(p, pass, launch, error))
     return true;
-  return launch_few_tiles<Element, 1, kGated>(p, pass, launch, error);
+  return launch_few_tiles<Element, 1, kGated, kChain>(p, pass, launch, error);
 }
 
 }  // namespace ortolan::cuda

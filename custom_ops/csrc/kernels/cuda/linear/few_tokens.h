@@ -1,6 +1,8 @@
 // Which layers get the same bits for a token whatever the number of tokens, up to kFewTokens.
 #pragma once
 
+#include "kernels/cuda/common/launch.cuh"
+#include "kernels/cuda/common/row_vectors.cuh"
 #include "kernels/fused_params.h"
 
 namespace ortolan::cuda {
@@ -15,6 +17,15 @@ inline bool takes_stream(const FusedLinearParams& p) {
   constexpr int64_t kMinRowBytes = 2048, kMaxRowBytes = 16384;
   const int64_t row_bytes = p.num_inputs * element_bytes(p.element);
   return row_bytes >= kMinRowBytes && row_bytes <= kMaxRowBytes && p.num_outputs <= (1 << 29);
+}
+
+// Whether few_sm90.cuh and rows_sm90.cuh multiply a layer whose rows must have the same bits whatever their
+// number: they read whole pieces. Longer rows do not fit into shared memory, or their norm sums otherwise.
+inline bool takes_chain(const FusedLinearParams& p, const Device& device) {
+  constexpr int64_t kMostInputs = 32768, kMostNormedInputs = 8192;
+  return device.compute_capability == 90 && p.element != ElementType::kFloat32 && p.num_inputs % 64 == 0 &&
+         p.num_inputs <= (p.norm_weight ? kMostNormedInputs : kMostInputs) && p.num_outputs <= (1 << 29) &&
+         has_whole_pieces(0, {p.input, p.weight, p.norm_weight});
 }
 
 }  // namespace ortolan::cuda

@@ -142,7 +142,8 @@ __device__ __forceinline__ Element load_residual(const FusedLinearParams& p, int
   return static_cast<const Element*>(p.residual)[token * p.num_outputs + output];
 }
 
-template <typename Element>
+// `kNearly`: activations of results of 16 bits are those of rows_sm90.cuh.
+template <typename Element, bool kNearly = false>
 __device__ __forceinline__ void store_output(const FusedLinearParams& p, int64_t token, int64_t output,
                                              float gate, float factor, Element residual) {
   const auto* bias = static_cast<const Element*>(p.bias);
@@ -150,7 +151,8 @@ __device__ __forceinline__ void store_output(const FusedLinearParams& p, int64_t
   if (bias) gate += to_float(bias[output]);
   float y = gate;
   if (p.activation != GatedActivation::kNone)
-    y = activate(p.activation, gate) * (factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
+    y = (kNearly && !p.output_float32 ? activate_nearly(p.activation, gate) : activate(p.activation, gate)) *
+        (factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
   if (p.residual) y += to_float(residual);
   if (p.output_float32)
     static_cast<float*>(p.output)[index] = y;

@@ -26,7 +26,7 @@ bool launch_stream_step(const FusedLinearParams& p, int first, int& taken, const
   if (!takes_stream(p)) return false;
   taken = std::min(left, kFewTokens);
   if (is_faster_by_tiles(p, taken, launch.device) &&
-      launch_few_stream<Element, kGated>(p, {first, taken}, launch, error))
+      launch_few_stream<Element, kGated, false>(p, {first, taken}, launch, error))
     return true;
   taken = std::min(left, 2);
   if (taken == 2 && launch_gemv_stream<Element, 2, kGated>(p, {first, 2}, launch, error)) return true;
@@ -49,6 +49,25 @@ cudaError_t launch_gemv_step(const FusedLinearParams& p, int first, int& taken, 
   };
   taken = sizeof(Element) == 4 && fits(4) ? 4 : fits(2) ? 2 : 1;
   return launch_gemv_pass<Element, kGated>(p, {first, taken}, launch);
+}
+
+// All tokens by few_sm90.cuh, the slices of sums in chains.
+template <typename Element, bool kGated>
+cudaError_t launch_chain_steps(const FusedLinearParams& p, const Launch& launch) {
+  const auto count = static_cast<int>(p.num_tokens);
+  for (int first = 0; first < count; first += kFewTokens) {
+    const GemvPass pass{first, std::min(count - first, kFewTokens)};
+    cudaError_t error = cudaSuccess;
+    if (!launch_few_stream<Element, kGated, true>(p, pass, launch, error)) return cudaErrorNotSupported;
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+template <typename Element>
+cudaError_t launch_chains(const FusedLinearParams& p, const Launch& launch) {
+  return p.activation == GatedActivation::kNone ? launch_chain_steps<Element, false>(p, launch)
+                                                : launch_chain_steps<Element, true>(p, launch);
 }
 
 template <typename Element>

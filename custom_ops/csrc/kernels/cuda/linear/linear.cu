@@ -17,7 +17,9 @@ namespace ortolan::cuda {
 template <typename Element>
 cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch);
 template <typename Element>
-cudaError_t launch_gated_sm90(const FusedLinearParams& p, const Launch& launch);
+cudaError_t launch_chains(const FusedLinearParams& p, const Launch& launch);
+template <typename Element, bool kGated, bool kSliced>
+cudaError_t launch_rows_sm90(const FusedLinearParams& p, const Launch& launch);
 
 namespace {
 
@@ -335,32 +337,68 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   return finish_slice<Element>(p, static_cast<const Element*>(products), first_row, rows, launch);
 }
 
-// All rows of a gated layer through our own product.
+// All rows through our own product of many, `multiply` that of rows which are normalised already.
 template <typename Element>
-cudaError_t multiply_gated(const FusedLinearParams& p, const Launch& launch) {
-  const Slices slices = Slices::of(p, launch.device);
-  auto* normalised = static_cast<unsigned char*>(launch.workspace) + Cublas::kWorkspaceBytes;
-  for (int64_t first = 0; first < p.num_tokens; first += slices.rows) {
+cudaError_t multiply_rows(const FusedLinearParams& p, int64_t most_rows, void* normalised,
+                          cudaError_t (*multiply)(const FusedLinearParams&, const Launch&),
+                          const Launch& launch) {
+  for (int64_t first = 0; first < p.num_tokens; first += most_rows) {
     FusedLinearParams slice = p;
-    slice.num_tokens = std::min(slices.rows, p.num_tokens - first);
+    slice.num_tokens = std::min(most_rows, p.num_tokens - first);
     slice.input = static_cast<const Element*>(p.input) + first * p.num_inputs;
-    slice.output = static_cast<Element*>(p.output) + first * p.num_outputs;
+    const int64_t offset = first * p.num_outputs;
+    slice.output = static_cast<unsigned char*>(p.output) + offset * (p.output_float32 ? 4 : sizeof(Element));
+    if (p.residual) slice.residual = static_cast<const Element*>(p.residual) + offset;
     cudaError_t error = cudaSuccess;
     if (p.norm_weight) {
       error = normalise<Element>(p, first, slice.num_tokens, normalised, launch);
       slice.input = normalised;
     }
-    if (error == cudaSuccess) error = launch_gated_sm90<Element>(slice, launch);
+    if (error == cudaSuccess) error = multiply(slice, launch);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+// Rows from which on, and of which layers, a call whose rows do not know their number is one of
+// rows_sm90.cuh.
+bool chains_many(const FusedLinearParams& p, const Device& device) {
+  constexpr int64_t kMany = 17;
+  const bool plain = p.activation == GatedActivation::kNone;
+  const bool whole =
+      has_whole_pieces(plain ? p.num_outputs % 2 * 2 : p.num_outputs * 2, {p.output, p.bias, p.residual});
+  return takes_chain(p, device) && p.num_tokens >= kMany && whole &&
+         (plain || (!p.output_float32 && !p.bias && !p.residual));
+}
+
+// Rows of a slice of such a call, whose normalised rows wait beside it.
+int64_t chain_slice_rows(const FusedLinearParams& p) {
+  return std::min(p.num_tokens, std::max(kSliceBytes / (p.num_inputs * element_bytes(p.element)), kRowTile));
+}
+
+// All rows, each of which gets the same bits whatever their number.
+template <typename Element>
+cudaError_t multiply_invariantly(const FusedLinearParams& p, const Launch& launch) {
+  if constexpr (sizeof(Element) == 2) {
+    if (chains_many(p, launch.device))
+      return multiply_rows<Element>(p, chain_slice_rows(p), launch.workspace,
+                                    p.activation == GatedActivation::kNone
+                                        ? launch_rows_sm90<Element, false, true>
+                                        : launch_rows_sm90<Element, true, true>,
+                                    launch);
+    if (takes_chain(p, launch.device)) return launch_chains<Element>(p, launch);
+  }
+  return launch_gemvs<Element>(p, launch);
 }
 
 // All rows, through cuBLAS where our gated product does not take them.
 template <typename Element>
 cudaError_t multiply(const FusedLinearParams& p, const Launch& launch) {
   if constexpr (sizeof(Element) == 2)
-    if (multiplies_gates(p, launch.device)) return multiply_gated<Element>(p, launch);
+    if (multiplies_gates(p, launch.device))
+      return multiply_rows<Element>(p, Slices::of(p, launch.device).rows,
+                                    static_cast<unsigned char*>(launch.workspace) + Cublas::kWorkspaceBytes,
+                                    launch_rows_sm90<Element, true, false>, launch);
   const Slices slices = Slices::of(p, launch.device);
   Element* waiting = nullptr;
   if (waits_in_output(p)) {
@@ -385,6 +423,10 @@ cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch) {
 }
 
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device) {
+  if (params.batch_invariant) {
+    const bool waits = chains_many(params, device) && params.norm_weight;
+    return waits ? chain_slice_rows(params) * params.num_inputs * element_bytes(params.element) : 0;
+  }
   if (is_few(params, device)) return 0;
   const Slices slices = Slices::of(params, device);
   return Cublas::kWorkspaceBytes + slices.normalised_bytes + slices.product_bytes;
@@ -393,6 +435,7 @@ size_t fused_linear_workspace(const FusedLinearParams& params, const Device& dev
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
   return with_element(params.element, [&]<typename Element>() {
+    if (params.batch_invariant) return multiply_invariantly<Element>(params, launch);
     return is_few(params, launch.device) ? launch_gemvs<Element>(params, launch)
                                          : multiply<Element>(params, launch);
   });

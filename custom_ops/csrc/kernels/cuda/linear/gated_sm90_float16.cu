@@ -1,7 +1,0 @@
-#include "gated_sm90_launch.cuh"
-
-namespace ortolan::cuda {
-
-template cudaError_t launch_gated_sm90<__half>(const FusedLinearParams&, const Launch&);
-
-}  // namespace ortolan::cuda
