@@ -566,6 +566,7 @@ def fused_linear(
     name: str,
     epsilon: float = 1e-06,
     activation: str = "none",
+    batch_invariant: int = 0,
 ) -> onnx.NodeProto:
     """Build a FusedLinear node.
 
@@ -586,9 +587,11 @@ def fused_linear(
         name: name of the node.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
         activation: Gated activation. Allowed: "none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul".
+        batch_invariant: 1: a row of the result has the same bits whatever rows stand beside it, and however
+            many. Allowed: 0 or 1.
     """
     inputs = (x, weight, norm_weight, bias, residual,)
-    return operator_node("FusedLinear", inputs, outputs, name, {"epsilon": epsilon, "activation": activation})
+    return operator_node("FusedLinear", inputs, outputs, name, {"epsilon": epsilon, "activation": activation, "batch_invariant": batch_invariant})
 
 
 def qkv_rope_append(

@@ -31,6 +31,7 @@ struct FusedLinearParams {
   const void* residual = nullptr;  // [T, N] or null; may be the output itself
   GatedActivation activation = GatedActivation::kNone;
   bool output_float32 = false;     // else the element type
+  bool batch_invariant = false;    // a row's bits do not depend on the other rows, nor on their number
   void* output = nullptr;          // [T, N]
   cuda::Cublas* cublas = nullptr;  // for many tokens; null: own kernels, correct but slow there
 };

@@ -20,6 +20,7 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::GatedDeltaRule, cpu::gated_delta_rule>(),
       cpu_operator<ops::LowBitExperts, cpu::low_bit_experts>(),
       cpu_operator<ops::LowBitLinear, cpu::low_bit_linear>(),
+      cpu_operator<ops::FusedLinear, cpu::fused_linear>(),
   };
 }
 

@@ -464,15 +464,17 @@ struct FusedLinear {
   struct Attributes {
     float epsilon = 1e-06f;
     GatedActivation activation = GatedActivation::kNone;
+    int64_t batch_invariant = 0;
 
     static Attributes read(const AttributeReader& reader) {
       Attributes attributes;
       attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
       attributes.activation = reader.choice<GatedActivation>({"activation", "", "'none', 'silu_mul', 'gelu_mul' (erf) or 'gelu_tanh_mul'"}, GatedActivation::kNone, {{"none", GatedActivation::kNone}, {"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}});
+      attributes.batch_invariant = reader.integer({.name = "batch_invariant", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"FusedLinear", kFusedLinearInputs, kFusedLinearOutputs, true};
+  static constexpr Schema kSchema{"FusedLinear", kFusedLinearInputs, kFusedLinearOutputs, false};
 };
 }  // namespace ops
 FusedLinearParams read_params(const Call<ops::FusedLinear>& call);

@@ -1,4 +1,4 @@
-// Reads one call's tensors into the parameters of the fused operators' kernels, checked. CUDA alone has them.
+// Reads one call's tensors into the parameters of the fused operators' kernels, checked.
 #include "call.h"
 #include "checks.h"
 #include "operators.generated.h"
@@ -91,6 +91,7 @@ FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
   params.bias = call.input(Op::In::kBias, {weight.dim(0)}).data;
   params.residual = call.input(Op::In::kResidual, {params.num_tokens, params.num_outputs}).data;
   params.activation = call.attributes().activation;
+  params.batch_invariant = call.attributes().batch_invariant != 0;
   read_linear_output(call, params);
   return params;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/expert_params.h"
+#include "kernels/fused_params.h"
 #include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
@@ -23,5 +24,6 @@ void causal_conv(const CausalConvParams& params, ParallelFor& parallel);
 void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel);
 void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel);
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel);
+void fused_linear(const FusedLinearParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu
