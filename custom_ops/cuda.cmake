@@ -13,8 +13,7 @@ target_sources(ortolan_ops PRIVATE
   ${ortolan_cuda_kernels}
   csrc/ort/cuda_operators.cc
   csrc/ort/cuda_operators.generated.cc
-  csrc/ort/cuda_workspace.cc
-  csrc/ort/read_fused_params.cc)
+  csrc/ort/cuda_workspace.cc)
 target_compile_definitions(ortolan_ops PRIVATE ORTOLAN_CUDA)
 set_target_properties(ortolan_ops PROPERTIES
   CUDA_STANDARD 20

@@ -77,6 +77,10 @@ void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel)
   arithmetic().gated_delta_rule(params, parallel);
 }
 
+void fused_linear(const FusedLinearParams& params, ParallelFor& parallel) {
+  arithmetic().fused_linear(params, parallel);
+}
+
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
   low_bit_arithmetic().linear(params, parallel);
 }

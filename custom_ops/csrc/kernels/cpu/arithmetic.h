@@ -17,6 +17,7 @@ struct Arithmetic {
   void (*moe_experts)(const MoeExpertsParams&, ParallelFor&);
   void (*causal_conv)(const CausalConvParams&, ParallelFor&);
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
+  void (*fused_linear)(const FusedLinearParams&, ParallelFor&);
   LowBitArithmetic low_bit;
 };
 

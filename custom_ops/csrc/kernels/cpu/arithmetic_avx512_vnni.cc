@@ -1,8 +1,8 @@
 // The products of integer codes with AVX-512 VNNI; all else is as for AVX-512 without it.
 #define ORTOLAN_ISA isa_avx512_vnni
 #include "arithmetic.h"
+#include "linear_impl.h"
 #include "low_bit_experts_impl.h"
-#include "low_bit_impl.h"
 
 namespace ortolan::cpu {
 

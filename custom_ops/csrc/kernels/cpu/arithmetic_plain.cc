@@ -2,16 +2,19 @@
 #define ORTOLAN_ISA isa_plain
 #include "arithmetic.h"
 #include "experts_impl.h"
+#include "linear_impl.h"
 #include "low_bit_experts_impl.h"
-#include "low_bit_impl.h"
 #include "recurrent_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticPlain = {
-    isa_plain::swa_attention,    isa_plain::snap_kv_score,
-    isa_plain::moe_experts,      isa_plain::causal_conv,
-    isa_plain::gated_delta_rule, {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
+const Arithmetic kArithmeticPlain = {isa_plain::swa_attention,
+                                     isa_plain::snap_kv_score,
+                                     isa_plain::moe_experts,
+                                     isa_plain::causal_conv,
+                                     isa_plain::gated_delta_rule,
+                                     isa_plain::fused_linear,
+                                     {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
 
 }  // namespace ortolan::cpu

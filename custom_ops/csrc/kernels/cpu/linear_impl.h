@@ -1,18 +1,45 @@
-// LowBitLinear on the CPU. A task is a block of rows of the weight, which it reads once for all tokens. A
-// product has one order of sums, whatever the other tokens.
+// FusedLinear and LowBitLinear on the CPU. A task is a block of rows of the weight, which it reads once for
+// all tokens. A product has one order of sums, whatever the other tokens.
 #pragma once
 
+#include "kernels/fused_params.h"
 #include "low_bit_codes.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
+// A weight [rows, columns] of the element type.
 template <typename Element>
-class LowBitLayer {
+struct DenseWeight {
+  const Element* elements;
+  int64_t columns;
+
+  template <typename Store>
+  void multiply(int64_t first, int64_t count, const InputRows& inputs, Store store) const {
+    std::unique_ptr<float[]> buffer(std::is_same_v<Element, float> ? nullptr : new float[kDotRows * columns]);
+    multiply_rows(elements + first * columns, count, columns, inputs, buffer.get(), store);
+  }
+};
+
+template <typename Element>
+int64_t input_floats(const DenseWeight<Element>& w) {
+  return w.columns;
+}
+template <typename Element>
+bool takes_rounded(const DenseWeight<Element>&) {
+  return false;
+}
+template <typename Element>
+void place_input(const DenseWeight<Element>&, const float* source, int64_t count, float* target) {
+  std::memcpy(target, source, count * sizeof(float));
+}
+template <typename Element, typename Params, typename Weight>
+class LinearLayer {
  public:
-  explicit LowBitLayer(const LowBitLinearParams& p)
+  LinearLayer(const Params& p, const Weight& weight)
       : p_(p),
+        weight_(weight),
         task_rows_(p.num_tokens <= kFewTokens ? kFewTaskRows : kManyTaskRows),
-        row_floats_(input_floats(p.weight)),
+        row_floats_(input_floats(weight)),
         inputs_(p.num_tokens),
         x_(aligned_floats(p.num_tokens * row_floats_)) {}
 
@@ -42,8 +69,8 @@ class LowBitLayer {
     if (p_.norm_weight) normalise(row, squares);
     float* placed = x_.get() + token * row_floats_;
     inputs_.rows[token] = placed;
-    if (takes_rounded(p_.weight)) return round_inputs(row, size, placed);
-    place_input(p_.weight, row, size, placed);
+    if (takes_rounded(weight_)) return round_inputs(row, size, placed);
+    place_input(weight_, row, size, placed);
   }
 
   void normalise(float* row, double squares) {
@@ -73,9 +100,17 @@ class LowBitLayer {
   // Gives take(token, row, sum) the products with rows first .. of the weight, their bias added.
   template <typename Take>
   void products(int64_t first, int64_t count, Take take) {
-    multiply_codes<Element>(p_.weight, first, count, inputs_, [&](int64_t t, int64_t row, float sum) {
+    multiply_weight(first, count, inputs_, [&](int64_t t, int64_t row, float sum) {
       take(t, first + row, sum + element_at(p_.bias, first + row));
     });
+  }
+
+  template <typename Store>
+  void multiply_weight(int64_t first, int64_t count, const InputRows& inputs, Store store) {
+    if constexpr (std::is_same_v<Weight, LowBitWeight>)
+      multiply_codes<Element>(weight_, first, count, inputs, store);
+    else
+      weight_.multiply(first, count, inputs, store);
   }
 
   void put(int64_t token, int64_t row, float value) {
@@ -87,7 +122,8 @@ class LowBitLayer {
       from_float(value, static_cast<Element*>(p_.output)[place]);
   }
 
-  const LowBitLinearParams& p_;
+  const Params& p_;
+  const Weight& weight_;
   const int64_t task_rows_, row_floats_;
   InputRows inputs_;
   const AlignedFloats x_;  // rows of inputs as the weight takes them
@@ -95,8 +131,22 @@ class LowBitLayer {
 
 inline void low_bit_linear(const LowBitLinearParams& p, ParallelFor& parallel) {
   if (p.num_tokens == 0) return;  // products read a first row
-  if (p.element == ElementType::kFloat32) return LowBitLayer<float>(p).run(parallel);
-  LowBitLayer<Half>(p).run(parallel);
+  using Params = LowBitLinearParams;
+  if (p.element == ElementType::kFloat32)
+    return LinearLayer<float, Params, LowBitWeight>(p, p.weight).run(parallel);
+  LinearLayer<Half, Params, LowBitWeight>(p, p.weight).run(parallel);
+}
+
+template <typename Element>
+void run_fused_linear(const FusedLinearParams& p, ParallelFor& parallel) {
+  const DenseWeight<Element> weight{static_cast<const Element*>(p.weight), p.num_inputs};
+  LinearLayer<Element, FusedLinearParams, DenseWeight<Element>>(p, weight).run(parallel);
+}
+
+inline void fused_linear(const FusedLinearParams& p, ParallelFor& parallel) {
+  if (p.num_tokens == 0) return;
+  if (p.element == ElementType::kFloat32) return run_fused_linear<float>(p, parallel);
+  run_fused_linear<Half>(p, parallel);
 }
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA
