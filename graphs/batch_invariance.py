@@ -21,11 +21,15 @@ _MICROSOFT_ROW_BY_ROW = frozenset(
     ("Gelu", "QuickGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding")
 )
 _ON_BOTH = frozenset((_FUSED, "RingKvAppend", "SwaAttention", "SnapKvCapture"))
+# On the CPU, ONNX Runtime computes these by vectors, and by other instructions where a vector is not full.
+_VECTORS = frozenset(("Log", "Softplus"))
+_ANGLES, _VECTOR = frozenset(("Cos", "Sin")), 8  # angles of a token that fill vectors
 _ON_CUDA = _ON_BOTH | {"GateMul", "GatherRows", "QkvRopeAppend", "RmsNormAdd", "RopeAngles"}
-_ON_CPU = _ON_BOTH | {"CausalConv", "GatedDeltaRule", "LowBitExperts", "LowBitLinear", "MoeExperts", "MoeGate"}
+_ON_CPU = _ON_BOTH | {"LowBitExperts", "LowBitLinear", "MoeExperts", "MoeGate"}
+_FEW_BITS = "weights of few bits"
 _WHOSE = {
-    "LowBitLinear": "weights of few bits",
-    "MatMulNBits": "weights of few bits",
+    "LowBitLinear": _FEW_BITS,
+    "MatMulNBits": _FEW_BITS,
     "LowBitExperts": "experts",
     "MoeExperts": "experts",
     "MoeGate": "experts",
@@ -49,12 +53,18 @@ def make_batch_invariant(model: onnx.ModelProto, *, cuda: bool) -> None:
         ConfigError: it has an operator of which that is not known.
     """
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    makers = {name: node for node in model.graph.node for name in node.output}
+    refused = []
     for node in model.graph.node:
         if node.op_type == "Gemm" and not node.domain:
             _replace_gemm(node, shapes)
-        _check(node, cuda=cuda)
+        fills_vectors = node.op_type in _ANGLES and _count_angles(node, makers, shapes) % _VECTOR == 0
+        if not fills_vectors and not _is_row_by_row(node, cuda=cuda):
+            refused.append(node)
         if _is_own(node) and node.op_type == _FUSED:
             node.attribute.append(onnx.helper.make_attribute(_ATTRIBUTE, 1))
+    if refused:
+        raise _refusal(max(refused, key=lambda node: node.op_type in _WHOSE), cuda=cuda)
 
 
 def _is_own(node: onnx.NodeProto) -> bool:
@@ -77,16 +87,32 @@ def _replace_gemm(node: onnx.NodeProto, shapes: dict[str, tuple[int, ...]]) -> N
     node.input.extend((x, linear_weight, "", bias) if bias else (x, linear_weight))
 
 
-def _check(node: onnx.NodeProto, *, cuda: bool) -> None:
-    """Refuse an operator whose rows may depend on each other."""
+def _count_angles(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto], shapes: dict[str, tuple[int, ...]]) -> int:
+    """Count the angles of a token that a Cos or Sin takes: positions times frequencies; 1 where that is not known."""
+    product = makers.get(node.input[0])
+    for name in product.input if product is not None else ():
+        if name in makers and makers[name].op_type == "Gather":  # of one RoPE variant's frequencies
+            name = makers[name].input[0]
+        if name in shapes:
+            return int(shapes[name][-1])
+    return 1
+
+
+def _is_row_by_row(node: onnx.NodeProto, *, cuda: bool) -> bool:
+    """Say whether no row of an operator's results depends on another."""
+    standard = _ROW_BY_ROW if cuda else _ROW_BY_ROW - _VECTORS - _ANGLES
     own = _ON_CUDA if cuda else _ON_CPU
-    allowed = {"": _ROW_BY_ROW, "ai.onnx": _ROW_BY_ROW, MICROSOFT: _MICROSOFT_ROW_BY_ROW, contract.OPERATOR_DOMAIN: own}
-    if node.op_type in allowed.get(node.domain, ()):
-        return
+    allowed = {"": standard, "ai.onnx": standard, MICROSOFT: _MICROSOFT_ROW_BY_ROW, contract.OPERATOR_DOMAIN: own}
+    return node.op_type in allowed.get(node.domain, ())
+
+
+def _refusal(node: onnx.NodeProto, *, cuda: bool) -> ConfigError:
     device, whose = "CUDA" if cuda else "the CPU", _WHOSE.get(node.op_type)
-    reason = f"this model has {whose}, whose" if whose else "its"
-    raise ConfigError(
+    advice = "load the model without batch_invariant"
+    if whose == _FEW_BITS:
+        advice += ", or export it without weight_format"
+    reason = f"this model has {whose}, whose" if whose else "the model's"
+    return ConfigError(
         f"batch_invariant=True cannot be kept on {device}: {reason} operator {node.op_type} (node {node.name!r}) may "
-        "round a row otherwise in a larger step; load the model without batch_invariant, or export one that has dense "
-        "weights in float32, float16 or bfloat16 alone"
+        f"round a token otherwise in a larger step; {advice}"
     )

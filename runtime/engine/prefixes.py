@@ -91,7 +91,8 @@ class Prefixes:
         sequence.lengths.advance(prefix.length)
         sequence.snapshot_at = prefix.length
         size = self._plan.page_size
-        sequence.marks = tuple(sorted({prefix.parts_at, (len(sequence.tokens) - 1) // size * size}))
+        last = self._plan.cuts.last_begin(prompt=sequence.prompt_length, known=len(sequence.tokens))
+        sequence.marks = tuple(sorted({prefix.parts_at, last // size * size}))
         self.offer(sequence, prefix.length)
 
     def chunk_end(self, sequence: TokenSequence, end: int) -> int:
@@ -99,10 +100,10 @@ class Prefixes:
         if not self._fixed or not self._serves(sequence):
             return end
         size = self._plan.page_size
-        ends = [mark for mark in sequence.marks if sequence.fed < mark <= end] or [end // size * size]
         may_end = functools.partial(self._plan.cuts.may_end, fed=sequence.fed, prompt=sequence.prompt_length)
-        ends = [each for each in ends if each > sequence.fed and may_end(each)]
-        return next((each for each in ends if self._wants(sequence, each)), end)
+        ends = [mark for mark in sequence.marks if sequence.fed < mark <= end and may_end(mark)] or [end // size * size]
+        wanted = (each for each in ends if each > sequence.fed and may_end(each) and self._wants(sequence, each))
+        return next(wanted, end)
 
     def plan_snapshot(self, sequence: TokenSequence, end: int, admitted: Sequence[TokenSequence]) -> None:
         """Take the pages of a snapshot behind a chunk that ends at `end`, where one is wanted and pages can be had."""

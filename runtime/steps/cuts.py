@@ -81,6 +81,10 @@ class Cuts:
             return True
         return end < prompt and end - fed > FEW_TOKENS and prompt - end > FEW_TOKENS
 
+    def last_begin(self, *, prompt: int, known: int) -> int:
+        """Return the most tokens of a sequence after which a longer one that begins alike may begin."""
+        return max(0, prompt - FEW_TOKENS - 1) if self.by_family else known - 1
+
     def may_begin(self, length: int, *, prompt: int, known: int) -> bool:
         """Say whether `length` tokens may come from another sequence, which has read them as `shared` allows."""
         if not self.by_family or length == 0:
