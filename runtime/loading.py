@@ -15,7 +15,6 @@ from ortolan.runtime.eviction.graphs import DecoderBuilder, EvictBuilder, GraphB
 from ortolan.runtime.model import Model
 
 MAX_THREADS = 4096  # beyond any machine; a pool takes memory for each
-INVARIANT_CAPABILITY = 90  # that has products of 16 bits whose order of sums the weight alone decides; 10 * major + minor
 
 
 def load(
@@ -51,7 +50,7 @@ def load(
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
             cache_dtype, host_embeddings or batch_invariant has a value that is not allowed; host_embeddings is asked of
-            a model without per-layer embeddings, or batch_invariant of a model or a GPU that cannot keep it; the hub does not have the model or cannot be reached.
+            a model without per-layer embeddings, or batch_invariant of one that cannot keep it; the hub does not have the model or cannot be reached.
         CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
@@ -96,17 +95,8 @@ def load(
 
 
 def _check_batch_invariance(manifest: Manifest, device: Device) -> None:
-    """Refuse, by ConfigError, a GPU or a model on one that cannot keep batch_invariant."""
-    if device.cuda is None:
-        return
-    capability = device.cuda.compute_capability
-    if manifest.dtype != "float32" and capability != INVARIANT_CAPABILITY:
-        raise ConfigError(
-            f"batch_invariant=True: {device.name} has compute capability {capability / 10}, and {manifest.dtype} "
-            f"needs {INVARIANT_CAPABILITY / 10} for it; load the model without batch_invariant, export it as float32, "
-            "or use the CPU"
-        )
-    if len(manifest.rope_limits) > 1:
+    """Refuse, by ConfigError, a model that reads generated tokens again as no step of its own had read them."""
+    if device.cuda is not None and len(manifest.rope_limits) > 1:
         raise ConfigError(
             f"batch_invariant=True: past {manifest.rope_limits[0]} tokens this model rotates all keys anew and reads "
             "what was generated otherwise than before; on CUDA load it without batch_invariant"

@@ -50,10 +50,6 @@ class FakeCuda(CudaBuffers):
     def shared_bytes_per_block(self) -> int:
         return 232448
 
-    @property
-    def compute_capability(self) -> int:
-        return 90
-
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         yield

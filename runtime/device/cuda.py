@@ -65,11 +65,6 @@ class CudaBuffers:
         """Shared memory that a block of a kernel may ask for."""
         return int(self._device.attributes["MaxSharedMemoryPerBlockOptin"])
 
-    @property
-    def compute_capability(self) -> int:
-        """Of the device, 10 * major + minor."""
-        return int(self._device.compute_capability)
-
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Make the device and the stream current for array arithmetic.
