@@ -11,12 +11,13 @@ from ortolan.graphs.builder import MICROSOFT
 _FUSED = "FusedLinear"
 _ATTRIBUTE = "batch_invariant"
 # What computes each element, or each row, by itself.
-_ROW_BY_ROW = frozenset(
-    """Abs Add And Cast Ceil Clip Concat Constant ConstantOfShape Cos Div Equal Erf Exp Expand Flatten Floor Gather Gelu
-    Greater Identity LayerNormalization Less Log Max Min Mul Neg Not Or Pow RMSNormalization Range Reciprocal ReduceSum
-    Relu Reshape RotaryEmbedding Round Shape Sigmoid Sin Slice Softplus Split Sqrt Squeeze Sub Swish Tanh Transpose
-    Unsqueeze Where""".split()
-)
+_ROW_BY_ROW = frozenset((
+    "Abs", "Add", "And", "Cast", "Ceil", "Clip", "Concat", "Constant", "ConstantOfShape", "Cos", "Div", "Equal",
+    "Erf", "Exp", "Expand", "Flatten", "Floor", "Gather", "Gelu", "Greater", "Identity", "LayerNormalization", "Less",
+    "Log", "Max", "Min", "Mul", "Neg", "Not", "Or", "RMSNormalization", "Range", "Reciprocal", "ReduceSum",
+    "Relu", "Reshape", "RotaryEmbedding", "Round", "Shape", "Sigmoid", "Sin", "Slice", "Softplus", "Split", "Sqrt",
+    "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
+))  # fmt: skip
 _MICROSOFT_ROW_BY_ROW = frozenset(
     ("Gelu", "QuickGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding")
 )

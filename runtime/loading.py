@@ -50,7 +50,8 @@ def load(
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
             cache_dtype, host_embeddings or batch_invariant has a value that is not allowed; host_embeddings is asked of
-            a model without per-layer embeddings, or batch_invariant of one that cannot keep it; the hub does not have the model or cannot be reached.
+            a model without per-layer embeddings, or batch_invariant of one that cannot keep it; the hub does not have
+            the model or cannot be reached.
         CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """

@@ -275,7 +275,9 @@ class Model:
                 f"scratch memory; lower max_sequences or max_context: {error}"
             ) from error
 
-    def _plan_pools(self, max_sequences: int, max_bytes: int | None, chunk: int | None, context: int | None) -> CachePlan:
+    def _plan_pools(
+        self, max_sequences: int, max_bytes: int | None, chunk: int | None, context: int | None
+    ) -> CachePlan:
         on_cuda = self.device.cuda is not None
         plan = plan_pools(self.manifest, max_sequences, max_bytes, chunk, context, cuda=on_cuda)
         self._cuts.check("chunk_tokens", plan.chunk_size, max_sequences)

@@ -23,9 +23,7 @@ PLACES = [(0, 1), (17, 1), (ROWS - 1, 1), (4, 2), (9, 7), (3, 8), (20, 16), (1, 
 
 
 def multiply(case, feeds):
-    (y,) = run_fused(
-        "FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes, batch_invariant=1
-    ).values()
+    (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes, batch_invariant=1).values()
     return y
 
 

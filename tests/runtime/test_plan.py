@@ -13,8 +13,8 @@ from ortolan.manifest import LayerInfo, Manifest
 from ortolan.policies import Eviction, SnapKv
 from ortolan.runtime.caches.attention import ring_keeps
 from ortolan.runtime.caches.plan import plan_caches, rope_variant
-from ortolan.runtime.steps.cuts import ANYWHERE
 from ortolan.runtime.device.memory import estimate_evict_bytes, fit_chunk
+from ortolan.runtime.steps.cuts import ANYWHERE
 
 SIZES = st.integers(1, 40)
 
