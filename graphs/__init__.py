@@ -1,5 +1,6 @@
 """Builds, converts, checks and describes the ONNX graphs: the decoder, and the graph that evicts from its caches."""
 
+from ortolan.graphs.batch_invariance import make_batch_invariant
 from ortolan.graphs.cache_types import change_cache_dtype
 from ortolan.graphs.decoder import build_model, count_fusions
 from ortolan.graphs.evict import build_evict_model
@@ -30,6 +31,7 @@ __all__ = [
     "count_fusions",
     "foreign_bytes",
     "is_small",
+    "make_batch_invariant",
     "summarize_layer_weights",
     "summarize_model",
     "summarize_weights",

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from ortolan import contract
-from ortolan.custom_ops.schema import OPERATORS
+from ortolan.custom_ops.fused_schema import FUSED_OPERATORS
 from ortolan.graphs.builder import FLOAT, INT64, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import declare_step
 from ortolan.graphs.config import AttentionConfig, ModelConfig
@@ -84,7 +84,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
 def count_fusions(model: onnx.ModelProto) -> dict[str, int]:
     """Count the fused operators of a graph, and the plain ones that they could stand for."""
     counts = Counter(node.op_type for node in model.graph.node)
-    fused = [operator.name for operator in OPERATORS if operator.cuda_only]
+    fused = [operator.name for operator in FUSED_OPERATORS]
     return {name: counts[name] for name in (*fused, *_PLAIN)}
 
 

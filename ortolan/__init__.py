@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Stream,
         TextStream,
     )
+    from ortolan.runtime.eviction.graphs import GraphChanges
 
 __all__ = [
     "CapacityError",
@@ -104,6 +105,7 @@ def load(
     fused: bool | None = None,
     cache_dtype: str | None = None,
     host_embeddings: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """Open an exported model.
 
@@ -117,13 +119,16 @@ def load(
             exported. The graph is changed in memory; the folder stays as it is.
         host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
             rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
+        batch_invariant: whether a request's tokens, and logits, must have the same bits alone, in any batch and in any
+            chunking; see docs/tasks/same-answer.md for what that costs.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
-            cache_dtype or host_embeddings has a value that is not allowed; host_embeddings is asked of a model without
-            per-layer embeddings; the hub does not have the model or cannot be reached.
+            cache_dtype, host_embeddings or batch_invariant has a value that is not allowed; host_embeddings is asked of
+            a model without per-layer embeddings, or batch_invariant of one that cannot keep it; the hub does not have
+            the model or cannot be reached.
         CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
@@ -137,17 +142,20 @@ def load(
         fused=fused,
         cache_dtype=cache_dtype,
         host_embeddings=host_embeddings,
+        batch_invariant=batch_invariant,
     )
 
 
-def _build_decoder_graph(path: Path, manifest: Manifest) -> bytes:
-    """Build a decoder graph with caches of the manifest's type from one with others; weights stay where they are."""
+def _build_decoder_graph(path: Path, changes: GraphChanges) -> bytes:
+    """Build a decoder graph with the caches and products that are wanted; weights stay where they are."""
     import onnx
 
     from ortolan import graphs
 
     model = onnx.load(path, load_external_data=False)
-    graphs.change_cache_dtype(model, manifest)
+    graphs.change_cache_dtype(model, changes.manifest)
+    if changes.batch_invariant:
+        graphs.make_batch_invariant(model, cuda=changes.cuda)
     graph: bytes = model.SerializeToString()
     return graph
 

@@ -9,8 +9,8 @@ from ortolan import contract
 from ortolan.element_types import cache_type
 from ortolan.errors import ConfigError, ContractMismatchError, truth, whole_number
 from ortolan.hub import model_folder
-from ortolan.manifest import read_manifest
-from ortolan.runtime.device.opening import find_device
+from ortolan.manifest import Manifest, read_manifest
+from ortolan.runtime.device.opening import Device, find_device
 from ortolan.runtime.eviction.graphs import DecoderBuilder, EvictBuilder, GraphBuilders
 from ortolan.runtime.model import Model
 
@@ -27,6 +27,7 @@ def load(
     fused: bool | None = None,
     cache_dtype: str | None = None,
     host_embeddings: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """Open an exported model.
 
@@ -36,18 +37,21 @@ def load(
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
-        decoder_builder: builds a decoder graph with caches of another type of the folder's.
+        decoder_builder: builds a decoder graph with caches of another type, or other products, of the folder's.
         fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
         cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
         host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
             rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
+        batch_invariant: whether a request's tokens, and logits, must have the same bits alone, in any batch and in any
+            chunking; see docs/tasks/same-answer.md for what that costs.
 
     Raises:
         ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
-            cache_dtype or host_embeddings has a value that is not allowed; host_embeddings is asked of a model without
-            per-layer embeddings; the hub does not have the model or cannot be reached.
+            cache_dtype, host_embeddings or batch_invariant has a value that is not allowed; host_embeddings is asked of
+            a model without per-layer embeddings, or batch_invariant of one that cannot keep it; the hub does not have
+            the model or cannot be reached.
         CapacityError: there is no memory for the weights, or none that can be pinned.
         StorageError: the disk is full.
     """
@@ -55,6 +59,7 @@ def load(
     if fused is not None:
         truth("fused", fused)
     truth("host_embeddings", host_embeddings)
+    truth("batch_invariant", batch_invariant)
     folder = model_folder(folder)
     manifest = read_manifest(folder)
     if manifest.operator_version != contract.OPERATOR_VERSION:
@@ -69,14 +74,31 @@ def load(
             "float32 or float16"
         )
     wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
-    if wanted == manifest.cache_dtype:
+    if batch_invariant:
+        _check_batch_invariance(manifest, placed)
+    if wanted == manifest.cache_dtype and not batch_invariant:
         builders = GraphBuilders(evict=evict_builder)
         return Model(folder, manifest, placed, builders, fused, host_embeddings=host_embeddings)
     if decoder_builder is None:
         raise ConfigError(
-            f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can "
-            "change them, or export it with that cache_dtype"
+            f"the graph of {folder} has caches of {manifest.cache_dtype} and products that are not batch-invariant; "
+            f"cache_dtype={wanted!r} and batch_invariant={batch_invariant} need ortolan.load, which can change them"
         )
-    builders = GraphBuilders(evict=evict_builder, decoder=decoder_builder)
-    changed = dataclasses.replace(manifest, cache_dtype=wanted)
-    return Model(folder, changed, placed, builders, fused, host_embeddings=host_embeddings)
+    return Model(
+        folder,
+        dataclasses.replace(manifest, cache_dtype=wanted),
+        placed,
+        GraphBuilders(evict=evict_builder, decoder=decoder_builder),
+        fused,
+        host_embeddings=host_embeddings,
+        batch_invariant=batch_invariant,
+    )
+
+
+def _check_batch_invariance(manifest: Manifest, device: Device) -> None:
+    """Refuse, by ConfigError, a model that reads generated tokens again as no step of its own had read them."""
+    if device.cuda is not None and len(manifest.rope_limits) > 1:
+        raise ConfigError(
+            f"batch_invariant=True: past {manifest.rope_limits[0]} tokens this model rotates all keys anew and reads "
+            "what was generated otherwise than before; on CUDA load it without batch_invariant"
+        )

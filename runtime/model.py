@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -27,7 +28,7 @@ from ortolan.runtime.device.host_tables import give_layer_table
 from ortolan.runtime.device.memory import DeviceMemory, estimate_chunk_bytes, fit_chunk
 from ortolan.runtime.device.opening import NO_WEIGHTS, Device
 from ortolan.runtime.device.shared_weights import give_shared_weights
-from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, check_eviction, one_eviction
+from ortolan.runtime.eviction.graphs import EvictionGraphs, GraphBuilders, GraphChanges, check_eviction, one_eviction
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.graph_check import check_graph
 from ortolan.runtime.options import Sampling
@@ -36,6 +37,7 @@ from ortolan.runtime.saved.fingerprint import Fingerprint, take_fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.session import Progress, Session
 from ortolan.runtime.speculation.options import Speculation, check_same_vocabulary
+from ortolan.runtime.steps.cuts import Cuts
 from ortolan.runtime.steps.layout import TokenIds, check_token_ids
 from ortolan.runtime.steps.stepper import Decoder, Stepper
 from ortolan.runtime.text.generation_config import read_sampling
@@ -57,6 +59,7 @@ class Model:
         decoder: the graph.
         evictions: the eviction graphs.
         memory: what holds how many bytes on the device.
+        batch_invariant: whether rows of a step have the same bits whatever stands beside them.
     """
 
     def __init__(
@@ -68,9 +71,12 @@ class Model:
         fused: bool | None,
         *,
         host_embeddings: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
+        self.batch_invariant = batch_invariant
+        self._cuts = Cuts(by_family=batch_invariant and device.cuda is not None)
         self._process = Process()
         self.evictions = EvictionGraphs(folder, manifest, device, builders)
         self._tokenizer: Tokenizer | None = None
@@ -79,6 +85,7 @@ class Model:
         self._head: Decoder | None = None
         file_name = self._choose_file(fused)
         self._builders = builders
+        self._changes = GraphChanges(manifest=manifest, batch_invariant=batch_invariant, cuda=device.cuda is not None)
         self._is_fused = file_name != MODEL_FILE
         weights, hosted = give_layer_table(folder / file_name, device.buffers) if host_embeddings else ({}, 0)
         self.memory.host_embedding_bytes = hosted
@@ -122,7 +129,15 @@ class Model:
         options = one_eviction(eviction, snapkv)
         check_eviction(options, self.manifest)
         budget = options.budget if options and options.during_prefill else None
-        return plan_caches(self.manifest, max_context, chunk_size, cuda=self.device.cuda is not None, budget=budget)
+        if budget is not None and self.batch_invariant:
+            raise ConfigError(
+                "eviction: with during_prefill=True what is kept depends on how the prompt is cut, which a model that "
+                "was loaded with batch_invariant=True does not allow; leave one of them out"
+            )
+        plan = plan_caches(self.manifest, max_context, chunk_size, cuda=self.device.cuda is not None, budget=budget)
+        if plan.chunk_size < plan.max_context:
+            self._cuts.check("chunk_size", plan.chunk_size)
+        return dataclasses.replace(plan, cuts=self._cuts)
 
     def session(
         self,
@@ -244,9 +259,7 @@ class Model:
     ) -> CachePlan:
         """Plan the page pools of an engine without making it; arguments and errors as of `Engine`."""
         cuda = self.device.cuda
-        plan = plan_pools(
-            self.manifest, max_sequences, max_cache_bytes, chunk_tokens, max_context, cuda=cuda is not None
-        )
+        plan = self._plan_pools(max_sequences, max_cache_bytes, chunk_tokens, max_context)
         if cuda is None or max_cache_bytes is not None:
             return plan
         free, _ = self.memory.free_memory()
@@ -255,12 +268,20 @@ class Model:
         if plan.bytes <= most:
             return plan
         try:
-            return plan_pools(self.manifest, max_sequences, max(1, most), chunk_tokens, max_context, cuda=True)
+            return self._plan_pools(max_sequences, max(1, most), chunk_tokens, max_context)
         except CapacityError as error:
             raise CapacityError(
                 f"{self.device.name} has {free} bytes free, too few for an engine and {scratch} bytes of attention's "
                 f"scratch memory; lower max_sequences or max_context: {error}"
             ) from error
+
+    def _plan_pools(
+        self, max_sequences: int, max_bytes: int | None, chunk: int | None, context: int | None
+    ) -> CachePlan:
+        on_cuda = self.device.cuda is not None
+        plan = plan_pools(self.manifest, max_sequences, max_bytes, chunk, context, cuda=on_cuda)
+        self._cuts.check("chunk_tokens", plan.chunk_size, max_sequences)
+        return dataclasses.replace(plan, cuts=self._cuts)
 
     def pool_stepper(self, plan: CachePlan) -> tuple[CacheStore, Stepper]:
         """Allocate the page pools of an engine, and return them and what runs its steps. Raises CapacityError."""
@@ -319,11 +340,11 @@ class Model:
         def check(smaller: CachePlan) -> None:
             self.memory.check_room(smaller if capacities is None else smaller.with_capacities(capacities), options)
 
-        return fit_chunk(plan, self.manifest.chunk_size, check)
+        return fit_chunk(plan, max(self.manifest.chunk_size, self._cuts.least_step), check)
 
     def _open_graph(self, file_name: str, manifest: Manifest, weights: Mapping[str, Any] = NO_WEIGHTS) -> Decoder:
         path, change = self.folder / file_name, self._builders.decoder if manifest is self.manifest else None
-        graph = change(path, manifest) if change else str(path)
+        graph = change(path, self._changes) if change else str(path)
         session = self.device.open(graph, self.folder, captures=True, weights=weights)
         check_graph(session, manifest, file_name)
         inputs = frozenset(each.name for each in session.get_inputs())

@@ -18,6 +18,7 @@ from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.engine import EngineParts
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.steps.cuts import ANYWHERE, Cuts
 from ortolan.runtime.steps.host import HostResult
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.text.tokenizer import Detokenize
@@ -29,6 +30,11 @@ PAGE_SIZE = 16
 NUMBERLESS = 58  # a token whose logits are NaN
 BREAKING = 59  # a token that no step survives
 UNWRITTEN = -7
+
+
+def family_mark(count: int) -> int:
+    """Return what is added to each token that was read in a step of `count` tokens of its sequence."""
+    return VOCABULARY * ((count > 16) + (count > 64))
 
 
 def make_manifest(*, rings: bool, eos: tuple[int, ...] = (), rope_limits: tuple[int, ...] = (256,)) -> Manifest:
@@ -104,8 +110,8 @@ class FakePages:
 class FakeStepper:
     """Writes tokens into pages and reads them back, slot by slot, as the operators do with keys."""
 
-    def __init__(self, pages: FakePages, *, runs_ahead: bool = False) -> None:
-        self._pages = pages
+    def __init__(self, pages: FakePages, *, runs_ahead: bool = False, has_families: bool = False) -> None:
+        self._pages, self._has_families = pages, has_families
         self.depth = STEPS_AHEAD if runs_ahead else 0
         self.bytes = 0
         self.batches: list[list[int]] = []  # tokens of each row of each step
@@ -147,9 +153,10 @@ class FakeStepper:
     def _feed(self, row: Row) -> np.ndarray:
         physical = int(row.physical[0][0]) if 0 in row.physical else row.logical
         firsts = {kind.name: physical if kind.grows else row.logical for kind in self._pages.plan.kinds}
+        mark = family_mark(len(row.tokens)) if self._has_families else 0
         for name, first in firsts.items():
             for offset, token in enumerate(row.tokens):
-                self._pages.write(name, row.pages[name], first + offset, token)
+                self._pages.write(name, row.pages[name], first + offset, token + mark)
         return np.stack([self._logits(row, firsts, count) for count in self._counts(row)])
 
     @staticmethod
@@ -259,15 +266,18 @@ def make_engine(
     overcommit: float = 1.0,
     *,
     runs_ahead: bool = False,
+    has_families: bool = False,
+    cuts: Cuts = ANYWHERE,
     detokenize: Detokenize | None = None,
     **options: int,
 ) -> Engine:
-    """Make an engine of that many full-attention pages; `stepper` is its stepper."""
-    memory = FakePages(manifest, make_plan(manifest, pages, **options))
+    """Make an engine of that many full-attention pages; `has_families`: tokens keep which kernels have read them."""
+    plan = dataclasses.replace(make_plan(manifest, pages, **options), cuts=cuts)
+    memory = FakePages(manifest, plan)
     parts = EngineParts(
         manifest=manifest,
         plan=memory.plan,
-        stepper=FakeStepper(memory, runs_ahead=runs_ahead),
+        stepper=FakeStepper(memory, runs_ahead=runs_ahead, has_families=has_families),
         pools=FakePools(memory),
         check_eviction=lambda options: None,
         detokenize=detokenize or _no_tokenizer,
@@ -287,16 +297,23 @@ def expected_tokens(
     count: int,
     snapkv: Eviction | None = None,
     saved: FakeSaved | None = None,
+    *,
+    has_families: bool = False,
 ) -> list[int]:
-    """Continue a prompt alone, greedily, by the definition of the fake model; it may follow the tokens of a file."""
+    """Continue a prompt alone, greedily, by the definition of the fake model; it may follow the tokens of a file.
+
+    With families, the prompt is read whole and each token after it alone.
+    """
     before = saved.tokens if saved else []
     tokens = [*before, *prompt]
     kept, evicted_at = (saved.full, len(before)) if saved and saved.options else ([], 0)
     known, has_rings = len(tokens), len(manifest.layers) > 1
+    mark = family_mark(known) if has_families else 0
     for _ in range(count):
-        full = kept + tokens[evicted_at:]
+        marked = [token + mark for token in tokens[:known]] + tokens[known:]
+        full = kept + marked[evicted_at:]
         variant = rope_variant(manifest.rope_limits, len(tokens))
-        logits = digest_logits(full, tokens[-WINDOW:] if has_rings else [], variant)
+        logits = digest_logits(full, marked[-WINDOW:] if has_rings else [], variant)
         if snapkv is not None and len(tokens) == known and len(full) > snapkv.budget:
             kept, evicted_at = [full[i] for i in keep_of(len(full), snapkv)], known
         tokens.append(int(np.argmax(logits)))

@@ -22,6 +22,11 @@ def add_device_options(parser: argparse.ArgumentParser, *, plain: bool = True) -
             action="store_true",
             help="keep per-layer embeddings (Gemma 4 E2B, E4B) in host memory, which takes them from the GPU's",
         )
+        parser.add_argument(
+            "--batch-invariant",
+            action="store_true",
+            help="give each request the same bits alone, in any batch and in any chunking of its prompt",
+        )
 
 
 def open_model(options: argparse.Namespace) -> Any:
@@ -35,6 +40,7 @@ def open_model(options: argparse.Namespace) -> Any:
         num_threads=options.threads,
         fused=fused,
         host_embeddings=options.host_embeddings,
+        batch_invariant=options.batch_invariant,
     )
 
 

@@ -1,16 +1,17 @@
-"""Plans caches and chunks: slots and bytes of each layer, pages of each pool, and how a prompt is cut."""
+"""Plans caches and chunks: slots and bytes of each layer, pages of each pool, and tokens of a step."""
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ortolan.errors import CapacityError, ConfigError, whole_number
 from ortolan.manifest import CacheKind, LayerInfo, Manifest
 from ortolan.runtime.caches.attention import RING_TILE
 from ortolan.runtime.caches.layer_state import SLOTS, Sizes, kind_of
+from ortolan.runtime.steps.cuts import ANYWHERE, Cuts
 
 REMAKE = "make its folder again with a larger max_context (--max-context of `ortolan export` or `convert`)"
 CUDA_TILE = 128  # slots; every cache on CUDA is a multiple of it, so that no tile straddles a ring's wrap
@@ -96,6 +97,7 @@ class CachePlan:
         page_size: slots of a page; 0 where caches are contiguous. Every capacity is a multiple of it.
         bound: most tokens that a full-attention cache ever holds, as evictions make room for every chunk, in caches
             that keep their planned size; None: they hold what was read, and are resized.
+        cuts: where sequences may be cut into steps.
     """
 
     max_context: int
@@ -108,6 +110,7 @@ class CachePlan:
     growth_room: int = 256
     page_size: int = 0
     bound: int | None = None
+    cuts: Cuts = ANYWHERE
 
     @property
     def bytes(self) -> int:
@@ -363,12 +366,6 @@ def _ringed_sequences(sequences: int, fixed: int, full: int, budget: int) -> int
         n for n in range(min(sequences, budget // fixed), 1, -1) if n * fixed + max(n * full // 4, full) <= budget
     )
     return next(fitting, 1)
-
-
-def split_chunks(count: int, chunk_size: int) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of at most `chunk_size` that cover 0 .. count."""
-    for begin in range(0, count, chunk_size):
-        yield begin, min(begin + chunk_size, count)
 
 
 def rope_variant(limits: Sequence[int], length: int) -> int:

@@ -163,7 +163,9 @@ class EngineCore:
             drafting = [each for each in drafting if each in self._requests]
         for each in self.scheduler.waiting:  # drafters of those that lost their pages hold none, either
             self._requests[each].close_drafter()
-        room = self.scheduler.plan.chunk_size - sum(each.needs_one for each in self.scheduler.admitted)
+        plan = self.scheduler.plan
+        kept = plan.cuts.least_step if plan.cuts.by_family else 0  # without it no prompt might ever be cut
+        room = plan.chunk_size - kept - sum(each.needs_one for each in self.scheduler.admitted)
         self.drafting.draft([self._requests[each] for each in drafting if self._is_decoding(each)], room)
 
     def _is_decoding(self, sequence: TokenSequence) -> bool:

@@ -305,7 +305,8 @@ class Engine:
         try:
             if saved is not None:
                 saved.load_state(sequence, self.plan, self._parts.manifest)
-                sequence.is_stored, sequence.is_unrepeatable = True, sequence.evicted_at > 0
+                sequence.is_stored = True
+                sequence.is_unrepeatable = sequence.evicted_at > 0 or self.plan.cuts.by_family
             sequence.tokens += given
             sequence.prompt_length = len(sequence.tokens) if given else 0
             if len(sequence.tokens) > context:

@@ -17,6 +17,7 @@ Source: Marconi, arXiv 2411.19379 (states are kept where sequences part).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ class Prefixes:
         digests = list(chain_digests(sequence.tokens, size, whole, _root(sequence)))
         chains = {kind.name: self._index[kind.name].find(digests) for kind in self._growing}
         known = count = min(map(len, chains.values()))
-        while count and not all(self._index[kind.name].get(digests[count - 1]) for kind in self._fixed):
+        while count and not self._may_begin(sequence, count, digests):
             count -= 1
         return Prefix(
             length=count * size,
@@ -90,7 +91,8 @@ class Prefixes:
         sequence.lengths.advance(prefix.length)
         sequence.snapshot_at = prefix.length
         size = self._plan.page_size
-        sequence.marks = tuple(sorted({prefix.parts_at, (len(sequence.tokens) - 1) // size * size}))
+        last = self._plan.cuts.last_begin(prompt=sequence.prompt_length, known=len(sequence.tokens))
+        sequence.marks = tuple(sorted({prefix.parts_at, last // size * size}))
         self.offer(sequence, prefix.length)
 
     def chunk_end(self, sequence: TokenSequence, end: int) -> int:
@@ -98,8 +100,10 @@ class Prefixes:
         if not self._fixed or not self._serves(sequence):
             return end
         size = self._plan.page_size
-        ends = [mark for mark in sequence.marks if sequence.fed < mark <= end] or [end // size * size]
-        return next((each for each in ends if each > sequence.fed and self._wants(sequence, each)), end)
+        may_end = functools.partial(self._plan.cuts.may_end, fed=sequence.fed, prompt=sequence.prompt_length)
+        ends = [mark for mark in sequence.marks if sequence.fed < mark <= end and may_end(mark)] or [end // size * size]
+        wanted = (each for each in ends if each > sequence.fed and may_end(each) and self._wants(sequence, each))
+        return next(wanted, end)
 
     def plan_snapshot(self, sequence: TokenSequence, end: int, admitted: Sequence[TokenSequence]) -> None:
         """Take the pages of a snapshot behind a chunk that ends at `end`, where one is wanted and pages can be had."""
@@ -125,7 +129,7 @@ class Prefixes:
         if not self._serves(sequence):
             return
         size = self._plan.page_size
-        while (sequence.published + 1) * size <= length:
+        while (sequence.published + 1) * size <= self._plan.cuts.shared(sequence.prompt_length, length):
             begin = sequence.published * size
             sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
             for kind in self._growing:
@@ -155,12 +159,22 @@ class Prefixes:
         sequence.pages = {}
 
     def _serves(self, sequence: TokenSequence) -> bool:
-        return bool(self._index) and sequence.eviction is None and not sequence.evicted_at
+        is_private = sequence.eviction is not None or sequence.evicted_at or sequence.is_unrepeatable
+        return bool(self._index) and not is_private
+
+    def _may_begin(self, sequence: TokenSequence, count: int, digests: Sequence[bytes]) -> bool:
+        """Say whether a sequence may begin with the first `count` pages, whose keys and values are there."""
+        known, length = len(sequence.tokens), count * self._plan.page_size
+        if not self._plan.cuts.may_begin(length, prompt=sequence.prompt_length, known=known):
+            return False
+        return all(self._index[kind.name].get(digests[count - 1]) for kind in self._fixed)
 
     def _wants(self, sequence: TokenSequence, length: int) -> bool:
         """Say whether a snapshot belongs at a length: at a mark, or before one as far as snapshots lie apart."""
         spacing = self._plan.snapshot_spacing
         later = [mark for mark in sequence.marks if mark >= length]
+        if self._plan.cuts.shared(sequence.prompt_length, length) < length:
+            return False
         if length % self._plan.page_size or length - sequence.snapshot_at < spacing or not later:
             return False
         if later[0] == length:

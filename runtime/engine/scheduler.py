@@ -137,7 +137,7 @@ class Scheduler:
         """Add at most `room` tokens of a sequence to the step; returns their number."""
         if sequence not in self._admitted:  # gave way to an older one in this step
             return 0
-        end = self.prefixes.chunk_end(sequence, sequence.chunk_end(room))
+        end = self.prefixes.chunk_end(sequence, sequence.chunk_end(room, self.plan.cuts))
         if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
             return 0
         samples = end == len(sequence.tokens)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import KindPlan
 from ortolan.runtime.state.sequence import SequenceState
+from ortolan.runtime.steps.cuts import Cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,8 @@ class TokenSequence(SequenceState):
         max_length: most tokens that will ever be fed.
         eviction: after the prompt; None never evicts.
         is_stored: whether a file holds what was read, and its pages are still to be filled with it.
-        is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction.
+        is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction,
+            or where not each token may be read in any piece.
         draft: tokens that may follow the known ones, which the next step checks.
         digest: of the pages that the prefix index knows.
         published: their number.
@@ -98,12 +100,12 @@ class TokenSequence(SequenceState):
         later = options.budget + length - self.prompt_length
         return max(kind.pages_for(self.slots_at(kind, self.prompt_length)), kind.pages_for(later))
 
-    def chunk_end(self, room: int) -> int:
+    def chunk_end(self, room: int, cuts: Cuts) -> int:
         """Return where a chunk of at most `room` tokens ends; an eviction comes between chunks."""
         last = min(len(self.tokens), self.max_length)
         if self.will_evict:
             last = min(last, self.prompt_length)
-        return min(self.fed + room, last)
+        return self.fed + cuts.piece(fed=self.fed, prompt=self.prompt_length, known=last, room=room)
 
     def captures_before(self, end: int) -> bool:
         """Say whether a chunk up to `end` holds queries that score the prompt."""

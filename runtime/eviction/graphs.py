@@ -15,7 +15,24 @@ from ortolan.policies.eviction import STRUCTURE_METADATA
 from ortolan.runtime.device.opening import Device
 
 EvictBuilder = Callable[[Manifest, Eviction], bytes]
-DecoderBuilder = Callable[[Path, Manifest], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphChanges:
+    """What a decoder graph is to be, whatever the folder's is.
+
+    Attributes:
+        manifest: of the caches that it is to have.
+        batch_invariant: whether its rows must not depend on each other.
+        cuda: whether it runs on CUDA; else on the CPU.
+    """
+
+    manifest: Manifest
+    batch_invariant: bool = False
+    cuda: bool = False
+
+
+DecoderBuilder = Callable[[Path, GraphChanges], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +41,7 @@ class GraphBuilders:
 
     Attributes:
         evict: an eviction graph for options other than the folder's; None: nothing does.
-        decoder: the decoder graph for caches of the manifest's type, of the folder's graph; None: it has that type.
+        decoder: the decoder graph that is wanted, of the folder's graph; None: that is it.
     """
 
     evict: EvictBuilder | None = None
@@ -39,7 +56,7 @@ class EvictionGraphs:
         self._folder, self._manifest, self._device, self._builder = folder, manifest, device, builders.evict
         self._sessions: dict[str, Any] = {}
         self._recorded: dict[str, Any] | None = None
-        self._has_read = builders.decoder is not None  # then the folder's graph is for other caches
+        self._has_read = builders.decoder is not None  # then the folder's graph may be for other caches
         if self._builder is None:
             self._read_recorded()  # now, as `check` may be called in any thread
 

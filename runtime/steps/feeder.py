@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from ortolan.errors import CapacityError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
 from ortolan.runtime.caches.layer_state import kind_of, own_layers
-from ortolan.runtime.caches.plan import CachePlan, split_chunks
+from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.room import Room
 from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.generate.draw import Draw
@@ -225,9 +226,9 @@ class Feeder:
 
     def _chunks(self, count: int, wanted: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of chunks; the last one holds all tokens whose logits are wanted."""
-        size = self.plan.chunk_size
-        last = count - max(wanted, (count - 1) % size + 1)
-        yield from split_chunks(last, size)
+        *begins, last = [begin for begin, _ in self.plan.cuts.pieces(count, self.plan.chunk_size)]
+        last = min(last, count - wanted)
+        yield from itertools.pairwise([*(begin for begin in begins if begin < last), last])
         yield last, count
 
     def _enqueue(self, reading: deque[_Chunk], tokens: Tokens, wanted: Wanted) -> _Chunk:

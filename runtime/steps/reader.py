@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ortolan.errors import CapacityError, ContextLengthError
-from ortolan.runtime.caches.plan import context_advice, rope_variant, split_chunks
+from ortolan.runtime.caches.plan import context_advice, rope_variant
 from ortolan.runtime.eviction.evicting import Evicting
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.feeder import NOTHING, Feeder, Tokens, Wanted
@@ -70,7 +70,7 @@ class Reader:
     def score(self, tokens: Tokens, best: int, progress: Callable[[int], object] | None) -> list[TokenLogprobs]:
         """Read tokens, and return how likely each but the first was, with the `best` most likely ones."""
         result: list[TokenLogprobs] = []
-        for begin, end in split_chunks(len(tokens), min(self._plan.chunk_size, SCORED_ROWS)):
+        for begin, end in self._plan.cuts.pieces(len(tokens), min(self._plan.chunk_size, SCORED_ROWS)):
             step = self.read_prompt(tokens[begin:end], progress, Wanted(draws=(None,) * (end - begin)))
             result += step.score(tokens[begin + 1 : end + 1].tolist(), best)
         return result
@@ -120,7 +120,7 @@ class Reader:
 
     def _read_bounded(self, tokens: Tokens, note: Callable[[int], object], wanted: Wanted) -> StepResult:
         """Read tokens, and evict between chunks, so that caches of a planned size hold them."""
-        chunks = list(split_chunks(len(tokens), self._plan.chunk_size))
+        chunks = list(self._plan.cuts.pieces(len(tokens), self._plan.chunk_size))
         for begin, end in chunks[:-1]:
             self._read_bounded_chunk(tokens[begin:end], note, NOTHING)
             self._evicting.evict_if_due()

@@ -12,8 +12,9 @@ from ortolan.errors import CapacityError, ConfigError
 from ortolan.manifest import LayerInfo, Manifest
 from ortolan.policies import Eviction, SnapKv
 from ortolan.runtime.caches.attention import ring_keeps
-from ortolan.runtime.caches.plan import plan_caches, rope_variant, split_chunks
+from ortolan.runtime.caches.plan import plan_caches, rope_variant
 from ortolan.runtime.device.memory import estimate_evict_bytes, fit_chunk
+from ortolan.runtime.steps.cuts import ANYWHERE
 
 SIZES = st.integers(1, 40)
 
@@ -142,7 +143,7 @@ def test_refuses_a_context_beyond_the_export():
 
 @given(count=st.integers(1, 500), chunk=SIZES)
 def test_chunks_cover_the_prompt_once_and_in_order(count, chunk):
-    ranges = list(split_chunks(count, chunk))
+    ranges = list(ANYWHERE.pieces(count, chunk))
     assert list(itertools.chain.from_iterable(range(*r) for r in ranges)) == list(range(count))
     assert all(0 < end - begin <= chunk for begin, end in ranges)
 
