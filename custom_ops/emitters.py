@@ -460,8 +460,10 @@ def low_bit_experts(
     that is 0. Both have one format. Sums are float32; the inner rows and y are rounded to T1. Only the
     chosen experts' weights are read. Deterministic. A token's result does not depend on the other tokens,
     as long as one kernel family serves the step: on CUDA, steps of up to 32 * E pairs of token and expert
-    have one, larger ones of 16-bit elements another, for which weights are rounded to T1; both round each
-    expert's share of y to T1. An expert outside 0 .. E - 1 is refused on the CPU; on CUDA it adds nothing.
+    have one, larger ones of 16-bit elements another, for which weights are rounded to T1; up to 3 / 2 * E
+    pairs, int4 and mxfp4 have one of their own. All round each expert's share of y to T1. An expert outside
+    0 .. E - 1 is refused on the CPU; on CUDA it adds nothing. Where docs/quantisation.md says so, inputs
+    are rounded to 16 bits.
 
     Args:
         x: [T, H] T1. Rows of H features.

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("target")
 TOKENS = (1, 2, 5, 16, 17, 40, 150)
 GPT_OSS = ExpertCase(hidden=96, inner=160, activation="clamped_silu_mul", biases=True, residual=True)
 WIDE = ExpertCase(hidden=512, inner=384, experts=12, top_k=4, residual=True)
+LONG = ExpertCase(hidden=1120, inner=96, experts=4, top_k=1, activation="clamped_silu_mul", biases=True)
 CASES = {
     "int4": LowBitExpertCase(),
     "int4-zero-points": LowBitExpertCase(experts=GPT_OSS, zero_points=True),
@@ -29,6 +30,9 @@ CASES = {
     "fp8-part-of-a-block": LowBitExpertCase(format="fp8", group_size=64, scale_rows=48),
     "mxfp4": LowBitExpertCase(experts=GPT_OSS, format="mxfp4", group_size=32),
     "mxfp4-wide": LowBitExpertCase(experts=WIDE, format="mxfp4", group_size=32),
+    "mxfp4-long": LowBitExpertCase(experts=LONG, format="mxfp4", group_size=32),
+    "int4-long": LowBitExpertCase(experts=LONG, group_size=32),
+    "int4-256": LowBitExpertCase(experts=ExpertCase(hidden=768, inner=256), group_size=256, zero_points=True),
     "nvfp4": LowBitExpertCase(experts=GPT_OSS, format="nvfp4", group_size=16),
     "gelu": LowBitExpertCase(experts=ExpertCase(hidden=64, inner=32, activation="gelu_tanh_mul")),
     "one-of-one": LowBitExpertCase(experts=ExpertCase(hidden=64, inner=32, experts=1, top_k=1)),
@@ -53,9 +57,10 @@ def test_every_instruction_set_computes_the_same(name, isa):
         assert_right(CASES[name], tokens)
 
 
-# On CUDA up to 32 pairs of token and expert for each expert belong to one kernel family, more to another.
-@pytest.mark.parametrize(("tokens", "first", "count"), [(8, 3, 2), (40, 7, 30), (300, 17, 283)])
-@pytest.mark.parametrize("name", ["int4-128", "int4-channel", "int8", "mxfp4", "fp8-blocks"])
+# On CUDA up to 3 pairs of token and expert for two experts belong to one kernel family, up to 32 for each to another,
+# more to a third.
+@pytest.mark.parametrize(("tokens", "first", "count"), [(4, 1, 2), (4, 0, 3), (40, 7, 30), (300, 17, 283)])
+@pytest.mark.parametrize("name", ["int4-128", "int4-channel", "int8", "mxfp4", "mxfp4-long", "fp8-blocks"])
 def test_a_token_does_not_depend_on_the_others(name, tokens, first, count):
     case = CASES[name]
     feeds = low_bit_expert_feeds(case, tokens)
@@ -94,6 +99,16 @@ def test_a_row_of_nan_stays_in_its_row(tokens):
     wrong = np.isnan(run_low_bit_experts(CASES["mxfp4"], feeds).astype(np.float32))
     assert wrong[2].all()
     assert not np.delete(wrong, 2, axis=0).any()
+
+
+def test_the_smallest_and_the_largest_exponents_of_mxfp4_are_read():
+    case = CASES["mxfp4"]
+    feeds = low_bit_expert_feeds(case, 2)
+    feeds["gate_up_scale_codes"][..., ::2] = 0
+    feeds["down_scale_codes"][..., 1::2] = 0
+    feeds["down_scale_codes"][:, ::16] = 137
+    expected = low_bit_reference.low_bit_experts(**feeds, **case.attributes)
+    assert_as_good_as_plain(run_low_bit_experts(case, feeds), plain_low_bit_experts(case, feeds), expected)
 
 
 def test_no_tokens_give_no_rows():

@@ -1,6 +1,7 @@
 // LowBitExperts: which kernels take a call. Few pairs of token and choice: those that stream the codes of the
-// chosen experts. Many: the weights of some experts at a time become elements in scratch memory, if a token
-// chose them, and the experts dense ones. All else, float32 and odd sizes: a warp per output.
+// chosen experts, as bytes (the fewest) or elements. Many: the weights of some experts at a time become
+// elements in scratch memory, if a token chose them, and the experts dense ones. All else, float32 and odd
+// sizes: a warp per output.
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/low_bit/dequantise.cuh"
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int64_t kAloneTokens = 2;  // with more, pairs that share an expert read it together
+// With more tokens, pairs that share an expert read it together, unless hardly any pairs do.
+constexpr int64_t kAloneTokens = 2;
 // Up to here, passes over the codes are faster than weights of elements.
 constexpr int64_t kFewPairsPerExpert = 32;
 // Of weights of elements, which wait in scratch memory.
@@ -106,13 +108,19 @@ cudaError_t multiply_dense(const LowBitExpertsParams& p, const ExpertScratch& sc
   return error == cudaSuccess ? launch_combine(p, scratch, launch) : error;
 }
 
+bool shares_experts(const LowBitExpertsParams& p) {
+  if (p.num_tokens <= kAloneTokens) return false;
+  return !takes_expert_bytes(p) || 2 * p.num_tokens * p.top_k > p.num_experts;
+}
+
 cudaError_t multiply_streamed(const LowBitExpertsParams& p, const ExpertScratch& scratch,
                               const Launch& launch) {
-  const bool is_shared = p.num_tokens > kAloneTokens;
+  const bool is_shared = shares_experts(p);
   cudaError_t error = is_shared ? launch_expert_lists(p, scratch, launch) : cudaSuccess;
   if (error == cudaSuccess)
     error = with_half_element(p.element, [&]<typename Element>() {
-      return launch_expert_streams<Element>(p, scratch, is_shared, launch);
+      return takes_expert_bytes(p) ? launch_expert_bytes<Element>(p, scratch, is_shared, launch)
+                                   : launch_expert_streams<Element>(p, scratch, is_shared, launch);
     });
   return error == cudaSuccess ? launch_combine(p, scratch, launch) : error;
 }

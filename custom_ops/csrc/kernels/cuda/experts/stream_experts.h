@@ -1,4 +1,4 @@
-// Which experts of low-bit weights stream.cuh takes.
+// Which experts of low-bit weights stream.cuh and bytes.cuh take.
 #pragma once
 
 #include "instances.h"
@@ -23,6 +23,22 @@ inline bool takes_expert_stream(const LowBitExpertsParams& p, const Device& devi
          takes_low_bit_stream(expert_layer(p, false), device) && has_whole_pieces(0, {p.residual, p.y});
 }
 
+// Of what streams: codes of 4 bits, as long as most experts have a pair or two. Zero points of short groups
+// are rare.
+inline bool takes_expert_bytes(const LowBitExpertsParams& p) {
+  constexpr int64_t kMostTiles = 1 << 22;  // times the blocks of a launch they have 32 bits
+  const auto takes = [](const LowBitWeight& w) {
+    return w.format == LowBitFormat::kMxfp4 ||
+           (w.format == LowBitFormat::kInt4 && !(w.zero_points && has_short_groups(w)));
+  };
+  const int64_t pairs = p.num_tokens * p.top_k;
+  return takes(p.gate_up.first) && takes(p.down.first) && 2 * pairs <= 3 * p.num_experts &&
+         pairs * (p.hidden_size + p.inner_size) / 8 < kMostTiles;
+}
+
+template <typename Element>
+cudaError_t launch_expert_bytes(const LowBitExpertsParams& p, const ExpertScratch& scratch, bool is_shared,
+                                const Launch& launch);
 template <typename Element>
 cudaError_t launch_expert_streams(const LowBitExpertsParams& p, const ExpertScratch& scratch, bool is_shared,
                                   const Launch& launch);

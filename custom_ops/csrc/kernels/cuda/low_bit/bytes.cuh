@@ -14,6 +14,7 @@
 // alone.
 #pragma once
 
+#include "byte_mma.cuh"
 #include "bytes_inputs.cuh"
 #include "bytes_outputs.cuh"
 
@@ -22,16 +23,6 @@ namespace ortolan::cuda {
 __device__ __forceinline__ void copy_word(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared), "l"(global) : "memory");
 }
-// sum[16x8] += a[16x32] * b[32x8], of bytes without and with a sign.
-__device__ __forceinline__ void multiply_bytes(int (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                               uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // A warp's units, as it fetches or multiplies them: slice after slice of a tile, tile after tile of the team.
 struct ByteCursor {
   int tile;  // of the block
@@ -242,17 +233,6 @@ struct ByteProducts {
       }
   }
 };
-
-// Waits until the oldest of `depth` groups of copies is there.
-__device__ __forceinline__ void wait_for_oldest(int depth) {
-  static_assert(BytePlan::kMostDepth == 4);
-  if (depth == 2)
-    copy_async_wait<1>();
-  else if (depth == 3)
-    copy_async_wait<2>();
-  else
-    copy_async_wait<3>();
-}
 
 template <typename Element, LowBitFormat kFormat, bool kZeros, int kTokenTiles>
 __global__ void __launch_bounds__(BytePlan::kMostThreads, 2)

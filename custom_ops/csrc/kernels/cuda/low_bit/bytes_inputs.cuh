@@ -115,6 +115,16 @@ struct ByteInputs {
   }
 };
 
+// Waits until the oldest of `depth` groups of copies, 2 to 4, is there.
+__device__ __forceinline__ void wait_for_oldest(int depth) {
+  if (depth == 2)
+    copy_async_wait<1>();
+  else if (depth == 3)
+    copy_async_wait<2>();
+  else
+    copy_async_wait<3>();
+}
+
 __device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(address), "r"(word) : "memory");
 }

@@ -1,0 +1,8 @@
+#include "bytes_launch.cuh"
+
+namespace ortolan::cuda {
+
+template cudaError_t launch_expert_bytes<__nv_bfloat16>(const LowBitExpertsParams&, const ExpertScratch&,
+                                                        bool, const Launch&);
+
+}  // namespace ortolan::cuda
