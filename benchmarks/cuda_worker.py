@@ -6,11 +6,12 @@ python cuda_worker.py genai MODEL_FOLDER MAX_CONTEXT
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,11 +38,11 @@ class Engine(Protocol):
 class OrtolanEngine:
     """Ortolan."""
 
-    def __init__(self, folder: str, max_context: int) -> None:
+    def __init__(self, folder: str, max_context: int, *, batch_invariant: bool = False) -> None:
         import ortolan
 
         self.versions = {"ortolan": ortolan.custom_ops.library_info().version}
-        self._model = ortolan.load(folder, device="cuda")
+        self._model = ortolan.load(folder, device="cuda", batch_invariant=batch_invariant)
         self._max_context = max_context
         self._session: Any = None
 
@@ -124,8 +125,10 @@ def main() -> None:
     name, folder, max_context = sys.argv[1], sys.argv[2], int(sys.argv[3])
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
-    make = {"ortolan": OrtolanEngine, "genai": GenaiEngine}[name]
-    engine: Engine = make(folder, max_context)
+    invariant = functools.partial(OrtolanEngine, batch_invariant=True)
+    engines: dict[str, Callable[[str, int], Engine]]
+    engines = {"ortolan": OrtolanEngine, "invariant": invariant, "genai": GenaiEngine}
+    engine = engines[name](folder, max_context)
     print(json.dumps(engine.versions), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(engine, **json.loads(line))), flush=True)

@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--weight-format", help="of both engines, as `ortolan export` takes it (default: bfloat16)")
     parser.add_argument("--group-size", type=int, help="of our weight format (default: the export's)")
     parser.add_argument("--cache-dtype", help="of our caches (default: bfloat16)")
+    parser.add_argument("--batch-invariant", action="store_true", help="measure ours loaded with batch_invariant, too")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -79,6 +80,8 @@ def main() -> None:
         checkpoint, weights = source_of(options.shape, work / "checkpoint", is_random=options.no_peer)
         limit = max(options.prompts) + options.decode + 2
         folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options, weights)}
+        if options.batch_invariant:
+            folders["invariant"] = folders["ortolan"]
         if not options.no_peer:
             folders["genai"] = export_peer(checkpoint, work / "genai", options.weight_format or "bf16")
         results = {name: measure(name, folder, limit, options) for name, folder in folders.items() if folder}
@@ -157,13 +160,13 @@ def measure(name: str, folder: Path, max_context: int, options: argparse.Namespa
 
 def print_table(prompts: list[int], results: dict[str, list[dict[str, Any]]]) -> None:
     """Print one line per prompt length and engine, with the peer's figure over ours."""
-    print(f"{'prompt':>7} {'engine':>8} {'first token ms':>15} {'decode ms':>10} {'GPU MiB':>8}")
+    print(f"{'prompt':>7} {'engine':>9} {'first token ms':>15} {'decode ms':>10} {'GPU MiB':>8}")
     by_prompt = {name: {row["prompt_tokens"]: row for row in rows} for name, rows in results.items()}
     for prompt in sorted(prompts):
         for name, rows in by_prompt.items():
             if row := rows.get(prompt):
                 first, token = 1e3 * row["first_token_seconds"], 1e3 * (row["token_seconds"] or float("nan"))
-                print(f"{prompt:>7} {name:>8} {first:>15.1f} {token:>10.3f} {row['used_mib']:>8}")
+                print(f"{prompt:>7} {name:>9} {first:>15.1f} {token:>10.3f} {row['used_mib']:>8}")
         ours, peer = (by_prompt.get(name, {}).get(prompt) for name in ("ortolan", "genai"))
         if ours and peer:
             keys = ("first_token_seconds", "token_seconds", "used_mib")
