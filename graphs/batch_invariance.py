@@ -44,7 +44,7 @@ def make_batch_invariant(model: onnx.ModelProto, *, cuda: bool) -> None:
     """Let every product of a graph sum in an order that its weight's shape alone decides, in place.
 
     1. FusedLinear is told so.
-    2. A Gemm becomes a FusedLinear: ONNX Runtime's own chooses its order by the number of rows.
+    2. A Gemm becomes a FusedLinear: ONNX Runtime's own promises no order.
 
     Args:
         model: whose weights may be absent.

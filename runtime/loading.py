@@ -80,10 +80,7 @@ def load(
         builders = GraphBuilders(evict=evict_builder)
         return Model(folder, manifest, placed, builders, fused, host_embeddings=host_embeddings)
     if decoder_builder is None:
-        raise ConfigError(
-            f"the graph of {folder} has caches of {manifest.cache_dtype} and products that are not batch-invariant; "
-            f"cache_dtype={wanted!r} and batch_invariant={batch_invariant} need ortolan.load, which can change them"
-        )
+        raise _no_builder(folder, manifest, wanted)
     return Model(
         folder,
         dataclasses.replace(manifest, cache_dtype=wanted),
@@ -92,6 +89,18 @@ def load(
         fused,
         host_embeddings=host_embeddings,
         batch_invariant=batch_invariant,
+    )
+
+
+def _no_builder(folder: Path, manifest: Manifest, wanted: str) -> ConfigError:
+    if wanted == manifest.cache_dtype:
+        return ConfigError(
+            f"batch_invariant is True, and the graph of {folder} must be changed for it; open it with ortolan.load, "
+            "which can do that"
+        )
+    return ConfigError(
+        f"{folder} has caches of {manifest.cache_dtype}, not {wanted}; open it with ortolan.load, which can change "
+        "them, or export it with that cache_dtype"
     )
 
 

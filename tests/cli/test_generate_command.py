@@ -260,3 +260,15 @@ def test_drafts_change_no_text(model_dir, prompt_file, capsys, speculate):
 def test_drafts_that_cannot_be_made_are_refused(model_dir, capsys, drafts, message):
     assert main(["generate", str(model_dir), "--prompt", "a", *drafts]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_batch_invariant_reaches_the_model(model_dir, tmp_path, sample, capsys):
+    model = ortolan.load(model_dir, device="cpu", batch_invariant=True)
+    expected = model.tokenizer.decode(list(model.session().generate(model.tokenizer.encode(sample.prompt), 20)))
+    options = ["--prompt", sample.prompt, "--max-new-tokens", "20", "--device", "cpu", "--batch-invariant"]
+    assert main(["generate", str(model_dir), *options]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+    folder = tmp_path / "int4"
+    ortolan.export(shipped_model(), folder, max_context=512, weight_format="int4")
+    assert main(["generate", str(folder), *options]) == 2
+    assert "batch_invariant=True cannot be kept on the CPU" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_many_requests_get_what_they_get_one_by_one(model):
     assert count_differing(found, expected) == 0
 
 
-@pytest.mark.parametrize(("sequences", "chunk_tokens"), [(1, 131), (7, 140), (32, 170)])
+@pytest.mark.parametrize(("sequences", "chunk_tokens"), [(1, 131), (7, 140), (20, 160)])
 def test_other_cuts_preemption_and_shared_beginnings_change_no_bit(model, sequences, chunk_tokens):
     prompts = draw_prompts(SOME, model.manifest.vocab_size)
     expected = one_by_one(model, prompts)
@@ -103,7 +103,7 @@ def test_other_cuts_preemption_and_shared_beginnings_change_no_bit(model, sequen
         for _ in range(2):
             assert count_differing(together(engine, prompts), expected) == 0
         stats = engine.stats()
-    assert stats.preemptions or sequences < 32
+    assert stats.preemptions or sequences < 20
 
 
 @pytest.mark.parametrize("chunk_size", [130, 200, 1024])

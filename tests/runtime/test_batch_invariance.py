@@ -125,6 +125,17 @@ def test_codes_that_each_row_multiplies_by_itself_are_allowed(prompts, options):
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
+def test_caches_of_codes_keep_the_bits(prompts, cache_dtype):
+    options = {"device": "cpu", "batch_invariant": True, "cache_dtype": cache_dtype}
+    model = ortolan.load(export("gemma3", paged=True, page_size=16), **options)
+    object.__setattr__(model.manifest, "eos_token_ids", ())
+    alone = [answer(model.session(chunk_size=7), prompt) for prompt in prompts]
+    with Engine(model, 4, chunk_tokens=CHUNK) as engine:
+        streams = [engine.submit(prompt, NEW, logprobs=5) for prompt in prompts]
+        assert [(stream.result(), list(stream.logprobs)) for stream in streams] == alone
+
+
 REFUSED = {
     "int4": (lambda: export("llama", weight_format="int4", group_size=32), "few bits.*MatMulNBits.*weight_format"),
     "gated-delta": (lambda: export("qwen3_next"), "gated delta layers.*CausalConv|gated delta layers.*GatedDeltaRule"),
@@ -152,7 +163,7 @@ def test_a_value_that_is_not_a_truth_is_refused():
 
 
 def test_the_runtime_alone_cannot_change_graphs():
-    with pytest.raises(ConfigError, match=r"ortolan\.load"):
+    with pytest.raises(ConfigError, match=r"batch_invariant is True.*open it with ortolan\.load"):
         load_alone(export("llama"), device="cpu", batch_invariant=True)
 
 
