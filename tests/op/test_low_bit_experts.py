@@ -32,7 +32,9 @@ CASES = {
     "mxfp4-wide": LowBitExpertCase(experts=WIDE, format="mxfp4", group_size=32),
     "mxfp4-long": LowBitExpertCase(experts=LONG, format="mxfp4", group_size=32),
     "int4-long": LowBitExpertCase(experts=LONG, group_size=32),
-    "int4-256": LowBitExpertCase(experts=ExpertCase(hidden=768, inner=256), group_size=256, zero_points=True),
+    "int4-256": LowBitExpertCase(
+        experts=ExpertCase(hidden=512, inner=256, experts=4), group_size=256, zero_points=True
+    ),
     "nvfp4": LowBitExpertCase(experts=GPT_OSS, format="nvfp4", group_size=16),
     "gelu": LowBitExpertCase(experts=ExpertCase(hidden=64, inner=32, activation="gelu_tanh_mul")),
     "one-of-one": LowBitExpertCase(experts=ExpertCase(hidden=64, inner=32, experts=1, top_k=1)),
