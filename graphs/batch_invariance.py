@@ -63,7 +63,9 @@ def make_batch_invariant(model: onnx.ModelProto, *, cuda: bool) -> None:
         if not fills_vectors and not _is_row_by_row(node, cuda=cuda):
             refused.append(node)
         if _is_own(node) and node.op_type == _FUSED:
-            node.attribute.append(onnx.helper.make_attribute(_ATTRIBUTE, 1))
+            others = [each for each in node.attribute if each.name != _ATTRIBUTE]
+            del node.attribute[:]
+            node.attribute.extend((*others, onnx.helper.make_attribute(_ATTRIBUTE, 1)))
     if refused:
         raise _refusal(max(refused, key=lambda node: node.op_type in _WHOSE), cuda=cuda)
 
