@@ -36,6 +36,11 @@ struct KeyRows {
     return sink + (position - sink) % (capacity - sink);
   }
 
+  // Slot of the row so many behind the one at `slot`.
+  __device__ __forceinline__ int32_t slot_behind(int32_t slot, int32_t num_rows) const {
+    return slot + num_rows < capacity ? slot + num_rows : wrapped(slot + num_rows);
+  }
+
   // Element offset of the row at `slot`, which may lie past the end of the ring by less than a tile.
   __device__ __forceinline__ int64_t offset(int32_t slot) const {
     if (slot >= capacity) slot = wrapped(slot);

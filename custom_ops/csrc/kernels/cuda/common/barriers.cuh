@@ -17,11 +17,15 @@ __device__ __forceinline__ int cluster_size() {
 }
 // The barrier of all threads of a cluster, in two halves, for whole warps. It orders no memory accesses.
 __device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
   __syncwarp();
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+#endif
 }
 __device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+#endif
 }
 // The whole barrier; what threads have written before it, all see after it.
 __device__ __forceinline__ void cluster_sync() {

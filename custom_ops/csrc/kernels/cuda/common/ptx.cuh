@@ -190,6 +190,34 @@ __device__ __forceinline__ void store_pair_at(uint32_t shared, int block, float 
       "r"(block), "f"(x), "f"(y)
       : "memory");
 }
+// An address of this block's shared memory, as one of a block of its cluster; and loads from such.
+__device__ __forceinline__ uint32_t place_at(uint32_t shared, int block) {
+  uint32_t place = shared;
+#if __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(place) : "r"(shared), "r"(block));
+#endif
+  return place;
+}
+__device__ __forceinline__ float2 load_pair_at(uint32_t place) {
+  float2 pair{};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(place)
+               : "memory");
+#endif
+  return pair;
+}
+__device__ __forceinline__ float4 load_quad_at(uint32_t place) {
+  float4 quad{};
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(quad.x), "=f"(quad.y), "=f"(quad.z), "=f"(quad.w)
+               : "r"(place)
+               : "memory");
+#endif
+  return quad;
+}
 // Brings a multiple of 16 bytes to L2. Nothing is read: what other kernels write there later is seen.
 __device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

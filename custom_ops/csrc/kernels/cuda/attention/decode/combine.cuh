@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cursor.cuh"
+#include "kept.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/warp.cuh"
 
@@ -37,12 +38,15 @@ struct PartialSum {
 // One row of an entry, as its partial sums were left.
 template <int kHeadSize, typename Line>
 struct PartialRow {
+  static constexpr bool kOfCluster = Line::kOfCluster;
+
   const DecodeWorkspace& workspace;
   const Line& line;
   const KeyTiles& tiles;
   int entry;
   int row;
-  int column;  // of the thread
+  int column;     // of the thread
+  uint32_t kept;  // where blocks of a cluster keep their sums, if they do
 
   __device__ __forceinline__ int start() const { return line.first(entry); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
@@ -61,12 +65,39 @@ struct PartialRow {
     sum.state = workspace.states[source];
     sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
   }
+  // The same where the blocks of a cluster keep their sums: a span that one block holds lies in the place of
+  // its last tile.
+  __device__ __forceinline__ PartialSum sum_kept_span(const SpanTiles& span) const {
+    PartialSum sum, parts[kMostSpanTiles];
+    const bool whole = short_owner(line.cut, span.begin) == short_owner(line.cut, span.end - 1);
+#pragma unroll
+    for (int t = 0; t < kMostSpanTiles; ++t) {
+      const int tile = whole ? span.end - 1 : span.begin + t;
+      if (whole ? t > 0 : tile >= span.end) continue;
+      const int owner = short_owner(line.cut, tile);
+      parts[t] = load_kept(owner, tile - line.cut.begin(owner));
+    }
+    if (whole) return parts[0];
+#pragma unroll
+    for (int t = 0; t < kMostSpanTiles; ++t) sum.merge(parts[t]);
+    return sum;
+  }
+  __device__ __forceinline__ PartialSum load_kept(int block, int place) const {
+    const int source = place * workspace.rows + row;
+    const uint32_t memory = place_at(kept, block);
+    const float2 state = load_pair_at(memory + source * static_cast<int>(sizeof(SoftmaxState)));
+    const uint32_t sums = memory + kept_states_bytes(workspace.rows);
+    return {{state.x, state.y},
+            load_quad_at(sums + (source * kHeadSize + column) * static_cast<int>(sizeof(float)))};
+  }
   // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
   __device__ __forceinline__ PartialSum sum_span(int index) const {
     PartialSum sum;
     const PowerOfTwo span_tiles = workspace.span_tiles;
     const SpanTiles span = SpanTiles::of(tiles, index, span_tiles);
     if (span.begin >= span.end) return sum;
+    if constexpr (Line::kOfCluster)
+      if (line.keeps) return sum_kept_span(span);
     const int owner = line.owner(start() + span.begin);
     const bool whole = is_whole(span, owner);
     const int first = index << span_tiles.shift;
@@ -162,11 +193,13 @@ struct SpanRound {
   }
 };
 
-// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block.
+// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block. `is_last`:
+// of those that the block merges.
 template <typename Element, int kColumns, typename Partial>
 __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, const DecodeShape& shape,
                                             const DecodeEntry& entry, const Partial& partial,
-                                            const SpanRound& spans, int spans_at_once, int first_column) {
+                                            const SpanRound& spans, int spans_at_once, int first_column,
+                                            bool is_last = true) {
   constexpr int kSpanThreads = kColumns / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const VisitedSpans visited = VisitedSpans::of(entry.tiles, shape.span_tiles);
@@ -184,6 +217,8 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
       if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
     }
     __syncthreads();
+    if constexpr (Partial::kOfCluster)
+      if (is_last && visited.next_round(round) * kRoundSpans >= visited.end) partial.line.let_go();
     if (is_only) {  // all that a round would do to it is to drop the sign of a zero
       const int n = first_span - round * kRoundSpans;
       state = spans.states[n];
@@ -278,7 +313,8 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
   const DecodeLine line(counts ? counted : workspace.starts, shape);
   const PartialRow<kHeadSize, DecodeLine> partial{
       workspace, line,    entry.tiles,
-      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
+      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4,
+      0};
   if (partial.is_stored(first_span)) return;
   combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
 }

@@ -30,25 +30,61 @@ struct DecodePiece {
   const Line& line;
   int begin;
   int end;
+
+  static __device__ __forceinline__ DecodePiece of(const Line& line) {
+    const auto block = static_cast<int>(blockIdx.x);
+    return {line, line.begin(block), line.begin(block + 1)};
+  }
+  __device__ __forceinline__ bool is_empty() const { return begin >= end; }
 };
 
+// Starts the copies of the cursor's tile.
+template <typename Rows>
+__device__ __forceinline__ void load_tile(const DecodeLoad<Rows>& self, const DecodeShared& shared,
+                                          const DecodeCursor& cursor, bool is_values) {
+  using Stage = DecodeStage<Rows>;
+  const int tile_keys = self.shape.tile_keys;
+  const uint32_t stage = shared_address(shared.stages) + cursor.stage.place * Stage::bytes(tile_keys);
+  self.load(cursor, stage + is_values * tile_keys * Stage::kRowBytes);
+  if constexpr (Rows::kHasScales) self.load_scales(cursor, stage + Stage::scales(tile_keys, is_values));
+}
+
+// `has_first`: the copies of the first tile have started.
 template <typename Rows, typename Line>
 __device__ __forceinline__ void load_tiles(const DecodeLoad<Rows>& self, const DecodeShared& shared,
-                                           const DecodePiece<Line>& piece, bool is_values) {
-  using Stage = DecodeStage<Rows>;
+                                           const DecodePiece<Line>& piece, bool is_values, bool has_first) {
   const DecodeShape& shape = self.shape;
   DecodeCursor cursor{.tile = piece.begin};
   for (; cursor.tile < piece.end; cursor.advance(shape)) {
     cursor.settle(self.params, shape, piece.line);
     shared.multiplied[cursor.stage.place].wait(cursor.stage.parity ^ 1);
-    const uint32_t stage = shared_address(shared.stages) + cursor.stage.place * Stage::bytes(shape.tile_keys);
-    self.load(cursor, stage + is_values * shape.tile_keys * Stage::kRowBytes);
-    if constexpr (Rows::kHasScales)
-      self.load_scales(cursor, stage + Stage::scales(shape.tile_keys, is_values));
+    if (!has_first) load_tile(self, shared, cursor, is_values);
+    has_first = false;
     shared.loaded[cursor.stage.place].arrive_after_copies();
   }
   copy_async_wait<0>();
   launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
+}
+
+template <typename Rows, typename Line, typename Confirm>
+__device__ __forceinline__ void load_piece(const DecodeLoad<Rows>& self, const DecodeShared& shared,
+                                           const Line& line, bool is_values, const Confirm& confirm) {
+  using Piece = DecodePiece<Line>;
+  bool has_first = false;
+  if constexpr (Line::kOfCluster) {
+    const Piece piece = Piece::of(line);
+    DecodeCursor cursor{.tile = piece.begin};
+    cursor.settle(self.params, self.shape, line);
+    has_first = !piece.is_empty();
+    if (has_first) load_tile(self, shared, cursor, is_values);
+  }
+  if (!confirm()) {
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncwarp();  // all lanes' copies, before others go to the same place
+    has_first = false;
+  }
+  load_tiles(self, shared, Piece::of(line), is_values, has_first);
 }
 
 template <typename Rows, int kRowTiles, typename Line>
@@ -56,12 +92,24 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Rows, kRowTiles>& self
                                                const DecodePiece<Line>& piece) {
   DecodeCursor cursor{.tile = piece.begin};
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
-    if (cursor.settle(self.params, self.shape, piece.line)) self.take_queries(cursor.of);
+    const bool is_new = cursor.settle(self.params, self.shape, piece.line);
+    if (is_new && !Line::kOfCluster) self.take_queries(cursor.of);
     self.shared.loaded[cursor.stage.place].wait(cursor.stage.parity);
     __syncwarp();
     self.sum(cursor);
     self.shared.summed[cursor.buffer.place].arrive_once(self.lane);
   }
+}
+
+// Where a tile's sums go, or those of the span that it ends.
+template <typename Line>
+__device__ __forceinline__ int64_t partial_place(const DecodeWorkspace& workspace,
+                                                 const DecodePiece<Line>& piece, const DecodeCursor& cursor,
+                                                 const DecodeSpan& span) {
+  if constexpr (Line::kOfCluster)
+    if (piece.line.keeps) return cursor.tile - piece.begin;
+  return span.is_whole ? workspace.span_place(cursor.entry, span.number)
+                       : workspace.tile_place(span.owner, cursor.key_tile());
 }
 
 template <typename Rows, int kRowTiles, typename Line>
@@ -79,23 +127,27 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
     sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
     self.find_factors(factors, buffer, span.is_whole);
     sync_warps<kMergeThreads>(1);
-    self.merge_tile(factors, cursor, span);
+    self.merge_tile(factors, cursor, span, partial_place(self.workspace, piece, cursor, span));
     self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
 }
 
-// A block's piece of a line, by the trade of each warp.
-template <typename Rows, int kRowTiles, typename Line>
+// A block's piece of a line, by the trade of each warp. `confirm` says whether the line holds, which may have
+// been a guess, and sets it right; what a guess allows is begun before.
+template <typename Rows, int kRowTiles, typename Line, typename Confirm>
 __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
                                           const DecodeWorkspace& workspace, const DecodeShared& shared,
-                                          const Line& line) {
-  const auto block = static_cast<int>(blockIdx.x);
-  const DecodePiece<Line> piece{line, line.begin(block), line.begin(block + 1)};
+                                          const Line& line, const Confirm& confirm) {
+  using Piece = DecodePiece<Line>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < shape.warps) {
     DecodeWarp<Rows, kRowTiles> self{params, shape, shared, Logits::of(params.scale, params.softcap),
                                      warp,   lane};
-    multiply_tiles(self, piece);
+    if constexpr (Line::kOfCluster) {  // of one entry
+      if (!Piece::of(line).is_empty()) self.take_queries(line.own);
+      if (!confirm()) self.take_queries(line.own);
+    }
+    multiply_tiles(self, Piece::of(line));
   } else if (warp < shape.warps + kLoadWarps<Rows>) {
     const int loader = warp - shape.warps;
     const bool is_values = loader >= Rows::kLoadParts;
@@ -108,11 +160,14 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
                                 evict_first_policy(),
                                 loader % Rows::kLoadParts,
                                 lane};
-    load_tiles(self, shared, piece, is_values);
+    load_piece(self, shared, line, is_values, confirm);
   } else {
-    DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace,
-                                      static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32};
-    merge_tiles(self, piece);
+    confirm();
+    const int thread = static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32;
+    DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace, thread};
+    if constexpr (Line::kOfCluster)
+      if (line.keeps) self.workspace = kept_workspace(workspace, shared.stages + shape.kept);
+    merge_tiles(self, Piece::of(line));
   }
 }
 
@@ -122,6 +177,26 @@ __device__ __forceinline__ void clear_stages(const DecodeShared& shared, const D
   const int bytes = shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys);
   for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
     store_shared_16(shared_address(shared.stages) + at, uint4{});
+}
+
+// The entry of a cluster. Its lengths are guessed while the kernel in front runs, and read again while the
+// first tile and the queries are on their way.
+template <typename Rows, int kRowTiles>
+__device__ __forceinline__ void decode_cluster(const SwaAttentionParams& params, const DecodeShape& shape,
+                                               const DecodeWorkspace& workspace, const DecodeShared& shared) {
+  const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
+  const int kv_head = ClusterLine::kv_head(shape, entry);
+  if (!shape.guesses) wait_for_previous_kernel();
+  const EntryLengths lengths = shape.guesses ? guess_lengths(params) : EntryLengths::of(params, 0, kv_head);
+  ClusterLine line(params, shape, entry, lengths);
+  wait_for_previous_kernel();
+  const EntryLengths found = EntryLengths::of(params, 0, kv_head);
+  sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, line, [&] {
+    if (found == lengths) return true;
+    line = ClusterLine(params, shape, entry, found);
+    return false;
+  });
+  combine_cluster<typename Rows::Element, Rows::kHeadSize>(params, shape, workspace, line, shared.stages);
 }
 
 template <typename Rows, int kRowTiles, bool kClusters>
@@ -141,17 +216,15 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
     clear_stages<Rows>(shared, shape);
   if constexpr (kClusters) __syncthreads();  // else while tiles are counted
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Stored)>(params, shape);
-  wait_for_previous_kernel();
 
   if constexpr (kClusters) {
-    const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
-    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, ClusterLine(params, shape, entry));
-    combine_cluster<typename Rows::Element, Rows::kHeadSize>(
-        params, shape, workspace, ClusterLine(params, shape, entry), shared.stages);
+    decode_cluster<Rows, kRowTiles>(params, shape, workspace, shared);
   } else {
+    wait_for_previous_kernel();
     const int strips = count_tiles(params, shape, shared.starts);
     if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
-    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, DecodeLine(shared.starts, shape));
+    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, DecodeLine(shared.starts, shape),
+                               [] { return true; });
   }
 }
 

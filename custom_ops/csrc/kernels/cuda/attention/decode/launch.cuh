@@ -103,13 +103,16 @@ inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape
       std::min(all + 1, window + divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys)));
 }
 
-// The largest cluster that is of use to each entry, or 0 where the entries do without.
+// The largest cluster that is of use to each entry, or 0 where the entries do without. Blocks without tiles
+// are of use where rows are many: they combine some.
 template <typename Rows>
 int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
   if (device.compute_capability < 90 || params.packing.num_sequences != 1) return 0;
   const int combine_bytes = SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128));
   if (shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) < combine_bytes) return 0;
-  return std::min({kMaxCluster, device.num_multiprocessors / shape.entries, most_tiles(params, shape)});
+  const int combined = shape.entry_rows * divide_up(Rows::kHeadSize, 128);
+  return std::min({kMaxCluster, device.num_multiprocessors / shape.entries,
+                   std::max(most_tiles(params, shape), combined)});
 }
 
 // Whether a cluster of so many blocks for each entry is faster than all blocks for all entries and a second
@@ -121,6 +124,15 @@ inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& sh
   const int tiles = most_tiles(params, shape), alone = divide_up(tiles, cluster);
   const int shared = divide_up(shape.entries * tiles, device.num_multiprocessors);
   return alone <= std::min(2 * shared, shared + 2);
+}
+
+// Where blocks keep sums: in the last stage, behind what combining takes.
+template <typename Rows>
+int kept_place(const DecodeShape& shape) {
+  const int stage = DecodeStage<Rows>::bytes(shape.tile_keys), place = (shape.stages - 1) * stage;
+  const bool fits = kept_bytes(shape.entry_rows, Rows::kHeadSize) <= stage &&
+                    SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128)) <= place;
+  return shape.stages > kKeptTiles && fits ? place : 0;
 }
 
 inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
@@ -202,7 +214,10 @@ cudaError_t plan_clusters(const SwaAttentionParams& params, DecodeShape& shape, 
     return resident_clusters<kernel>(how.block, cluster, how.shared_bytes, device);
   };
   while (cluster > 1 && resident() < shape.entries) --cluster;
-  if (clusters_pay(params, shape, cluster, device)) shape = in_clusters(shape, cluster);
+  if (clusters_pay(params, shape, cluster, device)) {
+    shape = in_clusters(shape, cluster);
+    shape.kept = kept_place<Rows>(shape);
+  }
   return cudaSuccess;
 }
 

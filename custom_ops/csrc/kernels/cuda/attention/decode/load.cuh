@@ -56,9 +56,9 @@ struct DecodeLoad {
         load_pages(rows, slot, whole, target);
       else
         load_adjacent(target, cache + rows.offset(slot), whole);
-      load_cut(rows, seen, first, whole, target);
+      load_cut(rows, seen, first, slot, whole, target);
     } else {
-      load_cut(rows, seen, first, 0, target);
+      load_cut(rows, seen, first, slot, 0, target);
     }
   }
 
@@ -111,29 +111,33 @@ struct DecodeLoad {
 
   // The rows of a tile from `row` on, wherever they lie, seen or not, and of whatever length.
   __device__ __forceinline__ void load_cut(const KeyRows& rows, const SeenPositions& seen, int32_t first,
-                                           int row, uint32_t target) const {
+                                           int32_t first_slot, int row, uint32_t target) const {
 #pragma unroll 1
     for (; row < part_keys(); row += kCopyRows) {
       const int32_t of_warp = (first + row) / Rows::kWarpKeys * Rows::kWarpKeys;
       if (!seen.hold_any(of_warp, of_warp + Rows::kWarpKeys)) continue;
-      const int32_t slot = rows.first_slot(first + row);
-      const bool is_adjacent =
-          (kTakesShortRows || params.cache.head_size == kHeadSize) && rows.are_adjacent(slot, kCopyRows);
-      const Stored* source = is_adjacent ? cache + rows.offset(slot) : nullptr;
-      const auto head_size = kTakesShortRows ? static_cast<int>(params.cache.head_size) : kHeadSize;
-      if (is_adjacent && seen.hold_all(first + row, first + row + kCopyRows)) {
-        load_adjacent(target + row * Stage::kRowBytes, source, kCopyRows);
-        continue;
-      }
+      const int32_t slot = rows.slot_behind(first_slot, row);
+      const bool is_whole = (kTakesShortRows || params.cache.head_size == kHeadSize) &&
+                            rows.are_adjacent(slot, kCopyRows) &&
+                            seen.hold_all(first + row, first + row + kCopyRows);
+      if (is_whole)
+        load_adjacent(target + row * Stage::kRowBytes, cache + rows.offset(slot), kCopyRows);
+      else
+        load_scattered(rows, seen, first + row, slot, target + row * Stage::kRowBytes);
+    }
+  }
+
+  // kCopyRows rows, wherever each lies: lanes find a row each, as finding one may take a division.
+  __device__ __forceinline__ void load_scattered(const KeyRows& rows, const SeenPositions& seen,
+                                                 int32_t first, int32_t slot, uint32_t target) const {
+    const int own = lane % kCopyRows;
+    const int64_t own_offset = seen.holds(first + own) ? rows.offset(slot + own) : -1;
 #pragma unroll 4
-      for (int n = lane; n < kCopyRows * kChunks; n += 32) {
-        const int piece_row = row + n / kChunks, piece = n % kChunks;
-        const bool valid = seen.holds(first + piece_row) && piece * kPiece < params.cache.head_size;
-        const Stored* of_row = !valid        ? cache
-                               : is_adjacent ? source + n / kChunks * head_size
-                                             : cache + rows.offset(slot + n / kChunks);
-        copy_async_16(target + Stage::place(piece_row, piece), of_row + (valid ? piece * kPiece : 0), valid);
-      }
+    for (int n = lane; n < kCopyRows * kChunks; n += 32) {
+      const int row = n / kChunks, piece = n % kChunks;
+      const int64_t offset = __shfl_sync(~0u, own_offset, row);
+      const bool valid = offset >= 0 && piece * kPiece < params.cache.head_size;
+      copy_async_16(target + Stage::place(row, piece), cache + (valid ? offset + piece * kPiece : 0), valid);
     }
   }
 

@@ -37,7 +37,7 @@ struct DecodeMerge {
   const SwaAttentionParams& params;
   const DecodeShape& shape;
   const DecodeShared& shared;
-  const DecodeWorkspace& workspace;
+  DecodeWorkspace workspace;
   int thread;
   SoftmaxState span_state;  // of row thread / kParts
   float4 sums[kQuads][kColumns];
@@ -104,11 +104,9 @@ struct DecodeMerge {
   }
 
   __device__ __forceinline__ void merge_tile(const Factors& factors, const DecodeCursor& cursor,
-                                             const DecodeSpan& span) {
+                                             const DecodeSpan& span, int64_t place) {
     const bool ends_span = cursor.number + 1 == span.tiles.end;
     const bool is_all = span.tiles.end - span.tiles.begin == cursor.of.tiles.count();
-    const int64_t place = span.is_whole ? workspace.span_place(cursor.entry, span.number)
-                                        : workspace.tile_place(span.owner, cursor.key_tile());
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       if (quad(q) * 4 >= cursor.of.rows) continue;

@@ -88,6 +88,7 @@ struct DecodeShape {
   int entries;         // strips * kv heads, strips outermost
   int blocks;
   int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
+  int kept;       // bytes of a block's shared memory before the sums that it keeps; 0: none. See kept.cuh
   int max_spans;  // per entry
   bool snaps;     // cuts move to the ends of spans; see DecodeLine
   bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
@@ -112,9 +113,27 @@ __device__ __forceinline__ void store_output(const SwaAttentionParams& params, i
     store_output<__nv_bfloat16>(params, index, value);
 }
 
+// What an entry asks of memory.
+struct EntryLengths {
+  int first_token;  // of the sequence, among all
+  int tokens;
+  int32_t past;
+
+  static __device__ __forceinline__ EntryLengths of(const SwaAttentionParams& params, int sequence,
+                                                    int kv_head) {
+    return {static_cast<int>(params.packing.first(sequence)),
+            static_cast<int>(params.packing.count(sequence)),
+            static_cast<int32_t>(params.past_len.at(sequence, kv_head))};
+  }
+  __device__ __forceinline__ bool operator==(const EntryLengths& other) const {
+    return first_token == other.first_token && tokens == other.tokens && past == other.past;
+  }
+};
+
 // Of one entry: its sequence's rows and the tiles that they visit.
 struct DecodeEntry {
   int sequence;
+  int first_token;  // of the sequence, among all
   int kv_head;
   int first_row;  // first query row; rows count tokens outermost, heads of the group innermost
   int rows;
@@ -125,12 +144,18 @@ struct DecodeEntry {
 
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
                                                    int sequence, int row_tile, int kv_head) {
+    return of(params, shape, sequence, row_tile, kv_head, EntryLengths::of(params, sequence, kv_head));
+  }
+  static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                   int sequence, int row_tile, int kv_head,
+                                                   const EntryLengths& lengths) {
     DecodeEntry entry;
+    entry.first_token = lengths.first_token;
     entry.sequence = sequence;
     entry.kv_head = kv_head;
     entry.first_row = row_tile * shape.entry_rows;
-    const int tokens = static_cast<int>(params.packing.count(entry.sequence));
-    entry.first_position = static_cast<int32_t>(params.past_len.at(entry.sequence, entry.kv_head));
+    const int tokens = lengths.tokens;
+    entry.first_position = lengths.past;
     const int rows = tokens <= shape.most_tokens ? tokens * shape.group - entry.first_row : 0;
     entry.rows = rows < 0 ? 0 : rows < shape.entry_rows ? rows : shape.entry_rows;
     entry.last_position = entry.first_position + tokens - 1;
@@ -168,7 +193,7 @@ struct DecodeEntry {
   // Number of a row among those of the queries and the output.
   __device__ __forceinline__ int64_t row_number(const SwaAttentionParams& params, const DecodeShape& shape,
                                                 int row) const {
-    return (params.packing.first(sequence) + token(shape, row)) * params.num_heads + head(shape, row);
+    return (first_token + token(shape, row)) * params.num_heads + head(shape, row);
   }
 
   // Finishes one column of a row; the first column's thread also writes the row's LSE.
@@ -178,8 +203,7 @@ struct DecodeEntry {
     const int64_t head = this->head(shape, row);
     const Denominator denominator = Denominator::of(state.total, state.maximum, params.sink_logits, head);
     if (params.lse && column == 0)
-      params.lse[head * params.packing.num_tokens + params.packing.first(sequence) + token(shape, row)] =
-          denominator.lse;
+      params.lse[head * params.packing.num_tokens + first_token + token(shape, row)] = denominator.lse;
     if (column < params.cache.head_size)
       store_output<Element>(params, row_number(params, shape, row) * params.cache.head_size + column,
                             sum * denominator.inverse);
@@ -215,6 +239,7 @@ struct DecodeLine {
   int entries;
   EvenCut cut;
   bool snaps;
+  static constexpr bool kOfCluster = false;  // and so of one entry
 
   __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
       : starts(starts),

@@ -9,6 +9,16 @@
 
 namespace ortolan::cuda {
 
+// The lengths of the only sequence. No rows where they cannot be right: nothing may be read by them.
+__device__ __forceinline__ EntryLengths guess_lengths(const SwaAttentionParams& params) {
+  constexpr int32_t kMostPast = 1 << 30;
+  const int32_t past = load_relaxed(params.past_len.values);
+  const int32_t first = load_relaxed(params.packing.query_start);
+  const int32_t tokens = load_relaxed(params.packing.query_start + 1) - first;
+  const bool may_be = 0 <= past && past < kMostPast && first == 0 && tokens == params.packing.num_tokens;
+  return may_be ? EntryLengths{first, tokens, past} : EntryLengths{};
+}
+
 // A block's first tile: its keys by one thread, its values by another. For shapes with one length for all
 // entries and caches without pages. `kElementBytes`: of caches.
 template <int kElementBytes>

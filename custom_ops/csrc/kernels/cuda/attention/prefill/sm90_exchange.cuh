@@ -6,12 +6,7 @@
 
 namespace ortolan::cuda {
 
-// The same place of another block's shared memory, and copies to it that its barrier counts.
-__device__ __forceinline__ uint32_t place_at(uint32_t shared, int block) {
-  uint32_t place;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(place) : "r"(shared), "r"(block));
-  return place;
-}
+// A copy to another block's shared memory that its barrier counts.
 __device__ __forceinline__ void store_async_16(uint32_t place, const float* values, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::
