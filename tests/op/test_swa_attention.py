@@ -162,6 +162,27 @@ def test_wrap_at_any_slot(capacity, past):
     check(Shape(tokens=[6], past=[past], window=WINDOW, sink=3, capacity=capacity, head_size=8))
 
 
+@pytest.mark.parametrize(
+    ("size", "window", "past"),
+    [
+        (64, 128, (300, 400, 5000, 5001, 5150)),
+        (128, 128, (129, 700, 5000)),
+        (256, 512, (511, 600, 5000, 32868)),  # the last: spans of two rounds
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_steps_in_rings_shorter_than_a_tile_or_a_little_longer_than_their_window(size, window, past, tokens):
+    for after in past:
+        shape = Shape(tokens=[tokens], past=[after], window=window, sink=4, capacity=window + 30, head_size=size)
+        check(dataclasses.replace(shape, heads=16, kv_heads=2, sink_logits=True))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("past", [255, 256, 1023, 2047, 4090, 4096])
+def test_one_token_whose_blocks_hold_up_to_two_tiles_or_more(size, past):
+    check(Shape(tokens=[1], past=[past], capacity=4608, heads=8, kv_heads=2, head_size=size))
+
+
 @pytest.mark.parametrize("window", [-1, WINDOW])
 def test_packed_batch_of_many_lengths(window):
     check(Shape(tokens=[3, 0, 1, 44, 0, 9], past=[0, 12, 101, 0, 0, 64], window=window, sink=2))

@@ -1,8 +1,9 @@
 // Decode attention of one sequence in a single kernel: each entry has a cluster of blocks to itself.
 //
 // The entry's tiles alone form the line that the cluster's blocks share evenly, so nothing is counted.
-// Partial sums go through global memory as they do between two kernels, into the places of plan.cuh,
-// and are merged by the same functions in the same order: the bits are those of the entry in any batch.
+// Partial sums stay in shared memory (kept.cuh), or go through global memory as they do between two kernels,
+// into the places of plan.cuh. They are merged by the same functions in the same order: the bits are those of
+// the entry in any batch.
 #pragma once
 
 #include "combine.cuh"
