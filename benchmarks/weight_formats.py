@@ -26,6 +26,7 @@ FORMATS = {
     "int8, channel": {"weight_format": "int8", "group_size": "channel"},
     "fp8, channel": {"weight_format": "fp8"},
     "fp8, 128 x 128": {"weight_format": "fp8", "group_size": 128},
+    "mxfp4": {"weight_format": "mxfp4"},
     "int4, 32": {"weight_format": "int4", "group_size": 32},
     "int4, 32, asymmetric": {"weight_format": "int4", "group_size": 32, "asymmetric": True},
     "int4, 32, nearest": {"weight_format": "int4", "group_size": 32, "quantizer": "nearest"},
