@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from ortolan.errors import ConfigError, check_progress, file_path, truth
+from ortolan.export.calibration import feedbacks, read_text
 from ortolan.export.caller import warn_caller
-from ortolan.export.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint
+from ortolan.export.checkpoint import Array, Checkpoint, checkpoint_folder, open_checkpoint
 from ortolan.export.draft_head import (
     MODULE,
     can_have_head,
@@ -64,6 +65,7 @@ def export(
     asymmetric: bool = False,
     quantizer: str = METHODS[0],
     head_format: str = HEADS[0],
+    calibration: str | Path | None = None,
 ) -> Path:
     """Export a Hugging Face checkpoint folder to a model folder.
 
@@ -91,9 +93,11 @@ def export(
         group_size: input features that share a scale: 32, 64 or 128 (of fp8: 128, blocks of 128 x 128; of mxfp4:
             32), or "channel". None takes "channel" for fp8, else the largest that divides all layers.
         asymmetric: give each group of int4 or int8 a zero point.
-        quantizer: "search" for the scale of least squared error, or "nearest" for that of the largest magnitude.
+        quantizer: "search" for the scale of least squared error, "nearest" for that of the largest
+            magnitude, or "gptq" for int4 and int8 whose errors make up for one another on the `calibration` text.
         head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
             that of both.
+        calibration: path of a UTF-8 text like those that the model will read, at least 128 tokens; with "gptq" alone.
 
     Returns:
         The model folder.
@@ -121,16 +125,31 @@ def export(
         asymmetric=asymmetric,
         quantizer=quantizer,
         head_format=head_format,
+        calibration=None if calibration is None else file_path("calibration", calibration),
     )
     target = file_path("out_dir", out_dir)
     check_progress(progress)
     check_target(target, truth("overwrite", overwrite))
     source = checkpoint_folder(hf_dir, weights=weights != "random")
     model, head = _read(source, options)
+    if options.calibration is not None:
+        model = replace(model, feedbacks=_calibrated(source, target, read_text(options.calibration)))
     with temporary_sibling(target, sum(placed_bytes(files.placed) for files in (model, head) if files)) as folder:
         write_folder(folder, source, model, head, progress or (lambda done, total: None))
         put_in_place(folder, target)
     return target
+
+
+def _calibrated(source: Path, target: Path, text: str) -> dict[str, Array]:
+    """Measure a checkpoint's inputs of linear layers, by a dense export beside the target that is removed again."""
+    options = ExportOptions(
+        dtype="float32", max_context=None, chunk_size=None, sink=0, snapkv_window=0, paged=False, page_size=64,
+        weights="checkpoint", fuse=False, weight_format=DENSE, cache_dtype=None,
+    )  # fmt: skip
+    model, _ = _read(source, options)
+    with temporary_sibling(target, model.num_bytes) as folder:
+        write_folder(folder, source, model, None, lambda done, total: None)
+        return feedbacks(folder, text)
 
 
 def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles | None]:
@@ -162,7 +181,15 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
             f"{family.architecture} is exported without its {' and '.join(family.left_out)}: the model folder reads "
             "text alone"
         )
-    head_options = replace(options, snapkv_window=0, weight_format=None, group_size=None, asymmetric=False)
+    head_options = replace(
+        options,
+        snapkv_window=0,
+        weight_format=None,
+        group_size=None,
+        asymmetric=False,
+        quantizer=METHODS[0],
+        calibration=None,
+    )
     return model, files(head_options, head_config(config), model.formats) if has_head else None
 
 

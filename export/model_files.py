@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
 
 from ortolan.element_types import cache_type
+from ortolan.export.checkpoint import Array
 from ortolan.export.folder import complete_folder, describe_layer
 from ortolan.export.options import ExportOptions
 from ortolan.export.weights import WEIGHTS_FILE, WeightProvider, WeightsFile
@@ -49,6 +50,7 @@ class ModelFiles:
         placed: where each tensor of the weights file lies.
         formats: of linear weights.
         weight_format: what the manifest calls them.
+        feedbacks: of weights that are calibrated.
     """
 
     config: ModelConfig
@@ -58,6 +60,7 @@ class ModelFiles:
     placed: dict[str, ExternalTensor]
     formats: Formats
     weight_format: str
+    feedbacks: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -127,6 +130,7 @@ class ModelFiles:
             placed=self.placed,
             dtype=self.options.dtype,
             method=self.options.quantizer,
+            feedbacks=self.feedbacks,
         )
         file.write(self.provider, path, advance)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from ortolan.element_types import COMPUTE_TYPES, cache_type
@@ -35,6 +36,7 @@ class ExportOptions(CacheOptions):
     group_size: int | str | None = None
     asymmetric: bool = False
     quantizer: str = METHODS[0]
+    calibration: Path | None = None
     head_format: str = HEADS[0]
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class ExportOptions(CacheOptions):
     def _check_weights(self) -> None:
         truth("asymmetric", self.asymmetric)
         one_of("quantizer", self.quantizer, METHODS)
+        self._check_calibration()
         one_of("head_format", self.head_format, HEADS)
         if self.weight_format is not None:
             one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
@@ -67,6 +70,16 @@ class ExportOptions(CacheOptions):
             raise ConfigError(f"group_size is {self.group_size!r}; allowed: {allowed}")
         if self.asymmetric and self.weight_format in FLOAT_GROUP_SIZES:
             raise ConfigError(f"asymmetric is for int4 and int8; {self.weight_format} has no zero points")
+
+    def _check_calibration(self) -> None:
+        if (self.quantizer == "gptq") != (self.calibration is not None):
+            raise ConfigError("quantizer='gptq' and calibration, the path of a text, need each other; give both")
+        if self.calibration is None:
+            return
+        if self.weight_format not in ("int4", "int8"):
+            raise ConfigError(f"quantizer='gptq' is for weight_format int4 and int8, not {self.weight_format!r}")
+        if self.weights == "random":
+            raise ConfigError("quantizer='gptq' needs the weights of a checkpoint; weights is 'random'")
 
     @property
     def wish(self) -> Wish | None:

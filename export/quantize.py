@@ -19,7 +19,7 @@ from ortolan.export.checkpoint import Array
 from ortolan.graphs.formats.low_bit import LowBit
 from ortolan.graphs.formats.plan import MXFP4_GROUP
 
-METHODS = ("search", "nearest")
+METHODS = ("search", "nearest", "gptq")
 FP8_LARGEST = 448.0
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 # Magnitudes from which on a code is one higher, and those beyond which it is: halfway goes to the even code.
@@ -29,7 +29,9 @@ _CACHED_WEIGHTS = 2**17  # that are quantized at a time, so that what is compute
 _RATIOS = tuple(1 - step / 40 for step in range(1, 13))  # of the largest magnitude
 
 
-def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) -> dict[str, Array]:
+def quantize(
+    name: str, rows: Array, stored: LowBit, dtype: str, method: str, feedback: Array | None = None
+) -> dict[str, Array]:
     """Quantize rows of a weight.
 
     Args:
@@ -37,7 +39,8 @@ def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) ->
         rows: [n, K], any float type; of fp8 in blocks, all the rows of each block.
         stored: int4, int8, fp8 or mxfp4.
         dtype: element type of int scales.
-        method: "search" or "nearest".
+        method: "search" or "nearest", or "gptq", which is "search" where there is no feedback.
+        feedback: [K, K], of the layer's inputs, see `ortolan.export.calibration`; int4 and int8 alone.
 
     Returns:
         Arrays by port of LowBitLinear.
@@ -53,7 +56,8 @@ def quantize(name: str, rows: Array, stored: LowBit, dtype: str, method: str) ->
     if stored.kind == "mxfp4":
         return _mxfp4(wide, method)
     grouped = wide.reshape(len(wide), stored.groups(wide.shape[1]), -1)
-    return _Integers(stored, element_type(dtype).numpy).quantize(grouped, method)
+    integers = _Integers(stored, element_type(dtype).numpy)
+    return integers.quantize(grouped, method) if feedback is None else integers.compensated(grouped, feedback)
 
 
 def _fp8(rows: Array, stored: LowBit) -> dict[str, Array]:
@@ -78,7 +82,7 @@ def _mxfp4(rows: Array, method: str) -> dict[str, Array]:
     largest = np.abs(groups).max(axis=2)
     _, exponents = np.frexp(largest)  # largest is m * 2^e with m from 0.5 on; e2m1 reaches 6, of the binade 2^2
     powers = np.where(largest > 0, exponents.astype(np.int32) - 3, 0).clip(-127, 127)
-    if method == "search":
+    if method != "nearest":
         tried = (powers, np.minimum(powers + 1, 127))
         errors = np.stack([_mxfp4_errors(groups, each) for each in tried])
         powers = np.choose(errors.argmin(axis=0), np.stack(tried))
@@ -120,20 +124,50 @@ class _Integers:
         parts = [self._rows(groups[begin : begin + rows], method) for begin in range(0, len(groups), rows)]
         return {port: np.concatenate([part[port] for part in parts]) for port in parts[0]}
 
+    def compensated(self, groups: Array, feedback: Array) -> dict[str, Array]:
+        """Round column by column; columns that follow make up for each error. Source: GPTQ, arXiv 2210.17323."""
+        rows, count, size = groups.shape
+        left = np.array(groups.reshape(rows, -1))  # [n, K]
+        codes = np.empty(left.shape, np.uint8)
+        grids = []
+        for begin in range(0, count * size, size):
+            end = begin + size
+            grid = self._grid(left[:, None, begin:end], "search")
+            errors = np.empty((rows, size), np.float32)
+            for column in range(begin, end):
+                weights = left[:, column].reshape(-1, 1, 1)
+                code = grid.codes(weights)
+                codes[:, column] = code[:, 0, 0]
+                missed = weights[:, 0] - (code[:, 0] - grid.zeros) * grid.scales  # [n, 1]
+                errors[:, column - begin] = missed[:, 0] / feedback[column, column]
+                left[:, column:end] -= errors[:, column - begin, None] * feedback[column, column:end]
+            left[:, end:] -= errors @ feedback[begin:end, end:]
+            grids.append(grid)
+        scales, zeros = (
+            np.concatenate(parts, axis=1) for parts in zip(*((g.scales, g.zeros) for g in grids), strict=True)
+        )
+        return self._arrays(codes, _Grid(scales, zeros, self._last))
+
     def _rows(self, groups: Array, method: str) -> dict[str, Array]:
+        best = self._grid(groups, method)
+        return self._arrays(best.codes(groups).astype(np.uint8).reshape(len(groups), -1), best)
+
+    def _arrays(self, codes: Array, grid: _Grid) -> dict[str, Array]:
+        found = {"codes": self._packed(codes), "scales": grid.scales.astype(self._element)}
+        return found | ({"zero_points": self._packed(grid.zeros.astype(np.uint8))} if self._stored.zero_points else {})
+
+    def _grid(self, groups: Array, method: str) -> _Grid:
         low, high = self._range(groups)
         best = self._at(groups, low, high)
         least = best.squared_errors(groups)
-        for ratio in _RATIOS if method == "search" else ():
+        for ratio in _RATIOS if method != "nearest" else ():
             tried = self._at(groups, low * np.float32(ratio), high * np.float32(ratio))
             errors = tried.squared_errors(groups)
             better = errors < least
             np.copyto(least, errors, where=better)
             np.copyto(best.scales, tried.scales, where=better)
             np.copyto(best.zeros, tried.zeros, where=better)
-        codes = best.codes(groups).astype(np.uint8).reshape(len(groups), -1)
-        found = {"codes": self._packed(codes), "scales": best.scales.astype(self._element)}
-        return found | ({"zero_points": self._packed(best.zeros.astype(np.uint8))} if self._stored.zero_points else {})
+        return best
 
     def _range(self, groups: Array) -> tuple[Array, Array]:
         """Return the values of the first code and of the last, [n, G] each."""

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -252,6 +252,7 @@ class WeightsFile:
         placed: where each tensor goes.
         dtype: element type of dense weights, and of int scales.
         method: of quantization, see `ortolan.export.quantize`.
+        feedbacks: of calibrated weights, by name.
     """
 
     config: ModelConfig
@@ -259,6 +260,7 @@ class WeightsFile:
     placed: Mapping[str, ExternalTensor]
     dtype: str
     method: str = METHODS[0]
+    feedbacks: Mapping[str, Array] = field(default_factory=dict)
 
     def write(self, provider: WeightProvider, path: Path, advance: Callable[[int], object]) -> None:
         """Write all weights, one at a time.
@@ -300,7 +302,7 @@ class WeightsFile:
             return
 
         def rounded(rows: Array) -> dict[str, Array]:
-            arrays = quantize(name, rows, stored, self.dtype, self.method)
+            arrays = quantize(name, rows, stored, self.dtype, self.method, self.feedbacks.get(name))
             return {f"{stem}.{port}": values for port, values in arrays.items()}
 
         yield from _in_parallel(rounded, _quantized_rows(provider.slabs(name), shape))

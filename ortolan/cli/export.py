@@ -49,7 +49,8 @@ def add_parser(commands: Any) -> None:
         "that divides all layers)",
     )
     parser.add_argument("--asymmetric", action="store_true", help="give groups of int4 or int8 zero points")
-    parser.add_argument("--quantizer", default="search", help="search (default, least squared error) or nearest")
+    parser.add_argument("--quantizer", default="search", help="search (default, least squared error), nearest or gptq")
+    parser.add_argument("--calibration", metavar="FILE", help="text that --quantizer gptq rounds int4 and int8 by")
     parser.add_argument("--head-format", default="int8", help="of quantized models: int8 (default) or dense")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
@@ -83,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
             group_size=options.group_size,
             asymmetric=options.asymmetric,
             quantizer=options.quantizer,
+            calibration=options.calibration,
             head_format=options.head_format,
             progress=progress,
         )
