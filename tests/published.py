@@ -116,7 +116,7 @@ def float8_tensor(rng, shape) -> Written:
     codes, values = _float8(rng, shape)
     scale = np.float32(rng.random() * 0.002 + 0.001)
     return Written(
-        {".weight": codes, ".weight_scale": torch.tensor(float(scale)), ".input_scale": torch.tensor(0.5)},
+        {".weight": codes, ".weight_scale": torch.tensor(float(scale)), ".activation_scale": torch.tensor(0.5)},
         values * scale,
     )
 

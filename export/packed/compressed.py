@@ -22,6 +22,7 @@ from ortolan.export.quantize import pack_nibbles
 from ortolan.graphs.formats.low_bit import LowBit
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
+_INPUT_SCALES = (".input_scale", ".activation_scale")  # of vLLM and compressed-tensors, and of transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,14 @@ class TensorLayout:
     """Weights of compressed-tensors or `fp8`; each layer's tensors say how it is stored.
 
     Attributes:
-        static_inputs: every quantized layer has one scale of its inputs, `input_scale`.
+        static_inputs: every quantized layer has one scale of its inputs, `input_scale` or `activation_scale`.
     """
 
     static_inputs: bool = False
 
     marker: ClassVar[str] = ".weight_scale"
     idle: ClassVar[tuple[str, ...]] = (
-        ".input_scale",
+        *_INPUT_SCALES,
         ".input_global_scale",
         ".input_zero_point",
         ".k_scale",
@@ -200,7 +201,7 @@ def _is_static(group: object) -> bool:
 
 def _check_input_scale(tensors: Tensors) -> None:
     """Check the static scale of a layer's inputs. Raises CheckpointError."""
-    ending = ".input_scale"
+    ending = next((ending for ending in _INPUT_SCALES if tensors.has(ending)), _INPUT_SCALES[0])
     shape = tensors.shape(ending)
     if shape not in ((), (1,), (1, 1)):
         raise CheckpointError(f"{tensors.stem}{ending} has shape {list(shape)}, expected one scale: [] or [1]")

@@ -110,7 +110,7 @@ def _shuffle(tensors):
         ("nvfp4", _set(".weight_global_scale", 0.0), CheckpointError, "scales that are 0"),
         (
             "float8-tensor",
-            _drop(".input_scale"),
+            _drop(".activation_scale"),
             CheckpointError,
             r"lacks the tensor .*layers\.1\..*q_proj\.input_scale",
         ),
