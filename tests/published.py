@@ -115,7 +115,10 @@ def float8_channels(rng, shape) -> Written:
 def float8_tensor(rng, shape) -> Written:
     codes, values = _float8(rng, shape)
     scale = np.float32(rng.random() * 0.002 + 0.001)
-    return Written({".weight": codes, ".weight_scale": torch.tensor(float(scale))}, values * scale)
+    return Written(
+        {".weight": codes, ".weight_scale": torch.tensor(float(scale)), ".activation_scale": torch.tensor(0.5)},
+        values * scale,
+    )
 
 
 def float8_blocks(rng, shape) -> Written:
@@ -164,6 +167,12 @@ FORMS = {
     "int8": _form(int8_channels, "compressed-tensors", format="int-quantized"),
     "float8": _form(float8_channels, "compressed-tensors", format="float-quantized"),
     "float8-tensor": _form(float8_tensor, "fp8", activation_scheme="static"),
+    "float8-static": _form(
+        float8_channels,
+        "compressed-tensors",
+        format="float-quantized",
+        config_groups={"group_0": {"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}},
+    ),
     "float8-blocks": _form(float8_blocks, "fp8", weight_block_size=[128, 128]),
     "nvfp4": _form(nvfp4, "compressed-tensors", format="nvfp4-pack-quantized"),
 }

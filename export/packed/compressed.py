@@ -1,28 +1,54 @@
 """compressed-tensors and `fp8`: weights [out, in] packed into words or bytes, float8 codes with scales, or NVFP4.
 
 Sources: vllm-project/compressed-tensors (pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized), and
-DeepSeek-V3's `weight_scale_inv`, a float scale for each block of 128 x 128. Activations of W8A8 stay as they are here.
+DeepSeek-V3's `weight_scale_inv`, a float scale for each block of 128 x 128. Activations of W8A8 are not rounded;
+their static scales are checked all the same, since a checkpoint without them is not what its config says.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.export.checkpoint import Array, Checkpoint
+from ortolan.export.hf_config import HfConfig
 from ortolan.export.packed.layouts import Tensors, group_size, unpack_words
 from ortolan.export.quantize import pack_nibbles
 from ortolan.graphs.formats.low_bit import LowBit
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
+_INPUT_SCALES = (".input_scale", ".activation_scale")  # of vLLM and compressed-tensors, and of transformers
 
 
+@dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Weights of compressed-tensors or `fp8`; each layer's tensors say how it is stored."""
+    """Weights of compressed-tensors or `fp8`; each layer's tensors say how it is stored.
 
-    marker = ".weight_scale"
-    idle = (".input_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale", ".output_scale")
+    Attributes:
+        static_inputs: every quantized layer has one scale of its inputs, `input_scale` or `activation_scale`.
+    """
+
+    static_inputs: bool = False
+
+    marker: ClassVar[str] = ".weight_scale"
+    idle: ClassVar[tuple[str, ...]] = (
+        *_INPUT_SCALES,
+        ".input_global_scale",
+        ".input_zero_point",
+        ".k_scale",
+        ".v_scale",
+        ".output_scale",
+    )
+
+    @classmethod
+    def of(cls, config: HfConfig, method: str) -> TensorLayout:
+        """Read the options of `quantization_config`. Raises UnsupportedModelError."""
+        return cls(static_inputs=_scheme(config) if method == "fp8" else _groups(config))
 
     def holds(self, checkpoint: Checkpoint, stem: str) -> bool:
         """Say whether a linear layer is quantized."""
@@ -33,6 +59,8 @@ class TensorLayout:
 
     def describe(self, tensors: Tensors, shape: tuple[int, ...]) -> tuple[LowBit, set[str]]:
         """Return a weight's format, and the endings of its tensors."""
+        if self.static_inputs:
+            _check_input_scale(tensors)
         if not tensors.has(".weight_packed"):
             return self._describe_bytes(tensors, shape)
         if tensors.element(".weight_packed") == "U8":
@@ -147,3 +175,34 @@ class TensorLayout:
             zeros = unpack_words(words, bits).reshape(len(words), -1)[:, :rows]
             found["zero_points"] = packed(np.ascontiguousarray(zeros.T))
         return found
+
+
+def _scheme(config: HfConfig) -> bool:
+    """Say whether an `fp8` checkpoint has static scales of inputs. Raises UnsupportedModelError."""
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise UnsupportedModelError(
+            f"config.json: activation_scheme {scheme!r} is not supported; supported: dynamic, static"
+        )
+    return bool(scheme == "static")
+
+
+def _groups(config: HfConfig) -> bool:
+    """Say whether every group of layers of compressed-tensors has static scales of inputs of 8 bits."""
+    groups = config.get("config_groups")
+    return isinstance(groups, Mapping) and bool(groups) and all(_is_static(group) for group in groups.values())
+
+
+def _is_static(group: object) -> bool:
+    """Say whether a group rounds inputs to 8 bits by a stored scale; `dynamic` is false where it is left out."""
+    inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+    return isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and not inputs.get("dynamic", False)
+
+
+def _check_input_scale(tensors: Tensors) -> None:
+    """Check the static scale of a layer's inputs. Raises CheckpointError."""
+    ending = next((ending for ending in _INPUT_SCALES if tensors.has(ending)), _INPUT_SCALES[0])
+    shape = tensors.shape(ending)
+    if shape not in ((), (1,), (1, 1)):
+        raise CheckpointError(f"{tensors.stem}{ending} has shape {list(shape)}, expected one scale: [] or [1]")
+    tensors.scales(ending)

@@ -41,7 +41,8 @@ def read_quantization(config: HfConfig) -> Published | None:
         )
     if method == "mxfp4":
         return Published(method, None, BlockExperts())
-    layout: Layout = WordLayout.of(section, method) if method in ("gptq", "awq") else TensorLayout()
+    words = method in ("gptq", "awq")
+    layout: Layout = WordLayout.of(section, method) if words else TensorLayout.of(section, method)
     return Published(method, layout, ExpertLayers(layout))
 
 

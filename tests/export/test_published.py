@@ -87,6 +87,10 @@ def _cut(name):
     return lambda tensors: tensors.update({key: tensors[key][:-1].clone()})
 
 
+def _input_scale(values):
+    return lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.input_scale": torch.tensor(values)})
+
+
 def _shuffle(tensors):
     key = "model.layers.1.self_attn.q_proj.g_idx"
     tensors[key] = tensors[key].flip(0).clone()
@@ -104,6 +108,26 @@ def _shuffle(tensors):
         ("awq", _cut(".qzeros"), CheckpointError, r"qzeros has shape \[3, 16\], expected \[4, 16\]"),
         ("gptq", _cut(".scales"), CheckpointError, "3 groups of scales do not divide 256 input features"),
         ("nvfp4", _set(".weight_global_scale", 0.0), CheckpointError, "scales that are 0"),
+        (
+            "float8-tensor",
+            _drop(".activation_scale"),
+            CheckpointError,
+            r"lacks the tensor .*layers\.1\..*q_proj\.input_scale",
+        ),
+        (
+            "float8-static",
+            _drop(".input_scale"),
+            CheckpointError,
+            r"lacks the tensor .*layers\.1\..*q_proj\.input_scale",
+        ),
+        ("float8-static", _input_scale([0.0]), CheckpointError, r"q_proj\.input_scale has scales that are 0"),
+        ("float8-static", _input_scale([float("nan")]), CheckpointError, r"q_proj\.input_scale .* not finite"),
+        (
+            "float8-static",
+            _input_scale([1.0, 1.0]),
+            CheckpointError,
+            r"input_scale has shape \[2\], expected one scale",
+        ),
         ("gptq", _shuffle, UnsupportedModelError, r"by activation order \(desc_act\), which is not supported"),
     ],
 )
@@ -125,6 +149,7 @@ def test_damaged_layers_are_refused_by_name(form, edit, error, message, tmp_path
         ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits is not supported"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq in the form 'gemv' is not supported"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the form 'marlin'"),
+        ({"quant_method": "fp8", "activation_scheme": "block"}, "activation_scheme 'block' is not supported"),
     ],
 )
 def test_other_methods_are_refused_by_name(section, message, tmp_path):
@@ -154,3 +179,22 @@ def test_a_joint_tensor_of_the_checkpoint_is_parted(tmp_path):
     dense = ortolan.export(tmp_path / "dense", tmp_path / "plain", max_context=128)
     assert relative_difference(logits(folder), logits(dense)) <= ROUNDED_INPUTS_RELATIVE
     assert torch.is_tensor(load_file(source / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight_packed"])
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [{"num_bits": 8, "dynamic": True}],
+        [{"num_bits": 8, "dynamic": False}, None],
+        [{"num_bits": 4, "dynamic": False}],
+    ],
+)
+def test_layers_without_a_scale_of_inputs_are_read_unless_each_group_has_one(groups, tmp_path):
+    source = write_published(tmp_path, FORMS["float8-static"])
+    keys = json.loads((source / "config.json").read_text())
+    named = {f"group_{index}": {"input_activations": inputs} for index, inputs in enumerate(groups)}
+    keys["quantization_config"]["config_groups"] = named
+    (source / "config.json").write_text(json.dumps(keys))
+    _edit(source, _drop(".input_scale"))
+    folder = ortolan.export(source, tmp_path / "out", max_context=128)
+    assert read_manifest(folder).weight_format == "compressed-tensors"
