@@ -29,15 +29,18 @@ FORMATS = {
     "mxfp4": {"weight_format": "mxfp4"},
     "int4, 32": {"weight_format": "int4", "group_size": 32},
     "int4, 32, asymmetric": {"weight_format": "int4", "group_size": 32, "asymmetric": True},
+    "int4, 32, gptq": {"weight_format": "int4", "group_size": 32, "quantizer": "gptq"},
     "int4, 32, nearest": {"weight_format": "int4", "group_size": 32, "quantizer": "nearest"},
     "int4, 128": {"weight_format": "int4", "group_size": 128},
     "int4, 128, asymmetric": {"weight_format": "int4", "group_size": 128, "asymmetric": True},
+    "int4, 128, gptq": {"weight_format": "int4", "group_size": 128, "quantizer": "gptq"},
     "int4, 128, nearest": {"weight_format": "int4", "group_size": 128, "quantizer": "nearest"},
     "int4, 128, dense head": {"weight_format": "int4", "group_size": 128, "head_format": "dense"},
 }
 
 CACHES = ("float32", "int8", "fp8")
 LENGTH = 1024  # bytes of a prompt
+CALIBRATION_SAMPLES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +91,23 @@ def count_retrieved(model: ortolan.Model, prompts: int, snapkv: ortolan.SnapKv |
     return right[0], right[1], right[2]
 
 
+def export(name: str, folder: Path) -> Path:
+    """Export the shipped model in a format, calibrated on text that it was trained on where that is asked for."""
+    wanted = dict(FORMATS[name])
+    if wanted.get("quantizer") == "gptq":
+        corpus = load_corpus("train")
+        samples = [make_sample(corpus, Task(length=LENGTH, seed=seed)) for seed in range(CALIBRATION_SAMPLES)]
+        wanted["calibration"] = folder / "calibration.txt"
+        wanted["calibration"].write_text("".join(sample.prompt for sample in samples))
+    return ortolan.export(shipped_model(), folder / name.replace(" ", ""), **wanted)
+
+
 def measure(folder: Path, options: argparse.Namespace) -> list[Quality]:
     """Export, load and measure each format of weights with each type of caches."""
     text = "".join(sample.prompt for sample in _texts(options.tokens))
     found, reference = [], np.zeros(0)
     for name in options.weights:
-        target = ortolan.export(shipped_model(), folder / name.replace(" ", ""), **FORMATS[name])
+        target = export(name, folder)
         for caches in options.caches:
             model = ortolan.load(target, device="cpu", cache_dtype=caches)
             token_ids = model.tokenizer.encode(text)[: options.tokens]

@@ -11,7 +11,7 @@ import onnx
 import onnxruntime
 
 from ortolan import custom_ops
-from ortolan.errors import ConfigError
+from ortolan.errors import CheckpointError, ConfigError
 from ortolan.export.checkpoint import Array
 from ortolan.manifest import MODEL_FILE
 
@@ -46,6 +46,7 @@ def feedbacks(folder: Path, text: str) -> dict[str, Array]:
 
     Raises:
         ConfigError: the text has less than 128 tokens, or the checkpoint does not have a tokenizer.
+        CheckpointError: what a layer reads of the text is not finite.
     """
     token_ids = _token_ids(folder, text)
     graph = onnx.load(folder / MODEL_FILE, load_external_data=False)
@@ -65,6 +66,9 @@ def feedbacks(folder: Path, text: str) -> dict[str, Array]:
         for name, rows in zip(read, session.run(read, _feeds(session, chunk)), strict=True):
             product = rows.T @ rows
             sums[name] = sums[name] + product if name in sums else product
+    for weight, name in inputs.items():
+        if not np.isfinite(sums[name]).all():
+            raise CheckpointError(f"what {weight} multiplies is not finite for the calibration text")
     factors = {name: _feedback(sums.pop(name)) for name in read}
     return {weight: factors[name] for weight, name in inputs.items()}
 
