@@ -60,6 +60,7 @@ class Model:
         evictions: the eviction graphs.
         memory: what holds how many bytes on the device.
         batch_invariant: whether rows of a step have the same bits whatever stands beside them.
+        cuts: where sequences may be cut into steps.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Model:
         """Open the decoder graph. Arguments and errors as of `load`."""
         self.folder, self.manifest, self.device = folder, manifest, device
         self.batch_invariant = batch_invariant
-        self._cuts = Cuts(by_family=batch_invariant and device.cuda is not None)
+        self.cuts = Cuts(by_family=batch_invariant and device.cuda is not None)
         self._process = Process()
         self.evictions = EvictionGraphs(folder, manifest, device, builders)
         self._tokenizer: Tokenizer | None = None
@@ -136,8 +137,8 @@ class Model:
             )
         plan = plan_caches(self.manifest, max_context, chunk_size, cuda=self.device.cuda is not None, budget=budget)
         if plan.chunk_size < plan.max_context:
-            self._cuts.check("chunk_size", plan.chunk_size)
-        return dataclasses.replace(plan, cuts=self._cuts)
+            self.cuts.check("chunk_size", plan.chunk_size)
+        return dataclasses.replace(plan, cuts=self.cuts)
 
     def session(
         self,
@@ -259,7 +260,14 @@ class Model:
     ) -> CachePlan:
         """Plan the page pools of an engine without making it; arguments and errors as of `Engine`."""
         cuda = self.device.cuda
-        plan = self._plan_pools(max_sequences, max_cache_bytes, chunk_tokens, max_context)
+
+        def fitting(max_bytes: int | None) -> CachePlan:
+            on_cuda = cuda is not None
+            found = plan_pools(self.manifest, max_sequences, max_bytes, chunk_tokens, max_context, cuda=on_cuda)
+            self.cuts.check("chunk_tokens", found.chunk_size, max_sequences)
+            return dataclasses.replace(found, cuts=self.cuts)
+
+        plan = fitting(max_cache_bytes)
         if cuda is None or max_cache_bytes is not None:
             return plan
         free, _ = self.memory.free_memory()
@@ -268,20 +276,12 @@ class Model:
         if plan.bytes <= most:
             return plan
         try:
-            return self._plan_pools(max_sequences, max(1, most), chunk_tokens, max_context)
+            return fitting(max(1, most))
         except CapacityError as error:
             raise CapacityError(
                 f"{self.device.name} has {free} bytes free, too few for an engine and {scratch} bytes of attention's "
                 f"scratch memory; lower max_sequences or max_context: {error}"
             ) from error
-
-    def _plan_pools(
-        self, max_sequences: int, max_bytes: int | None, chunk: int | None, context: int | None
-    ) -> CachePlan:
-        on_cuda = self.device.cuda is not None
-        plan = plan_pools(self.manifest, max_sequences, max_bytes, chunk, context, cuda=on_cuda)
-        self._cuts.check("chunk_tokens", plan.chunk_size, max_sequences)
-        return dataclasses.replace(plan, cuts=self._cuts)
 
     def pool_stepper(self, plan: CachePlan) -> tuple[CacheStore, Stepper]:
         """Allocate the page pools of an engine, and return them and what runs its steps. Raises CapacityError."""
@@ -340,7 +340,7 @@ class Model:
         def check(smaller: CachePlan) -> None:
             self.memory.check_room(smaller if capacities is None else smaller.with_capacities(capacities), options)
 
-        return fit_chunk(plan, max(self.manifest.chunk_size, self._cuts.least_step), check)
+        return fit_chunk(plan, max(self.manifest.chunk_size, self.cuts.least_step), check)
 
     def _open_graph(self, file_name: str, manifest: Manifest, weights: Mapping[str, Any] = NO_WEIGHTS) -> Decoder:
         path, change = self.folder / file_name, self._builders.decoder if manifest is self.manifest else None

@@ -11,6 +11,7 @@ from ortolan.manifest import LayerInfo, cache_kinds
 from ortolan.runtime.caches.plan import plan_pools
 from ortolan.runtime.device.memory import DeviceMemory, check_pools, estimate_chunk_bytes
 from ortolan.runtime.model import POOL_SHARE, Model
+from ortolan.runtime.steps.cuts import ANYWHERE
 
 SCRATCH = 2**30
 
@@ -44,7 +45,7 @@ def plan_on_cuda(manifest, free):
     """Plan an engine of a model on a device of which so much is free."""
     cuda = SimpleNamespace(shared_bytes_per_block=101376, trim=lambda: None, memory=lambda: (free, free))
     device = SimpleNamespace(name="cuda:0", cuda=cuda)
-    model = SimpleNamespace(manifest=manifest, device=device, memory=DeviceMemory(device, manifest))
+    model = SimpleNamespace(manifest=manifest, device=device, memory=DeviceMemory(device, manifest), cuts=ANYWHERE)
     return Model.plan_engine(model, 400, None, 512)
 
 
