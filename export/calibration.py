@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ortolan import custom_ops
+from ortolan import contract, custom_ops
 from ortolan.errors import CheckpointError, ConfigError
 from ortolan.export.checkpoint import Array
 from ortolan.manifest import MODEL_FILE
@@ -94,10 +94,10 @@ def _feeds(session: Any, token_ids: Array) -> Mapping[str, Array]:
     """Return the inputs of a step that reads one sequence from its start, with caches that hold all of it."""
     count = len(token_ids)
     feeds = {
-        "token_ids": token_ids,
-        "positions": np.arange(count),
-        "query_start": np.array([0, count], np.int32),
-        "logit_rows": np.array([count - 1]),
+        contract.TOKEN_IDS: token_ids,
+        contract.POSITIONS: np.arange(count),
+        contract.QUERY_START: np.array([0, count], np.int32),
+        contract.LOGIT_ROWS: np.array([count - 1]),
     }
     for value in session.get_inputs():
         if value.name not in feeds:
