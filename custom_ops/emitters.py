@@ -517,6 +517,8 @@ def low_bit_linear(
     format: str = "int4",
     group_size: int = 0,
     scale_rows: int = 1,
+    input_format: str = "none",
+    input_scale: float = 0.0,
     epsilon: float = 1e-06,
     activation: str = "none",
 ) -> onnx.NodeProto:
@@ -527,10 +529,13 @@ def low_bit_linear(
     columns, G = I / group_size of them, one if that is 0. int4, int8: weight = (code - zero point) *
     scales, and a zero point is 8 or 128 where none are given. fp8: e4m3 code * float_scales, for scale_rows
     rows each. mxfp4: e2m1 code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes *
-    float_scales of the row, groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One
-    of the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8
-    rows, or of 9 to 16; on the CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded
-    to 16 bits.
+    float_scales of the row, groups of 16. Codes of 4 bits lie two in a byte, the first in its low half.
+    With input_format fp8 the rows, normalised where there is a norm, are rounded to e4m3, with a scale for
+    each token and group: the group's largest magnitude / 448, and codes e4m3(x * (448 / largest)), 0 where
+    all are 0; or codes e4m3(x * (1 / input_scale)), saturating, where that is given. Sums are then of
+    products of codes, times both scales. One of the two outputs is asked for. A row's result does not
+    depend on the other rows of a step of up to 8 rows, or of 9 to 16; on the CPU, on no other row. Where
+    docs/quantisation.md says so, inputs are rounded to 16 bits.
 
     Args:
         x: [T, I] T1. Rows of I features.
@@ -549,12 +554,16 @@ def low_bit_linear(
         format: What codes and scales mean. Allowed: "int4", "int8", "fp8", "mxfp4" or "nvfp4".
         group_size: Columns that share a scale. Allowed: 0 (a whole row), or an even divisor of I.
         scale_rows: fp8: rows that share a float scale. Allowed: 1 or more.
+        input_format: What inputs are rounded to before they are multiplied. Allowed: "none", or "fp8" where
+            format is "fp8".
+        input_scale: Scale of all rounded inputs. Allowed: 0 (a scale for each token and group), or more
+            with input_format fp8.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
         activation: Gated activation; the first O rows are the gate, the last O the factor. Allowed: "none",
             "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul".
     """
     inputs = (x, codes, scales, zero_points, scale_codes, float_scales, norm_weight, bias, residual,)
-    return operator_node("LowBitLinear", inputs, outputs, name, {"format": format, "group_size": group_size, "scale_rows": scale_rows, "epsilon": epsilon, "activation": activation})
+    return operator_node("LowBitLinear", inputs, outputs, name, {"format": format, "group_size": group_size, "scale_rows": scale_rows, "input_format": input_format, "input_scale": input_scale, "epsilon": epsilon, "activation": activation})
 
 
 def fused_linear(

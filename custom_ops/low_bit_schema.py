@@ -97,8 +97,11 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
         "G = I / group_size of them, one if that is 0. int4, int8: weight = (code - zero point) * scales, and a zero "
         "point is 8 or 128 where none are given. fp8: e4m3 code * float_scales, for scale_rows rows each. mxfp4: e2m1 "
         "code * 2^(scale_codes - 127), groups of 32. nvfp4: e2m1 code * e4m3 scale_codes * float_scales of the row, "
-        "groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. One of the two outputs is asked "
-        "for. A row's result does not depend on the other rows of a step of up to 8 rows, or of 9 to 16; on the "
+        "groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. With input_format fp8 the rows, "
+        "normalised where there is a norm, are rounded to e4m3, with a scale for each token and group: the group's "
+        "largest magnitude / 448, and codes e4m3(x * (448 / largest)), 0 where all are 0; or codes e4m3(x * (1 / "
+        "input_scale)), saturating, where that is given. Sums are then of products of codes, times both scales. One of "
+        "the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8 rows, or of 9 to 16; on the "
         "CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
@@ -148,6 +151,21 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
                 doc="Columns that share a scale.",
             ),
             SCALE_ROWS,
+            Attribute(
+                name="input_format",
+                default="none",
+                choices=("none", "fp8"),
+                enumeration="InputFormat",
+                allowed='"none", or "fp8" where format is "fp8"',
+                doc="What inputs are rounded to before they are multiplied.",
+            ),
+            Attribute(
+                name="input_scale",
+                default=0.0,
+                least=0,
+                allowed="0 (a scale for each token and group), or more with input_format fp8",
+                doc="Scale of all rounded inputs.",
+            ),
             EPSILON,
             Attribute(
                 name="activation",

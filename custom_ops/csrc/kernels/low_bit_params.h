@@ -33,7 +33,14 @@ struct LowBitWeight {
   ORTOLAN_HOST_DEVICE int64_t groups() const { return columns / group_size; }
 };
 
+// What inputs are rounded to before they are multiplied.
+enum class InputFormat { kNone, kFp8 };
+
 // As FusedLinearParams, which says what is computed.
+//
+// Inputs of kFp8, after the norm, become e4m3 codes with a scale for each token and group of the weight's
+// columns, m the group's largest magnitude: scale = m / 448, code = e4m3(x * (448 / m)), both 0 where m is 0.
+// With an input_scale, that is the scale of all: code = e4m3(x * (1 / input_scale)), saturating.
 struct LowBitLinearParams {
   ElementType element = ElementType::kFloat32;
   int64_t num_tokens = 0;   // T
@@ -42,13 +49,15 @@ struct LowBitLinearParams {
   LowBitWeight weight;      // no earlier kernel writes it
   GatedActivation activation = GatedActivation::kNone;
   float epsilon = 0.0f;
-  const void* input = nullptr;        // [T, K]
-  const void* norm_weight = nullptr;  // [K] or null; no earlier kernel writes it
-  const void* bias = nullptr;         // [rows of the weight] or null
-  const void* residual = nullptr;     // [T, N] or null; may be the output itself
-  bool output_float32 = false;        // else the element type
-  void* output = nullptr;             // [T, N]
-  cuda::Cublas* cublas = nullptr;     // for many tokens; null: own kernels
+  InputFormat input_format = InputFormat::kNone;  // kFp8 only with a weight of fp8
+  float input_scale = 0.0f;                       // 0: one for each token and group
+  const void* input = nullptr;                    // [T, K]
+  const void* norm_weight = nullptr;              // [K] or null; no earlier kernel writes it
+  const void* bias = nullptr;                     // [rows of the weight] or null
+  const void* residual = nullptr;                 // [T, N] or null; may be the output itself
+  bool output_float32 = false;                    // else the element type
+  void* output = nullptr;                         // [T, N]
+  cuda::Cublas* cublas = nullptr;                 // for many tokens; null: own kernels
 };
 
 }  // namespace ortolan

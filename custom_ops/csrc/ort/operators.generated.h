@@ -427,6 +427,8 @@ struct LowBitLinear {
     LowBitFormat format = LowBitFormat::kInt4;
     int64_t group_size = 0;
     int64_t scale_rows = 1;
+    InputFormat input_format = InputFormat::kNone;
+    float input_scale = 0.0f;
     float epsilon = 1e-06f;
     GatedActivation activation = GatedActivation::kNone;
 
@@ -435,6 +437,8 @@ struct LowBitLinear {
       attributes.format = reader.choice<LowBitFormat>({"format", "", "'int4', 'int8', 'fp8', 'mxfp4' or 'nvfp4'"}, LowBitFormat::kInt4, {{"int4", LowBitFormat::kInt4}, {"int8", LowBitFormat::kInt8}, {"fp8", LowBitFormat::kFp8}, {"mxfp4", LowBitFormat::kMxfp4}, {"nvfp4", LowBitFormat::kNvfp4}});
       attributes.group_size = reader.integer({.name = "group_size", .symbol = "", .allowed = "0 (a whole row), or an even divisor of I", .least = 0}, 0);
       attributes.scale_rows = reader.integer({.name = "scale_rows", .symbol = "", .allowed = "1 or more", .least = 1}, 1);
+      attributes.input_format = reader.choice<InputFormat>({"input_format", "", "'none', or 'fp8' where format is 'fp8'"}, InputFormat::kNone, {{"none", InputFormat::kNone}, {"fp8", InputFormat::kFp8}});
+      attributes.input_scale = reader.real({.name = "input_scale", .symbol = "", .allowed = "0 (a scale for each token and group), or more with input_format fp8", .least = 0}, 0.0f);
       attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
       attributes.activation = reader.choice<GatedActivation>({"activation", "", "'none', 'silu_mul', 'gelu_mul' (erf) or 'gelu_tanh_mul'"}, GatedActivation::kNone, {{"none", GatedActivation::kNone}, {"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}});
       return attributes;

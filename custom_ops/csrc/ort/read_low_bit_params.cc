@@ -11,6 +11,16 @@ using Op = ops::LowBitLinear;
 constexpr WeightPorts kPorts{Op::In::kCodes, Op::In::kScales, Op::In::kZeroPoints, Op::In::kScaleCodes,
                              Op::In::kFloatScales};
 
+void read_inputs(const Call<Op>& call, LowBitLinearParams& params) {
+  params.input_format = call.attributes().input_format;
+  params.input_scale = call.attributes().input_scale;
+  const bool rounded = params.input_format == InputFormat::kFp8;
+  if (rounded && params.weight.format != LowBitFormat::kFp8)
+    call.node().fail("attribute input_format = 'fp8' needs a weight of format 'fp8'");
+  if (!rounded && params.input_scale != 0)
+    call.node().fail("attribute input_scale is given; it needs input_format = 'fp8'");
+}
+
 // The one output that the node asks for: y in the element type, or y_float32.
 void read_output(const Call<Op>& call, LowBitLinearParams& params) {
   const std::vector<int64_t> shape{params.num_tokens, params.num_outputs};
@@ -42,6 +52,7 @@ LowBitLinearParams read_params(const Call<Op>& call) {
     call.bad_shape(Op::In::kCodes, call.input(Op::In::kCodes),
                    "with an even number of rows: the gate's, then the factor's");
   params.num_outputs = gated ? rows / 2 : rows;
+  read_inputs(call, params);
   params.epsilon = call.attributes().epsilon;
   params.norm_weight = call.input(Op::In::kNormWeight, {params.num_inputs}).data;
   params.bias = call.input(Op::In::kBias, {rows}).data;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/fused_params.h"
+#include "kernels/low_bit_rows.h"
 #include "low_bit_codes.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
@@ -32,6 +33,19 @@ template <typename Element>
 void place_input(const DenseWeight<Element>&, const float* source, int64_t count, float* target) {
   std::memcpy(target, source, count * sizeof(float));
 }
+
+// Rounds a row of inputs of one scale to what e4m3 codes stand for.
+inline void round_to_fp8(float* values, int64_t count, float given_scale) {
+  float largest = 0;
+  for (int64_t i = 0; i < count; ++i) largest = std::fmax(largest, std::fabs(values[i]));
+  const float scale = given_scale > 0 ? given_scale : largest / 448.0f;
+  const float inverse = given_scale > 0 ? 1.0f / given_scale : largest > 0 ? 448.0f / largest : 0.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const float unit = values[i] * inverse;
+    values[i] = unit == unit ? float8_value(float8_code(unit)) * scale : unit;
+  }
+}
+
 template <typename Element, typename Params, typename Weight>
 class LinearLayer {
  public:
@@ -67,6 +81,10 @@ class LinearLayer {
       squares += static_cast<double>(row[i]) * row[i];
     }
     if (p_.norm_weight) normalise(row, squares);
+    if constexpr (std::is_same_v<Weight, LowBitWeight>)
+      if (p_.input_format == InputFormat::kFp8)
+        for (int64_t i = 0; i < size; i += weight_.group_size)
+          round_to_fp8(row + i, weight_.group_size, p_.input_scale);
     float* placed = x_.get() + token * row_floats_;
     inputs_.rows[token] = placed;
     if (takes_rounded(weight_)) return round_inputs(row, size, placed);
