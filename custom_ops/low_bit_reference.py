@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.custom_ops.expert_reference import moe_experts
-from ortolan.custom_ops.reference import Array, Floats, fused_linear
+from ortolan.custom_ops.low_bit_cache_reference import quantise
+from ortolan.custom_ops.reference import Array, Floats, fused_linear, rms_norm_add
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -72,6 +73,23 @@ def _zero_points(packed: Array | None, format: str, groups: int) -> Floats:
     return np.asarray(codes.astype(np.float64)[:, :, None])
 
 
+def round_inputs(x: Array, group_size: int = 0, input_scale: float = 0.0) -> Floats:
+    """Return rows [T, I] as LowBitLinear rounds them to e4m3, each group of a token with a scale of its own.
+
+    Args:
+        x: rows, normalised already; the float32 they have is what is rounded.
+        group_size: columns that share a scale; 0: all of a row.
+        input_scale: of all groups; 0: their largest magnitude / 448.
+    """
+    groups = x.astype(np.float32).reshape(len(x), -1, group_size or x.shape[1])
+    if input_scale:
+        units = np.clip(groups * (np.float32(1) / np.float32(input_scale)), -448, 448)
+        codes, scales = units.astype(ml_dtypes.float8_e4m3fn), np.full(groups.shape[:2], input_scale, np.float32)
+    else:
+        codes, scales = quantise(groups, ml_dtypes.float8_e4m3fn)
+    return np.asarray((codes.astype(np.float64) * scales[..., None].astype(np.float64)).reshape(x.shape))
+
+
 def low_bit_linear(
     x: Array,
     codes: Array,
@@ -86,10 +104,12 @@ def low_bit_linear(
     format: str = "int4",
     group_size: int = 0,
     scale_rows: int = 1,
+    input_format: str = "none",
+    input_scale: float = 0.0,
     epsilon: float = 1e-6,
     activation: str = "none",
 ) -> Floats:
-    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]; nothing is rounded."""
+    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]; only inputs of fp8 are rounded."""
     weight = dequantize(
         codes,
         scales,
@@ -100,6 +120,10 @@ def low_bit_linear(
         group_size=group_size,
         scale_rows=scale_rows,
     )
+    if input_format == "fp8":
+        if norm_weight is not None:
+            x, norm_weight = rms_norm_add(x, norm_weight, epsilon=epsilon).astype(x.dtype), None
+        x = round_inputs(x, group_size, input_scale)
     return fused_linear(x, weight, norm_weight, bias, residual, epsilon=epsilon, activation=activation)
 
 

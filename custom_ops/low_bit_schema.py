@@ -101,8 +101,8 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
         "normalised where there is a norm, are rounded to e4m3, with a scale for each token and group: the group's "
         "largest magnitude / 448, and codes e4m3(x * (448 / largest)), 0 where all are 0; or codes e4m3(x * (1 / "
         "input_scale)), saturating, where that is given. Sums are then of products of codes, times both scales. One of "
-        "the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8 rows, or of 9 to 16; on the "
-        "CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
+        "the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8 rows, or "
+        "of 9 to 16; on the CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
             Port(

@@ -40,6 +40,7 @@ from ortolan.export.weights import (
 )
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
+from ortolan.graphs.formats.low_bit import LowBit
 from ortolan.graphs.formats.plan import wished_formats
 from ortolan.graphs.parts import Formats
 from ortolan.manifest import HEAD_WEIGHTS_FILE
@@ -66,6 +67,7 @@ def export(
     quantizer: str = METHODS[0],
     head_format: str = HEADS[0],
     calibration: str | Path | None = None,
+    activation_format: str | None = None,
 ) -> Path:
     """Export a Hugging Face checkpoint folder to a model folder.
 
@@ -98,6 +100,8 @@ def export(
         head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
             that of both.
         calibration: path of a UTF-8 text like those that the model will read, at least 128 tokens; with "gptq" alone.
+        activation_format: what linear layers of fp8 round their inputs to: None for the `dtype`, or "fp8" (W8A8), by
+            the checkpoint's static scales where it has some, else by one for each token (and block of 128 inputs).
 
     Returns:
         The model folder.
@@ -126,6 +130,7 @@ def export(
         quantizer=quantizer,
         head_format=head_format,
         calibration=None if calibration is None else file_path("calibration", calibration),
+        activation_format=activation_format,
     )
     target = file_path("out_dir", out_dir)
     check_progress(progress)
@@ -162,7 +167,7 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
     options = replace(options, max_context=context)
     config = family.read(hf_config, context)
     check_shapes(config)
-    published = read_quantization(top_config)
+    published = read_quantization(top_config, options.input_format)
     if published is not None:
         _check_published(published, options)
     checkpoint = None if options.weights == "random" else open_checkpoint(source).part(family.prefixes, family.left_out)
@@ -171,6 +176,7 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
         config = replace(config, gives_hidden=True)
     files = partial(_files, family, hf_config, checkpoint, published)
     model = files(options, config)
+    _check_activations(options, model.formats)
     check_tokenizer(source, is_wanted=options.weights != "random")
     if context > own:
         warn_caller(f"max_context {context} is beyond the model's max_position_embeddings {own}")
@@ -225,6 +231,18 @@ def _files(
         formats=formats,
         weight_format=(options.weight_format or DENSE) if published is None else published.method,
     )
+
+
+def _check_activations(options: ExportOptions, formats: Formats) -> None:
+    """Refuse to round the activations of a model in which no layer can. Raises ConfigError."""
+    stored = formats.by_stem.values()
+    if options.activation_format and not any(
+        isinstance(each, LowBit) and each.input_format == "fp8" for each in stored
+    ):
+        raise ConfigError(
+            "activation_format='fp8' needs linear layers of fp8; give weight_format='fp8', or a checkpoint that is "
+            "published in fp8"
+        )
 
 
 def _check_published(published: Published, options: ExportOptions) -> None:

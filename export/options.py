@@ -12,7 +12,7 @@ from ortolan.errors import ConfigError, one_of, truth
 from ortolan.export.folder import CacheOptions, check_numbers
 from ortolan.export.quantize import METHODS
 from ortolan.graphs import GraphOptions
-from ortolan.graphs.formats.low_bit import Kind
+from ortolan.graphs.formats.low_bit import InputFormat, Kind
 from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, Wish
 
 DENSE = "dense"
@@ -20,6 +20,7 @@ QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
 WEIGHT_FORMATS = (DENSE, *QUANTIZED)
 HEADS = ("int8", DENSE)
 FLOAT_GROUP_SIZES: Mapping[str | None, tuple[int | str, ...]] = {"fp8": (128, CHANNEL), "mxfp4": (MXFP4_GROUP,)}
+ACTIVATION_FORMATS = ("fp8",)
 WEIGHT_KINDS = ("checkpoint", "random")
 
 
@@ -38,6 +39,7 @@ class ExportOptions(CacheOptions):
     quantizer: str = METHODS[0]
     calibration: Path | None = None
     head_format: str = HEADS[0]
+    activation_format: str | None = None
 
     def __post_init__(self) -> None:
         CacheOptions.__post_init__(self)  # super() does not work in a class with slots
@@ -58,6 +60,12 @@ class ExportOptions(CacheOptions):
         one_of("head_format", self.head_format, HEADS)
         if self.weight_format is not None:
             one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+        if self.activation_format is not None:
+            one_of("activation_format", self.activation_format, ACTIVATION_FORMATS)
+            if self.weight_format not in (None, "fp8"):
+                raise ConfigError(
+                    f"activation_format='fp8' needs weights of fp8; weight_format is {self.weight_format!r}"
+                )
         if self.weight_format not in QUANTIZED:
             idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric}
             given = [name for name, is_given in idle.items() if is_given]
@@ -91,7 +99,13 @@ class ExportOptions(CacheOptions):
             group_size=self.group_size,
             zero_points=self.asymmetric,
             head=self.head_format,
+            input_format=self.input_format,
         )
+
+    @property
+    def input_format(self) -> InputFormat:
+        """What linear layers of fp8 round their inputs to."""
+        return "none" if self.activation_format is None else "fp8"
 
     def graph(self, *, fused: bool) -> GraphOptions:
         """Return what the graph builder is asked for."""

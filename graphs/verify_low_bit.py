@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, get_args
 
@@ -58,4 +59,9 @@ def _format(node: onnx.NodeProto, zero_points: bool, fail: Fail) -> LowBit:
         fail(f"group_size is {group}; {kind} has groups of {fixed}")
     if rows < 1 or (rows > 1 and kind != "fp8"):
         fail(f"scale_rows is {rows}; it must be 1, or more in fp8")
+    inputs, scale = given.get("input_format", b"none"), given.get("input_scale", 0.0)
+    if inputs not in (b"none", b"fp8") or (inputs == b"fp8" and kind != "fp8"):
+        fail(f"input_format {inputs.decode(errors='replace')!r} is not 'none', or 'fp8' with a weight of fp8")
+    if not 0 <= scale < math.inf or (scale and inputs == b"none"):
+        fail(f"input_scale is {scale}; it must be 0, or more with input_format 'fp8'")
     return LowBit(kind=kind, group_size=group, zero_points=zero_points and kind in INTEGERS, scale_rows=rows)

@@ -110,9 +110,15 @@ def _format(use: _Use) -> str:
     if use.node.op_type in _OWN:
         kind, group, rows = (_own_attribute(use.node, name) for name in ("format", "group_size", "scale_rows"))
         size = f"{rows} x {group}" if rows > 1 else group
-        return f"{kind} in blocks of {size}" if group else f"{kind} by row"
+        stored = f"{kind} in blocks of {size}" if group else f"{kind} by row"
+        return f"{stored}, fp8 inputs" if _rounds_inputs(use.node) else stored
     block = _numbers(use.node).get("block_size", 0)
     return f"{_bits(use)} bits" + (f" in blocks of {block}" if block else "")
+
+
+def _rounds_inputs(node: onnx.NodeProto) -> bool:
+    """Say whether a product rounds its inputs to fp8, too; experts never do."""
+    return node.op_type != _EXPERTS and _own_attribute(node, "input_format") == "fp8"
 
 
 def _own_attribute(node: onnx.NodeProto, name: str) -> Any:

@@ -25,6 +25,8 @@ class LowBitCase:
     inputs: int = 128
     outputs: int = 40
     zero_points: bool = False
+    input_format: str = "none"
+    input_scale: float = 0.0
     norm: bool = False
     bias: bool = False
     residual: bool = False
@@ -39,7 +41,8 @@ class LowBitCase:
     @property
     def attributes(self) -> dict[str, object]:
         """Attributes of the node."""
-        return {**self.weight_attributes, "activation": self.activation, "epsilon": 1e-5}
+        inputs = {"input_format": self.input_format, "input_scale": self.input_scale}
+        return {**self.weight_attributes, **inputs, "activation": self.activation, "epsilon": 1e-5}
 
     @property
     def rows(self) -> int:
@@ -104,7 +107,9 @@ def running_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def rounded_inputs(case: LowBitCase, x: np.ndarray) -> np.ndarray:
-    """Round rows [T, K] as the CPU does for int4: to 16 bits, with a power of two for 128 columns."""
+    """Round rows [T, K] as the node asks, and as the CPU does for int4: to 16 bits, a power of two for 128 columns."""
+    if case.input_format == "fp8":
+        return low_bit_reference.round_inputs(x, case.group_size, case.input_scale).astype(np.float32)
     columns, group = 128, case.group_size or x.shape[1]
     fits = case.format == "int4" and (group in (32, 64, x.shape[1]) or group % columns == 0)
     if devices.current() != "cpu" or not fits:

@@ -10,7 +10,8 @@ LOGITS_RELATIVE = 2e-4
 # The same at some ten thousand positions: the angles of two libraries differ by a position times the last bit of a
 # frequency, 5e-4 at 9,216.
 LONG_LOGITS_RELATIVE = 5e-4
-# The same for int4 products that round their activations to 8 bits: steps of 1/127 that last bits decide, per layer.
+# The same for products that round their activations to 8 bits: steps of 1/127 (int4) or of an eighth of a value (fp8)
+# that last bits decide, per layer.
 ROUNDED_ACTIVATIONS_RELATIVE = 0.1
 # The same for integer codes on the CPU, whose inputs are off by up to 2^-15 of the largest of 128, per product.
 ROUNDED_INPUTS_RELATIVE = 2e-3

@@ -1,14 +1,14 @@
 """compressed-tensors and `fp8`: weights [out, in] packed into words or bytes, float8 codes with scales, or NVFP4.
 
 Sources: vllm-project/compressed-tensors (pack-quantized, int-quantized, float-quantized, nvfp4-pack-quantized), and
-DeepSeek-V3's `weight_scale_inv`, a float scale for each block of 128 x 128. Activations of W8A8 are not rounded;
-their static scales are checked all the same, since a checkpoint without them is not what its config says.
+DeepSeek-V3's `weight_scale_inv`, a float scale for each block of 128 x 128. Static scales of activations are checked,
+used or not, since a checkpoint without them is not what its config says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import ml_dtypes
@@ -19,7 +19,7 @@ from ortolan.export.checkpoint import Array, Checkpoint
 from ortolan.export.hf_config import HfConfig
 from ortolan.export.packed.layouts import Tensors, group_size, unpack_words
 from ortolan.export.quantize import pack_nibbles
-from ortolan.graphs.formats.low_bit import LowBit
+from ortolan.graphs.formats.low_bit import InputFormat, LowBit
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _INPUT_SCALES = (".input_scale", ".activation_scale")  # of vLLM and compressed-tensors, and of transformers
@@ -31,9 +31,11 @@ class TensorLayout:
 
     Attributes:
         static_inputs: every quantized layer has one scale of its inputs, `input_scale` or `activation_scale`.
+        input_format: what layers of fp8 round their inputs to.
     """
 
     static_inputs: bool = False
+    input_format: InputFormat = "none"
 
     marker: ClassVar[str] = ".weight_scale"
     idle: ClassVar[tuple[str, ...]] = (
@@ -59,10 +61,12 @@ class TensorLayout:
 
     def describe(self, tensors: Tensors, shape: tuple[int, ...]) -> tuple[LowBit, set[str]]:
         """Return a weight's format, and the endings of its tensors."""
-        if self.static_inputs:
-            _check_input_scale(tensors)
+        input_scale = _read_input_scale(tensors) if self.static_inputs else 0.0
         if not tensors.has(".weight_packed"):
-            return self._describe_bytes(tensors, shape)
+            stored, endings = self._describe_bytes(tensors, shape)
+            if stored.kind == "fp8" and self.input_format != "none":
+                stored = replace(stored, input_format=self.input_format, input_scale=input_scale)
+            return stored, endings
         if tensors.element(".weight_packed") == "U8":
             return self._describe_nvfp4(tensors, shape)
         return self._describe_words(tensors, shape)
@@ -199,10 +203,13 @@ def _is_static(group: object) -> bool:
     return isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and not inputs.get("dynamic", False)
 
 
-def _check_input_scale(tensors: Tensors) -> None:
-    """Check the static scale of a layer's inputs. Raises CheckpointError."""
+def _read_input_scale(tensors: Tensors) -> float:
+    """Read the static scale of a layer's inputs, checked. Raises CheckpointError."""
     ending = next((ending for ending in _INPUT_SCALES if tensors.has(ending)), _INPUT_SCALES[0])
     shape = tensors.shape(ending)
     if shape not in ((), (1,), (1, 1)):
         raise CheckpointError(f"{tensors.stem}{ending} has shape {list(shape)}, expected one scale: [] or [1]")
-    tensors.scales(ending)
+    scale = float(tensors.scales(ending).reshape(-1)[0])
+    if scale < 0:
+        raise CheckpointError(f"{tensors.stem}{ending} is {scale}, a scale below 0; the checkpoint is damaged")
+    return scale

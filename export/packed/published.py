@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortolan.errors import CheckpointError, UnsupportedModelError
 from ortolan.export.checkpoint import Array, Checkpoint
@@ -15,7 +15,7 @@ from ortolan.export.packed.gptq import WordLayout
 from ortolan.export.packed.layouts import ExpertLayout, Layout, Tensors
 from ortolan.export.packed.mxfp4 import BlockExperts
 from ortolan.graphs.config import ModelConfig
-from ortolan.graphs.formats.low_bit import LowBit
+from ortolan.graphs.formats.low_bit import InputFormat, LowBit
 from ortolan.graphs.formats.plan import DENSE, expert_stems, linear_stems, with_joints
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import weight_shapes
@@ -24,8 +24,12 @@ METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 SECTION = "quantization_config"
 
 
-def read_quantization(config: HfConfig) -> Published | None:
+def read_quantization(config: HfConfig, input_format: InputFormat) -> Published | None:
     """Read `quantization_config` of config.json; None where there is none.
+
+    Args:
+        config: of the checkpoint.
+        input_format: what linear layers of fp8 are to round their inputs to; experts never do.
 
     Raises:
         UnsupportedModelError: another `quant_method`, or an option of one that is not supported.
@@ -42,8 +46,11 @@ def read_quantization(config: HfConfig) -> Published | None:
     if method == "mxfp4":
         return Published(method, None, BlockExperts())
     words = method in ("gptq", "awq")
-    layout: Layout = WordLayout.of(section, method) if words else TensorLayout.of(section, method)
-    return Published(method, layout, ExpertLayers(layout))
+    if words:
+        layout: Layout = WordLayout.of(section, method)
+        return Published(method, layout, ExpertLayers(layout))
+    tensors = TensorLayout.of(section, method)
+    return Published(method, replace(tensors, input_format=input_format), ExpertLayers(tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ortolan.graphs.formats.blocks import Blocks
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Linear, Normed, Parts
 
 Kind: TypeAlias = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
+InputFormat: TypeAlias = Literal["none", "fp8"]
 Stored: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]  # element type and shape by port or tensor
 
 BITS: dict[Kind, int] = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4, "nvfp4": 4}
@@ -30,12 +31,16 @@ class LowBit:
         group_size: columns that share a scale; 0: all of a row.
         zero_points: whether each group has one; int4 and int8 alone.
         scale_rows: rows that share a float scale; fp8 alone.
+        input_format: "fp8" where inputs are rounded to e4m3, too; fp8 alone.
+        input_scale: of all rounded inputs; 0: each token has one for each group.
     """
 
     kind: Kind
     group_size: int = 0
     zero_points: bool = False
     scale_rows: int = 1
+    input_format: InputFormat = "none"
+    input_scale: float = 0.0
 
     folds = True
 
@@ -100,6 +105,8 @@ class LowBit:
             format=self.kind,
             group_size=self.group_size,
             scale_rows=self.scale_rows,
+            input_format=self.input_format,
+            input_scale=self.input_scale,
             epsilon=parts.config.norm_epsilon,
             activation=linear.activation,
         )

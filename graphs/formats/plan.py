@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ortolan.errors import ConfigError
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
-from ortolan.graphs.formats.low_bit import BLOCK_SIZES, INTEGERS, Kind, LowBit, Stored
+from ortolan.graphs.formats.low_bit import BLOCK_SIZES, INTEGERS, InputFormat, Kind, LowBit, Stored
 from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import joint_weights, weight_groups, weight_shapes
@@ -31,12 +31,14 @@ class Wish:
             and int8 the largest size, up to 128, that divides all weights.
         zero_points: whether int4 and int8 have them.
         head: format of the head: "int8" or "dense".
+        input_format: what linear layers round their inputs to: "none" or "fp8".
     """
 
     kind: Kind
     group_size: int | str | None = None
     zero_points: bool = False
     head: str = "int8"
+    input_format: InputFormat = "none"
 
 
 def linear_stems(config: ModelConfig) -> list[str]:
@@ -73,7 +75,7 @@ def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
     columns = {stem: shapes[f"{stem}.weight"][1] for stem in stems}
     columns |= {f"{stem}.{name}": shapes[f"{stem}.{name}"][2] for stem in mixtures for name in EXPERT_WEIGHTS}
     chosen = _chosen_format(wish, columns)
-    by_stem: dict[str, WeightFormat] = dict.fromkeys(stems, chosen)
+    by_stem: dict[str, WeightFormat] = dict.fromkeys(stems, replace(chosen, input_format=wish.input_format))
     head = EMBEDDING if config.tied_embeddings else "head"
     size = _largest_divisor(config.hidden_size, (16, *GROUP_SIZES))
     lookup = None

@@ -51,6 +51,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--asymmetric", action="store_true", help="give groups of int4 or int8 zero points")
     parser.add_argument("--quantizer", default="search", help="search (default, least squared error), nearest or gptq")
     parser.add_argument("--calibration", metavar="FILE", help="text that gptq rounds by (default: none)")
+    parser.add_argument(
+        "--activation-format", help="fp8: layers of fp8 round their inputs, too, W8A8 (default: the dtype)"
+    )
     parser.add_argument("--head-format", default="int8", help="of quantized models: int8 (default) or dense")
     parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
@@ -86,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
             quantizer=options.quantizer,
             calibration=options.calibration,
             head_format=options.head_format,
+            activation_format=options.activation_format,
             progress=progress,
         )
     warn_of_idle_making(options)

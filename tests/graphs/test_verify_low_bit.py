@@ -60,6 +60,13 @@ def set_text(ending, name, value):
     return break_it
 
 
+def set_real(ending, name, value):
+    def break_it(model):
+        attribute(model, ending, name).f = value
+
+    return break_it
+
+
 def drop(ending, index):
     def break_it(model):
         find(model, ending).input[index] = ""
@@ -93,6 +100,11 @@ BROKEN = {
         "rule 7.*format 'int3' is not one of int4, int8, fp8, mxfp4, nvfp4",
     ),
     "scale-rows": (set_number(LINEAR, "scale_rows", 2), "rule 7.*scale_rows is 2; it must be 1, or more in fp8"),
+    "input-format": (
+        set_text(LINEAR, "input_format", b"fp8"),
+        "rule 7.*input_format 'fp8' is not 'none', or 'fp8' with a weight of fp8",
+    ),
+    "input-scale": (set_real(LINEAR, "input_scale", 0.5), "rule 7.*input_scale is 0.5; it must be 0, or more with"),
     "outputs": (both_outputs, "rule 7.*exactly one of the outputs"),
     "activation": (set_text(LINEAR, "activation", b"relu"), "rule 7.*activation 'relu' is not one of"),
     "experts-scales": (narrow(EXPERTS, 5, 1), r"rule 9.*scales '.*gate_up.scales' must be .*it is \[4, 191, 2\]"),

@@ -28,6 +28,29 @@ CASES = {
     "int8-channel": LowBitCase(format="int8", group_size=0, inputs=50, output="y_float32"),
     "fp8-channel": LowBitCase(format="fp8", group_size=0, inputs=72, norm=True),
     "fp8-blocks": LowBitCase(format="fp8", group_size=128, scale_rows=128, inputs=256, outputs=200),
+    "fp8-inputs": LowBitCase(format="fp8", input_format="fp8", group_size=0, inputs=72, bias=True),
+    "fp8-inputs-norm": LowBitCase(
+        format="fp8", input_format="fp8", group_size=0, inputs=320, outputs=65, norm=True, activation="silu_mul"
+    ),
+    "fp8-inputs-blocks": LowBitCase(
+        format="fp8", input_format="fp8", group_size=128, scale_rows=128, inputs=384, outputs=200, residual=True
+    ),
+    "fp8-inputs-blocks-gated": LowBitCase(
+        format="fp8",
+        input_format="fp8",
+        group_size=128,
+        scale_rows=128,
+        inputs=256,
+        outputs=192,
+        norm=True,
+        bias=True,
+        residual=True,
+        activation="gelu_tanh_mul",
+    ),
+    "fp8-inputs-static": LowBitCase(
+        format="fp8", input_format="fp8", input_scale=0.003, group_size=0, inputs=256, outputs=130, output="y_float32"
+    ),
+    "fp8-inputs-groups": LowBitCase(format="fp8", input_format="fp8", group_size=32, scale_rows=3, outputs=40),
     "mxfp4": LowBitCase(format="mxfp4", group_size=32, outputs=50, bias=True),
     "nvfp4": LowBitCase(format="nvfp4", group_size=16, outputs=31, residual=True),
     "gated": LowBitCase(activation="silu_mul", norm=True, bias=True, outputs=19),
@@ -56,7 +79,20 @@ def test_every_instruction_set_computes_the_same(name, isa):
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
 
 
-@pytest.mark.parametrize("name", ["int4", "int4-64", "int4-channel", "int8", "int8-128", "fp8-blocks", "gated"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int4",
+        "int4-64",
+        "int4-channel",
+        "int8",
+        "int8-128",
+        "fp8-blocks",
+        "fp8-inputs-norm",
+        "fp8-inputs-blocks",
+        "gated",
+    ],
+)
 def test_a_row_does_not_depend_on_the_others(name):
     case = CASES[name]
     feeds = low_bit_feeds(case, 16)
@@ -64,7 +100,10 @@ def test_a_row_does_not_depend_on_the_others(name):
     devices.assert_same_bits(run_low_bit(case, some), run_low_bit(case, feeds)[5:8])
 
 
-@pytest.mark.parametrize("name", ["int4", "int4-zero-points", "int4-channel", "int8-128", "fp8-blocks"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4", "int4-zero-points", "int4-channel", "int8-128", "fp8-blocks", "fp8-inputs"],
+)
 def test_an_input_that_is_not_finite_shows_in_its_row_alone(name):
     case = CASES[name]
     feeds = low_bit_feeds(case, 6)
@@ -73,6 +112,16 @@ def test_an_input_that_is_not_finite_shows_in_its_row_alone(name):
     found = run_low_bit(case, feeds)
     assert not np.isfinite(found[[1, 4]]).any()
     devices.assert_same_bits(found[[0, 2, 3, 5]], clean[[0, 2, 3, 5]])
+
+
+def test_with_a_scale_of_all_inputs_nan_shows_and_infinity_saturates():
+    case = CASES["fp8-inputs-static"]
+    feeds = low_bit_feeds(case, 4)
+    feeds["x"][1, 5], feeds["x"][2, 7] = np.nan, -np.inf
+    found = run_low_bit(case, feeds)
+    assert np.isnan(found[1]).all()
+    feeds["x"][2, 7] = -448 * case.input_scale
+    devices.assert_same_bits(found[[0, 2, 3]], run_low_bit(case, feeds)[[0, 2, 3]])
 
 
 @pytest.mark.parametrize("name", ["int4-128", "int8"])
@@ -106,6 +155,8 @@ def test_no_tokens_give_no_rows():
         ("x", dataclasses.replace(CASES["int4"], group_size=48), None, "group_size = 48 must be 0 or an even divisor"),
         ("x", dataclasses.replace(CASES["mxfp4"], group_size=64), None, "group_size = 64 must be 32"),
         ("x", dataclasses.replace(CASES["int4"], scale_rows=2), None, "scale_rows = 2 must be 1"),
+        ("x", dataclasses.replace(CASES["int4"], input_format="fp8"), None, "needs a weight of format 'fp8'"),
+        ("x", dataclasses.replace(CASES["int4"], input_scale=1.0), None, "it needs input_format = 'fp8'"),
     ],
 )
 def test_what_does_not_fit_is_refused(name, case, change, message):
