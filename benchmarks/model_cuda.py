@@ -68,6 +68,9 @@ def main() -> None:
         help=f"prompt tokens per step, ours (default: {RINGS_CHUNK} for models with windows, else a session's choice)",
     )
     parser.add_argument("--weight-format", help="of both engines, as `ortolan export` takes it (default: bfloat16)")
+    parser.add_argument(
+        "--activation-format", help="of ours, with fp8 weights: fp8 rounds what layers read (default: bfloat16)"
+    )
     parser.add_argument("--group-size", type=int, help="of our weight format (default: the export's)")
     parser.add_argument("--cache-dtype", help="of our caches (default: bfloat16)")
     parser.add_argument("--batch-invariant", action="store_true", help="measure ours loaded with batch_invariant, too")
@@ -93,7 +96,7 @@ def main() -> None:
 
 def kind_of(options: argparse.Namespace) -> str:
     """Name what the export of one set of options is."""
-    return "-".join(filter(None, ("bfloat16", options.weight_format, options.cache_dtype)))
+    return "-".join(filter(None, ("bfloat16", options.weight_format, options.activation_format, options.cache_dtype)))
 
 
 def source_of(shape: str, checkpoint: Path, is_random: bool) -> tuple[Path, str]:
@@ -116,6 +119,7 @@ def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argpa
             chunk_size=options.chunk_size or (RINGS_CHUNK if windows else None),
             weight_format=options.weight_format,
             group_size=options.group_size,
+            activation_format=options.activation_format,
             cache_dtype=options.cache_dtype,
             quantizer="nearest",  # the search is slower to export; steps take as long
             weights=weights,

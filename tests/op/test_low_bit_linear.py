@@ -68,6 +68,27 @@ def test_products_are_as_good_as_plain_arithmetic(name):
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
 
 
+@pytest.mark.parametrize("outputs", [264, 131])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inputs": 1664, "bias": True, "residual": True},
+        {"inputs": 640, "activation": "silu_mul", "norm": True},
+        {"inputs": 1152, "group_size": 128, "scale_rows": 128, "residual": True},
+        {"inputs": 384, "group_size": 128, "scale_rows": 128, "activation": "gelu_mul"},
+        {"inputs": 128, "group_size": 128, "scale_rows": 128, "output": "y_float32"},
+        {"inputs": 1040, "input_scale": 0.004},
+    ],
+    ids=str,
+)
+def test_many_rows_of_codes_are_as_good_as_plain_arithmetic(options, outputs):
+    case = LowBitCase(**{"format": "fp8", "input_format": "fp8", "group_size": 0, "outputs": outputs, **options})
+    for tokens in (129, 300):
+        feeds = low_bit_feeds(case, tokens)
+        expected = low_bit_reference.low_bit_linear(**feeds, **case.attributes)
+        assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
+
+
 @pytest.mark.parametrize(
     "name", ["int4-zero-points", "int4-128", "int4-64", "int4-channel", "int8", "int8-128", "fp8-channel", "nvfp4"]
 )

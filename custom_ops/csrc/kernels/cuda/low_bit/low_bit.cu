@@ -6,6 +6,7 @@
 #include "codes.cuh"
 #include "dense_params.h"
 #include "dequantise.cuh"
+#include "fp8_layers.h"
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/linear/cublas.h"
@@ -148,6 +149,7 @@ bool is_few(const LowBitLinearParams& p, const Device& device) {
 }  // namespace
 
 size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& device) {
+  if (params.input_format == InputFormat::kFp8) return fp8_linear_workspace(params, device);
   if (!is_few(params, device))
     return dense_bytes(params) + fused_linear_workspace(dense_params(params), device);
   if (takes_low_bit_bytes(params) || takes_low_bit_stream(params, device) || !params.norm_weight) return 0;
@@ -156,6 +158,7 @@ size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& 
 
 cudaError_t low_bit_linear(const LowBitLinearParams& params, const Launch& launch) {
   if (params.num_tokens == 0 || params.num_outputs == 0) return cudaSuccess;
+  if (params.input_format == InputFormat::kFp8) return fp8_linear(params, launch);
   if (is_few(params, launch.device)) {
     if (uses_bytes(params, launch.device))
       return params.element == ElementType::kFloat16 ? launch_low_bit_bytes<__half>(params, launch)
