@@ -100,9 +100,10 @@ LOW_BIT_OPERATORS: tuple[Operator, ...] = (
         "groups of 16. Codes of 4 bits lie two in a byte, the first in its low half. With input_format fp8 the rows, "
         "normalised where there is a norm, are rounded to e4m3, with a scale for each token and group: the group's "
         "largest magnitude / 448, and codes e4m3(x * (448 / largest)), 0 where all are 0; or codes e4m3(x * (1 / "
-        "input_scale)), saturating, where that is given. Sums are then of products of codes, times both scales. One of "
-        "the two outputs is asked for. A row's result does not depend on the other rows of a step of up to 8 rows, or "
-        "of 9 to 16; on the CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
+        "input_scale)), saturating, where that is given. Sums are then of products of codes, times both scales; tensor "
+        "cores add up to 512 such products with about 14 bits before these join a float32 sum. One of the two outputs "
+        "is asked for. A row's result does not depend on the other rows of a step of up to 8 rows, or of 9 to 16; on "
+        "the CPU, on no other row. Where docs/quantisation.md says so, inputs are rounded to 16 bits.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
             Port(
