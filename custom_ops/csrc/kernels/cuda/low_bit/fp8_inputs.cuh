@@ -6,8 +6,6 @@
 // result depends on that row alone.
 #pragma once
 
-#include <algorithm>
-
 #include "kernels/cuda/common/elements.cuh"
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
@@ -49,7 +47,7 @@ struct Fp8Scale {
   }
 };
 
-// The code of x: to nearest even, saturating; NaN stays NaN.
+// The codes of two numbers, the first in the low byte: to nearest even, saturating; NaN stays NaN.
 __device__ __forceinline__ uint16_t fp8_pair(float first, float second) {
 #if __CUDA_ARCH__ >= 890
   uint16_t codes;
@@ -106,61 +104,49 @@ struct HeldPiece {
   }
 };
 
-// Rows of at most kPieces pieces a thread. A block takes rows in turn, and loads one while it rounds another.
+// Rows of at most kPieces pieces a thread.
 template <typename Element, int kPieces, int kThreads>
 __global__ void __launch_bounds__(kThreads) round_pieces_kernel(const __grid_constant__ RoundedRows p) {
   using Piece = HeldPiece<Element>;
-  constexpr int kLanes = kLaneColumns / Piece::kSize;
   const int pieces = p.row_size / Piece::kSize;
+  const int64_t row = blockIdx.x;
+  const auto* input = static_cast<const uint4*>(p.input) + row * pieces;
   const auto* weight = static_cast<const uint4*>(p.norm_weight);
-  Piece held[kPieces], next[kPieces];
+  Piece held[kPieces];
   const auto each = [&](auto visit) {
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) {
       const int piece = static_cast<int>(threadIdx.x) + n * kThreads;
-      visit(n, piece, piece < pieces);
+      visit(held[n], piece, piece < pieces);
     }
-  };
-  const auto load_next = [&](int64_t row) {
-    const auto* input = static_cast<const uint4*>(p.input) + row * pieces;
-    each([&](int n, int piece, bool exists) {
-      next[n].bits() = exists && row < p.rows ? input[piece] : uint4{};
-    });
   };
   launch_dependents();
   wait_for_previous_kernel();
-  const bool by_row = p.group_size == p.row_size;
-  load_next(blockIdx.x);
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    each([&](int n, int, bool) { held[n] = next[n]; });
-    load_next(row + gridDim.x);
-    if (weight) {
-      float squares[1] = {};
-      each([&](int n, int, bool) {
-        squares[0] = add_products(held[n].bits(), held[n].bits(), squares[0], Element{});
-      });
-      block_sums<kThreads>(squares);
-      const float factor = p.norm_factor(squares[0]);
-      each([&](int n, int piece, bool exists) {
-        if (exists) held[n].bits() = scale_piece(held[n].bits(), factor, weight[piece], Element{});
-      });
-    }
-    float largest = 0;
-    if (by_row && p.given_scale == 0) {
-      each([&](int n, int, bool) { largest = fmaxf(largest, held[n].largest()); });
-      largest = block_max<kThreads>(largest);
-    }
-    each([&](int n, int piece, bool exists) {
-      const float found = by_row ? largest : fold_lanes<kLanes / 2, 1>(held[n].largest(), Max());
-      const Fp8Scale scale = Fp8Scale::of(found, p.given_scale);
-      if (!exists) return;
-      held[n].write(p, row * p.row_size + piece * Piece::kSize, scale);
-      const int group = by_row ? 0 : piece / kLanes;
-      if (p.codes && piece % (by_row ? pieces : kLanes) == 0)
-        p.scales[row * p.groups() + group] = scale.value;
+  each([&](Piece& x, int piece, bool exists) { x.bits() = exists ? input[piece] : uint4{}; });
+  if (weight) {
+    float squares[1] = {};
+    each([&](Piece& x, int, bool) { squares[0] = add_products(x.bits(), x.bits(), squares[0], Element{}); });
+    block_sums<kThreads>(squares);
+    const float factor = p.norm_factor(squares[0]);
+    each([&](Piece& x, int piece, bool exists) {
+      if (exists) x.bits() = scale_piece(x.bits(), factor, weight[piece], Element{});
     });
-    __syncthreads();  // what threads have shared of this row is read
   }
+  const bool by_row = p.group_size == p.row_size;
+  float largest = 0;
+  if (by_row && p.given_scale == 0) {
+    each([&](Piece& x, int, bool) { largest = fmaxf(largest, x.largest()); });
+    largest = block_max<kThreads>(largest);
+  }
+  each([&](Piece& x, int piece, bool exists) {
+    constexpr int kLanes = kLaneColumns / Piece::kSize;
+    const float found = by_row ? largest : fold_lanes<kLanes / 2, 1>(x.largest(), Max());
+    const Fp8Scale scale = Fp8Scale::of(found, p.given_scale);
+    if (!exists) return;
+    x.write(p, row * p.row_size + piece * Piece::kSize, scale);
+    const int group = by_row ? 0 : piece / kLanes;
+    if (p.codes && piece % (by_row ? pieces : kLanes) == 0) p.scales[row * p.groups() + group] = scale.value;
+  });
 }
 
 // Any rows and groups.
@@ -215,22 +201,18 @@ cudaError_t launch_round_inputs(const RoundedRows& p, const Launch& launch) {
   const int64_t pieces = row_bytes / 16;
   const bool whole = has_whole_pieces(row_bytes, {p.input, p.norm_weight, p.values}) &&
                      (p.group_size == p.row_size || p.group_size == kLaneColumns);
-  const auto launch_one = [&](void (*kernel)(RoundedRows), int threads, int64_t most_blocks) {
-    const auto blocks = static_cast<unsigned>(std::min(p.rows, most_blocks));
-    return launch_overlapped(kernel, dim3(blocks), dim3(threads), 0, launch, p);
+  const auto launch_one = [&](void (*kernel)(RoundedRows), int threads) {
+    return launch_overlapped(kernel, dim3(static_cast<unsigned>(p.rows)), dim3(threads), 0, launch, p);
   };
   if (!whole || pieces > 4 * kManyRoundingThreads)
-    return launch_one(round_elements_kernel<Element>, kRoundingThreads, p.rows);
-  constexpr int kResidentThreads = 1536;  // of a multiprocessor
-  const int64_t few = launch.device.num_multiprocessors * (kResidentThreads / kRoundingThreads);
-  const int64_t many = launch.device.num_multiprocessors * (kResidentThreads / kManyRoundingThreads);
+    return launch_one(round_elements_kernel<Element>, kRoundingThreads);
   if (pieces <= kRoundingThreads)
-    return launch_one(round_pieces_kernel<Element, 1, kRoundingThreads>, kRoundingThreads, few);
+    return launch_one(round_pieces_kernel<Element, 1, kRoundingThreads>, kRoundingThreads);
   if (pieces <= 2 * kRoundingThreads)
-    return launch_one(round_pieces_kernel<Element, 2, kRoundingThreads>, kRoundingThreads, few);
+    return launch_one(round_pieces_kernel<Element, 2, kRoundingThreads>, kRoundingThreads);
   if (pieces <= 2 * kManyRoundingThreads)
-    return launch_one(round_pieces_kernel<Element, 2, kManyRoundingThreads>, kManyRoundingThreads, many);
-  return launch_one(round_pieces_kernel<Element, 4, kManyRoundingThreads>, kManyRoundingThreads, many);
+    return launch_one(round_pieces_kernel<Element, 2, kManyRoundingThreads>, kManyRoundingThreads);
+  return launch_one(round_pieces_kernel<Element, 4, kManyRoundingThreads>, kManyRoundingThreads);
 }
 
 }  // namespace ortolan::cuda

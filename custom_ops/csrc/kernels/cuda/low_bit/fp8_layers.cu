@@ -20,7 +20,7 @@ constexpr int64_t kBlock = 128;  // rows and columns of the weight that share a 
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Whether rows_sm90.cuh multiplies the codes.
+// Whether fp8_rows_sm90.cuh multiplies the codes.
 bool multiplies_codes(const LowBitLinearParams& p, const Device& device) {
   const LowBitWeight& w = p.weight;
   const bool by_row = w.groups() == 1 && w.scale_rows == 1;
