@@ -21,7 +21,7 @@ import torch
 from cuda_timing import L2_BYTES, DeviceSession, machine, median_ms, medians_by_turns, use_own_stream
 
 from ortolan.custom_ops import emitters
-from ortolan.custom_ops.low_bit_reference import dequantize
+from ortolan.custom_ops.low_bit_reference import dequantize, round_inputs
 
 FEW_ROWS = (1, 4, 16)
 MANY_ROWS = 2048
@@ -36,16 +36,25 @@ class Case:
     group_size: int
     inputs: int
     outputs: int
+    scale_rows: int = 1
+    input_format: str = "none"
+
+    @property
+    def weight_attributes(self) -> dict[str, object]:
+        """What codes mean."""
+        return {"format": self.format, "group_size": self.group_size, "scale_rows": self.scale_rows}
 
     @property
     def attributes(self) -> dict[str, object]:
         """The node's."""
-        return {"format": self.format, "group_size": self.group_size}
+        return {**self.weight_attributes, "input_format": self.input_format}
 
     @property
     def title(self) -> str:
         """The line's first columns."""
-        return f"{self.format:>5}, groups of {self.group_size or self.inputs:>5} {self.inputs:>6} x {self.outputs:<7}"
+        inputs = "x" if self.input_format == "none" else f"{self.input_format} x"
+        group = self.group_size or self.inputs
+        return f"{inputs:>5} {self.format:>5}, groups of {group:>5} {self.inputs:>6} x {self.outputs:<7}"
 
 
 CASES = (
@@ -57,6 +66,11 @@ CASES = (
     Case(format="int8", group_size=128, inputs=4096, outputs=8192),
     Case(format="int8", group_size=0, inputs=2048, outputs=128256),
     Case(format="fp8", group_size=0, inputs=4096, outputs=8192),
+    Case(format="fp8", group_size=0, inputs=4096, outputs=6144, input_format="fp8"),
+    Case(format="fp8", group_size=0, inputs=12288, outputs=4096, input_format="fp8"),
+    Case(format="fp8", group_size=0, inputs=8192, outputs=2048, input_format="fp8"),
+    Case(format="fp8", group_size=128, scale_rows=128, inputs=4096, outputs=6144, input_format="fp8"),
+    Case(format="fp8", group_size=128, scale_rows=128, inputs=12288, outputs=4096, input_format="fp8"),
     Case(format="mxfp4", group_size=32, inputs=4096, outputs=16384),
     Case(format="nvfp4", group_size=16, inputs=4096, outputs=16384),
 )
@@ -86,7 +100,8 @@ def draw_weight(case: Case) -> dict[str, torch.Tensor]:
         return torch.randint(0, below, shape, device="cuda", dtype=torch.uint8)
 
     def scales(columns: int) -> torch.Tensor:
-        return torch.rand(case.outputs, columns, device="cuda").add_(0.5).div_(2.0 ** (bits - 1) * case.inputs**0.5)
+        rows = -(-case.outputs // case.scale_rows)
+        return torch.rand(rows, columns, device="cuda").add_(0.5).div_(2.0 ** (bits - 1) * case.inputs**0.5)
 
     if case.format == "fp8":
         return {"codes": codes(case.outputs, case.inputs, below=0x7F), "float_scales": scales(groups)}
@@ -157,9 +172,13 @@ def check(case: Case, weight: dict[str, torch.Tensor], x: torch.Tensor, y: torch
         SystemExit: a result is further off than bfloat16 explains.
     """
     torch.cuda.synchronize()
-    some = {name: tensor[:256].float().cpu().numpy() for name, tensor in weight.items()}
+    rows = {name: 256 // case.scale_rows if name == "float_scales" else 256 for name in weight}
+    some = {name: tensor[: rows[name]].float().cpu().numpy() for name, tensor in weight.items()}
     some = {name: a.astype(np.uint8) if "codes" in name else a for name, a in some.items()}
-    expected = x.double().cpu().numpy() @ dequantize(**some, **case.attributes).T
+    read = x.float().cpu().numpy()
+    if case.input_format == "fp8":
+        read = round_inputs(read, case.group_size)
+    expected = read.astype(np.float64) @ dequantize(**some, **case.weight_attributes).T
     error = np.abs(y[:, :256].double().cpu().numpy() - expected).max() / np.abs(expected).max()
     if not error <= MOST_ERROR:
         raise SystemExit(f"{case.title}: error {error:.3g} against float64, allowed {MOST_ERROR:.3g}")
