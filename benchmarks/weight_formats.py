@@ -37,6 +37,7 @@ FORMATS = {
     "int4, 128, asymmetric": {"weight_format": "int4", "group_size": 128, "asymmetric": True},
     "int4, 128, gptq": {"weight_format": "int4", "group_size": 128, "quantizer": "gptq"},
     "int4, 128, nearest": {"weight_format": "int4", "group_size": 128, "quantizer": "nearest"},
+    "int4, 128, int4 head": {"weight_format": "int4", "group_size": 128, "head_format": "int4"},
     "int4, 128, dense head": {"weight_format": "int4", "group_size": 128, "head_format": "dense"},
 }
 

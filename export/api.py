@@ -97,8 +97,8 @@ def export(
         asymmetric: give each group of int4 or int8 a zero point.
         quantizer: "search" for the scale of least squared error, "nearest" for that of the largest
             magnitude, or "gptq" for int4 and int8 whose errors make up for one another on the `calibration` text.
-        head_format: format of the head where weights are quantized, "int8" or "dense"; where it is the embedding, too,
-            that of both.
+        head_format: format of the head where weights are quantized, "int8", "int4" or "dense"; where it is the
+            embedding, too, that of both.
         calibration: path of a UTF-8 text like those that the model will read, at least 128 tokens; with "gptq" alone.
         activation_format: what linear layers of fp8 round their inputs to: None for the `dtype`, or "fp8" (W8A8), by
             the checkpoint's static scales where it has some, else by one for each token (and block of 128 inputs).

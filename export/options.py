@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, one_of, truth
@@ -18,7 +18,7 @@ from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, Wish
 DENSE = "dense"
 QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
 WEIGHT_FORMATS = (DENSE, *QUANTIZED)
-HEADS = ("int8", DENSE)
+HEADS = ("int8", "int4", DENSE)
 FLOAT_GROUP_SIZES: Mapping[str | None, tuple[int | str, ...]] = {"fp8": (128, CHANNEL), "mxfp4": (MXFP4_GROUP,)}
 ACTIVATION_FORMATS = ("fp8",)
 WEIGHT_KINDS = ("checkpoint", "random")
@@ -98,7 +98,7 @@ class ExportOptions(CacheOptions):
             kind=cast("Kind", self.weight_format),
             group_size=self.group_size,
             zero_points=self.asymmetric,
-            head=self.head_format,
+            head=cast("Literal['int8', 'int4', 'dense']", self.head_format),
             input_format=self.input_format,
         )
 

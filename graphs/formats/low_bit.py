@@ -135,7 +135,7 @@ class LowBit:
         return y
 
     def rows(self, parts: Parts, stem: str, indices: Tensor) -> Tensor:
-        """Look up rows, [T] -> [T, K]; int8 in groups alone.
+        """Look up rows, [T] -> [T, K]; int4 and int8 in groups alone.
 
         The codes have the shape in which the graph's product reads them, so that a session holds them once.
         """

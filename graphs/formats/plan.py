@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ortolan.errors import ConfigError
 from ortolan.graphs.config import ModelConfig
@@ -30,14 +31,14 @@ class Wish:
         group_size: columns that share a scale; "channel" for a row; None takes a row of fp8, 32 of mxfp4, and of int4
             and int8 the largest size, up to 128, that divides all weights.
         zero_points: whether int4 and int8 have them.
-        head: format of the head: "int8" or "dense".
+        head: format of the head: "int8", "int4" or "dense".
         input_format: what linear layers round their inputs to: "none" or "fp8".
     """
 
     kind: Kind
     group_size: int | str | None = None
     zero_points: bool = False
-    head: str = "int8"
+    head: Literal["int8", "int4", "dense"] = "int8"
     input_format: InputFormat = "none"
 
 
@@ -64,8 +65,8 @@ def expert_stems(config: ModelConfig) -> list[str]:
 def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
     """Choose the formats of a model that is quantized.
 
-    The head is int8 in groups, which costs no accuracy that can be measured. Where it is the embedding, too, the lookup
-    reads the same codes: half the bytes of the largest weight, held once.
+    A head of int8 in groups costs no accuracy that can be measured. Where the head is the embedding, too, the lookup
+    reads the same codes: half the bytes of the largest weight, or less, held once.
 
     Raises:
         ConfigError: the group size does not divide the columns of a weight.
@@ -80,7 +81,7 @@ def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
     size = _largest_divisor(config.hidden_size, (16, *GROUP_SIZES))
     lookup = None
     if wish.head != "dense" and size:
-        stored = LowBit(kind="int8", group_size=size)
+        stored = LowBit(kind=wish.head, group_size=size)
         by_stem[head] = stored
         lookup = stored if config.tied_embeddings else None
     return with_joints(

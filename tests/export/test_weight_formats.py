@@ -25,6 +25,7 @@ CASES = {
     "int4-zero-points": ({"weight_format": "int4", "group_size": 32, "asymmetric": True}, 0.1),
     "int4-nearest": ({"weight_format": "int4", "group_size": 64, "quantizer": "nearest"}, 0.12),
     "int4-channel": ({"weight_format": "int4", "group_size": "channel"}, 0.14),
+    "int4-head": ({"weight_format": "int4", "group_size": 32, "head_format": "int4"}, 0.13),
     "int8": ({"weight_format": "int8"}, 0.01),
     "int8-channel-zero-points": ({"weight_format": "int8", "group_size": "channel", "asymmetric": True}, 0.01),
     "fp8": ({"weight_format": "fp8"}, 0.03),
@@ -77,7 +78,8 @@ def test_a_model_computes_what_it_stores_which_is_near_the_checkpoint(name, tied
     folder = ortolan.export(source, tmp_path / "out", max_context=128, **options)
     errors = stored_checkpoint(folder, source, tmp_path / "stored")
     assert max(errors.values()) <= limit, errors
-    assert errors["embedding" if tied else "head"] <= CASES["int8"][1]
+    head = limit if options.get("head_format") == "int4" else CASES["int8"][1]
+    assert errors["embedding" if tied else "head"] <= head
     dense = ortolan.export(tmp_path / "stored", tmp_path / "dense", max_context=128)
     assert relative_difference(logits(folder), logits(dense)) <= ROUNDED_INPUTS_RELATIVE
     assert read_manifest(folder).weight_format == options["weight_format"]
@@ -134,7 +136,7 @@ def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):
         ({"weight_format": "dense", "asymmetric": True}, "asymmetric needs a weight_format"),
         ({"weight_format": "fp8", "asymmetric": True}, "fp8 has no zero points"),
         ({"weight_format": "int4", "quantizer": "best"}, "quantizer is 'best'; allowed: search, nearest, gptq"),
-        ({"weight_format": "int4", "head_format": "int2"}, "head_format is 'int2'; allowed: int8, dense"),
+        ({"weight_format": "int4", "head_format": "int2"}, "head_format is 'int2'; allowed: int8, int4, dense"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
