@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="intra-op threads of both")
     parser.add_argument("--int4", action="store_true", help="weights of 4 bits in both")
+    parser.add_argument("--head-format", default="int8", help="of ours with --int4; genai's is int4 (default: int8)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with _work_dir(options.work_dir) as work:
@@ -132,7 +133,8 @@ def main() -> None:
         if options.shape != "retriever":
             checkpoint = make_checkpoint(options.shape, work / "checkpoint", "float32", save_float32)
         weights = "int4" if options.int4 else "dense"
-        ours = OrtolanEngine(export_ours(checkpoint, work / f"ortolan-{weights}", weights), options.threads)
+        name = f"ortolan-{weights}-{options.head_format}" if options.int4 else f"ortolan-{weights}"
+        ours = OrtolanEngine(export_ours(checkpoint, work / name, weights, options.head_format), options.threads)
         peer = start_peer(checkpoint, work / f"genai-{weights}", options)
         machine = {
             "cpu": cpu_name(),
@@ -163,10 +165,12 @@ def _work_dir(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def export_ours(checkpoint: Path, folder: Path, weights: str) -> Path:
+def export_ours(checkpoint: Path, folder: Path, weights: str, head: str) -> Path:
     """Export by Ortolan."""
     if not folder.exists():
-        ortolan.export(checkpoint, folder, max_context=8192, chunk_size=CHUNK_SIZE, weight_format=weights)
+        ortolan.export(
+            checkpoint, folder, max_context=8192, chunk_size=CHUNK_SIZE, weight_format=weights, head_format=head
+        )
     return folder
 
 

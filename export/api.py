@@ -43,6 +43,7 @@ from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import LowBit
 from ortolan.graphs.formats.plan import wished_formats
 from ortolan.graphs.parts import Formats
+from ortolan.graphs.weights import joint_weights
 from ortolan.manifest import HEAD_WEIGHTS_FILE
 
 
@@ -154,7 +155,9 @@ def _calibrated(source: Path, target: Path, text: str) -> dict[str, Array]:
     model, _ = _read(source, options)
     with temporary_sibling(target, model.num_bytes) as folder:
         write_folder(folder, source, model, None, lambda done, total: None)
-        return feedbacks(folder, text)
+        found = feedbacks(folder, text)
+    joints = joint_weights(model.config)
+    return {member: factor for weight, factor in found.items() for member in joints.get(weight, (weight,))}
 
 
 def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles | None]:

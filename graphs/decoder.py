@@ -44,9 +44,10 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         formats: of linear weights; None: all are dense.
 
     Returns:
-        A model whose initializers are external tensors: those of `weight_shapes(config)`, and in a fused graph those of
-        `joint_weights(config)` in the place of their members. A fused graph's metadata `ortolan.fusions` counts fused
-        operators, and plain ones that are left.
+        A model whose initializers are external tensors: those of `weight_shapes(config)`, with those of
+        `joint_weights(config)` in the place of their members where the graph reads them as one: query, key and value,
+        in a fused graph also gate and up. A fused graph's metadata `ortolan.fusions` counts fused operators, and plain
+        ones that are left.
     """
     graph = GraphBuilder(config.architecture, DOC_STRING + FUSED_DOC_STRING * options.fused)
     formats = formats or Formats(default=Dense())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
@@ -17,8 +16,8 @@ class FusedParts(Parts):
     """A decoder under construction for CUDA.
 
     1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
-    2. Query, key and value are one product; so are gate and up. A QkvRopeAppend normalises heads, rotates, appends and
-       captures.
+    2. Gate and up are one product, as query, key and value are in every graph. A QkvRopeAppend normalises heads,
+       rotates, appends and captures.
     3. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is a norm that 1 does not
        fold. A residual and the norm of the sum are one SkipSimplifiedLayerNormalization where 1 does not fold them.
     4. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
@@ -34,30 +33,11 @@ class FusedParts(Parts):
         """Add a linear layer as its weight's format has it for CUDA."""
         return self.format(linear.stem).fused(self, linear)
 
-    def _joins(self, stem: str, members: Sequence[str]) -> bool:
-        """Tell whether linear layers can be one: their formats agree, and all of them have a bias, or none has."""
-        if stem in self.formats.apart:
-            return False
-        biases = [f"{member}.bias" in self.shapes for member in members]
-        return f"{stem}.weight" in self.shapes and (not any(biases) or f"{stem}.bias" in self.shapes)
-
-    def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
-        """Add several linear layers of one input; where they are one product, a Split parts it."""
-        stem = path.replace("/", ".")
-        members = [f"{stem}.{name}" for name in names]
-        if tuple(names) != ("query", "key", "value") or not self._joins(f"{stem}.qkv", members):
-            shared = x if len(names) == 1 else self.value(x)
-            return super().projections(path, shared, names)
-        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
-        constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
-        inputs = [self.linear(f"{path}/qkv", x), constant]
-        return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
-
     def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
         """Add several linear layers of one input, by one product where they are stored as one."""
         stem = f"{path}/{whole}".replace("/", ".")
         members = [f"{path}/{name}".replace("/", ".") for name in names]
-        if not self._joins(stem, members):
+        if not self.joins(stem, members):
             return super().columns(path, x, whole, names)
         rows = self.linear(f"{path}/{whole}", x)
         sizes = [self.shapes[f"{member}.weight"][0] for member in members]
@@ -67,7 +47,7 @@ class FusedParts(Parts):
         """Add activation(gate(x)) * up(x)."""
         stem = f"{path}/gate_up".replace("/", ".")
         members = [f"{path}/{name}".replace("/", ".") for name in ("gate", "up")]
-        if not self._joins(stem, members) or not self.format(stem).folds:
+        if not self.joins(stem, members) or not self.format(stem).folds:
             return super().gated(path, x, activation)
         return self.add_linear(Linear(path=f"{path}/gate_up", stem=stem, x=x, activation=f"{activation}_mul"))
 
@@ -75,7 +55,7 @@ class FusedParts(Parts):
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
         whole, names = ("qk", ("query", "key")) if config.value_is_key else ("qkv", ("query", "key", "value"))
-        if config.qk_norm == "projection" or not self._joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
+        if config.qk_norm == "projection" or not self.joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")

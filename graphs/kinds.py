@@ -19,7 +19,7 @@ class LayerKind:
         weights: lists its weights by their names inside the layer, with shapes; takes its config and the hidden size.
         add: adds it to a graph, [T, hidden] -> [T, hidden]; takes the `Parts`, the layer's index, its input (a tensor
             or a `Normed`), and the residual to add, or None.
-        joint: linear layers of one input, by the name of the whole, which a fused graph reads as one; of several
+        joint: linear layers of one input, by the name of the whole, which a graph may read as one; of several
             wholes that a layer has the members of, the first counts.
     """
 

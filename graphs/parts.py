@@ -219,9 +219,27 @@ class Parts:
         """Add a residual; nothing where there is none."""
         return y if residual is None else self.graph.node(f"{path}/Add", "Add", [residual, y])
 
+    def joins(self, stem: str, members: Sequence[str]) -> bool:
+        """Tell whether linear layers can be one: their formats agree, and all of them have a bias, or none has."""
+        if stem in self.formats.apart:
+            return False
+        biases = [f"{member}.bias" in self.shapes for member in members]
+        return f"{stem}.weight" in self.shapes and (not any(biases) or f"{stem}.bias" in self.shapes)
+
     def projections(self, path: str, x: Tensor | Normed, names: Sequence[str]) -> list[Tensor]:
-        """Add several linear layers of one input: [T, out] of each."""
-        return [self.linear(f"{path}/{name}", x) for name in names]
+        """Add several linear layers of one input: [T, out] of each.
+
+        Query, key and value are one product where their weights are stored alike, which a Split parts.
+        """
+        stem = path.replace("/", ".")
+        members = [f"{stem}.{name}" for name in names]
+        if tuple(names) != ("query", "key", "value") or not self.joins(f"{stem}.qkv", members):
+            shared = x if len(names) == 1 else self.value(x)
+            return [self.linear(f"{path}/{name}", shared) for name in names]
+        sizes = [self.shapes[f"{member}.weight"][0] for member in members]
+        constant = self.graph.constant("sizes/" + "x".join(map(str, sizes)), sizes, np.int64)
+        inputs = [self.linear(f"{path}/qkv", x), constant]
+        return self.graph.nodes(f"{path}/qkv/Split", "Split", inputs, len(sizes), {"axis": 1})
 
     def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
         """Add several linear layers of one input, whose results may be columns of one tensor, named by the whole."""

@@ -1,4 +1,4 @@
-"""Lists the weights of a decoder: names, shapes, and which of them a fused graph reads as one."""
+"""Lists the weights of a decoder: names, shapes, and which of them a graph may read as one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shared_shapes(config: ModelConfig) -> Shapes:
 
 
 def joint_weights(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """List the weights that a fused graph reads as one, by the name of the whole."""
+    """List the weights that a graph may read as one, by the name of the whole."""
     shapes = weight_shapes(config)
     found = {}
     for whole, members in _joints(config, shapes):

@@ -28,8 +28,22 @@ def low_bit_stems(model: onnx.ModelProto) -> list[str]:
     return [t.name.removesuffix(".codes") for t in model.graph.initializer if t.name.endswith(".codes")]
 
 
+def joint_rows(model: onnx.ModelProto, stem: str) -> tuple[str, slice]:
+    """Return the joint weight of queries, keys and values that holds one of them, and its rows."""
+    layer, name = stem.rsplit(".", 1)
+    path = "/".join(layer.rsplit(".", 1))
+    split = next(node for node in model.graph.node if node.name == f"{path}/qkv/Split")
+    sizes = next(t for t in model.graph.initializer if t.name == split.input[1])
+    ends = onnx.numpy_helper.to_array(sizes).cumsum()
+    place = ("query", "key", "value").index(name)
+    return f"{layer}.qkv", slice(int(ends[place - 1]) if place else 0, int(ends[place]))
+
+
 def read_weight(folder: Path, model: onnx.ModelProto, stem: str) -> np.ndarray:
     """Dequantize a linear weight, [N, K] float64, or one of all experts, [E, N, K]."""
+    if not any(tensor.name == f"{stem}.codes" for tensor in model.graph.initializer):
+        whole, rows = joint_rows(model, stem)
+        return read_weight(folder, model, whole)[rows]
     tensors = {t.name: t for t in model.graph.initializer}
     ports = {
         port: read_tensor(folder, tensors[f"{stem}.{port}"]) for port in WEIGHT_PORTS if f"{stem}.{port}" in tensors

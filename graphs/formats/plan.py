@@ -137,7 +137,7 @@ def with_joints(config: ModelConfig, formats: Formats) -> Formats:
 def stored_groups(config: ModelConfig, formats: Formats, dtype: str) -> Iterator[list[Stored]]:
     """List what the weights file holds: groups without padding inside, of tensors with their types and shapes.
 
-    Of weights that a fused graph reads as one, all codes follow each other, then all scales.
+    Of weights that a graph reads as one, all codes follow each other, then all scales.
     """
     shapes: Shapes = weight_shapes(config)
     for group in weight_groups(config):
@@ -154,7 +154,7 @@ def _tensors(formats: Formats, name: str, shape: tuple[int, ...], dtype: str) ->
 
 
 def joint_tensors(config: ModelConfig, formats: Formats, dtype: str) -> dict[str, tuple[str, ...]]:
-    """List the tensors that a fused graph reads as one, by the name of the whole."""
+    """List the tensors that a graph may read as one, by the name of the whole."""
     shapes = weight_shapes(config)
     found: dict[str, tuple[str, ...]] = {}
     for whole, members in joint_weights(config).items():

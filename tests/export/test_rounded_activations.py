@@ -98,12 +98,14 @@ def test_layers_that_share_an_input_stay_apart_where_their_scales_differ(tmp_pat
     assert_rounds_as(folder, rounding_oracle(tmp_path / "dense", source, None))
 
 
-@pytest.mark.parametrize(("group_size", "joint"), [(None, 4), (128, 6)])  # 64 rows of keys are not whole blocks
-def test_own_exports_round_inputs_of_linear_layers_but_not_of_the_head(group_size, joint, tmp_path):
+@pytest.mark.parametrize(
+    ("group_size", "plain", "fused"), [(None, 5, 4), (128, 7, 6)]
+)  # 64 rows of keys are not whole blocks, so that they are products of their own
+def test_own_exports_round_inputs_of_linear_layers_but_not_of_the_head(group_size, plain, fused, tmp_path):
     source = tiny_checkpoint("llama", tmp_path / "hf", **SIZES)
     options = {"weight_format": "fp8", "group_size": group_size, "max_context": 128}
     folder = ortolan.export(source, tmp_path / "out", activation_format="fp8", **options)
-    for file, count in ((MODEL_FILE, 7 * 2), (FUSED_FILE, joint * 2)):
+    for file, count in ((MODEL_FILE, plain * 2), (FUSED_FILE, fused * 2)):
         found = products(folder, file)
         assert [attributes["input_format"] for attributes in found] == [b"fp8"] * count
         assert {attributes.get("input_scale", 0.0) for attributes in found} == {0.0}

@@ -21,7 +21,7 @@ from ortolan.export.registry import FAMILIES
 from ortolan.graphs.config import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, QueryScale, Rope, RopeVariant
 from ortolan.graphs.kinds import LayerKind, linear_shapes
 from ortolan.graphs.mlps import MLPS
-from ortolan.graphs.weights import weight_shapes
+from ortolan.graphs.weights import joint_weights, weight_shapes
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 VOCABULARY, HIDDEN, SLOTS, EPSILON = 61, 32, 64, 1e-5
@@ -100,9 +100,16 @@ def toy(monkeypatch, tmp_path):
     return export
 
 
-def read_weights(folder) -> dict[str, np.ndarray]:
+def read_weights(folder, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Read weights by their own names, those that the graph reads as one, too."""
     model = onnx.load(folder / MODEL_FILE)
-    return {t.name: onnx.numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer}
+    stored = {t.name: onnx.numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer}
+    shapes = weight_shapes(config)
+    for whole, members in joint_weights(config).items():
+        if whole in stored:
+            ends = np.cumsum([shapes[member][0] for member in members])
+            stored |= dict(zip(members, np.split(stored[whole], ends[:-1]), strict=True))
+    return stored
 
 
 def normed(x, weight):
@@ -176,6 +183,10 @@ class Oracle:
         return self._linear(f"{path}.down", active * up)
 
 
+def oracle_of(folder, config: ModelConfig) -> Oracle:
+    return Oracle(config, read_weights(folder, config))
+
+
 def open_graph(folder, file, sequences):
     """Open one graph of a folder; returns its session, and empty caches of some sequences."""
     runnable = folder / "run.onnx"
@@ -223,7 +234,7 @@ TOKENS = np.random.default_rng(3).integers(0, VOCABULARY, 33).tolist()
 @pytest.mark.parametrize("snapkv_window", [0, 8])
 def test_layers_of_all_kinds_compute_what_their_config_says(toy, file, placement, snapkv_window):
     folder = toy(LAYERS, placement, snapkv_window=snapkv_window)
-    expected = Oracle(config_of(LAYERS, placement), read_weights(folder)).logits(TOKENS)
+    expected = oracle_of(folder, config_of(LAYERS, placement)).logits(TOKENS)
     for chunk in (1, 5, len(TOKENS)):
         assert relative_difference(run_graph(folder, file, TOKENS, chunk), expected) <= LOGITS_RELATIVE, chunk
 
@@ -234,7 +245,7 @@ def test_layers_of_all_kinds_compute_what_their_config_says(toy, file, placement
 def test_layers_behind_the_last_cache_compute_the_last_rows_of_each_sequence(toy, file, placement, rows):
     """Two sequences of one step, of 7 and 3 tokens; the first has read 5 before, and a third has nothing to read."""
     folder = toy(LAYERS, placement)
-    expected = Oracle(config_of(LAYERS, placement), read_weights(folder))
+    expected = oracle_of(folder, config_of(LAYERS, placement))
     first, second = TOKENS[:12], TOKENS[20:23]
     wanted = np.concatenate([expected.logits(first)[5:], expected.logits(second)])
     session, feeds = open_graph(folder, file, sequences=3)
@@ -251,7 +262,7 @@ def test_layers_behind_the_last_cache_compute_the_last_rows_of_each_sequence(toy
 
 def test_an_mlp_of_a_new_kind_is_exported_and_runs(toy):
     folder = toy(OWN_CACHES)
-    expected = Oracle(config_of(OWN_CACHES), read_weights(folder)).logits(TOKENS)
+    expected = oracle_of(folder, config_of(OWN_CACHES)).logits(TOKENS)
     session = ortolan.load(folder, device="cpu").session()
     assert relative_difference(session.prefill(TOKENS), expected[-1]) <= LOGITS_RELATIVE
 
