@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ortolan.custom_ops.reference import GATES, Array, Floats
+from ortolan.custom_ops.fused_reference import GATES
+from ortolan.custom_ops.reference import Array, Floats
 
 
 def moe_gate(

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.custom_ops.expert_reference import moe_experts
+from ortolan.custom_ops.fused_reference import fused_linear, rms_norm_add
 from ortolan.custom_ops.low_bit_cache_reference import quantise
-from ortolan.custom_ops.reference import Array, Floats, fused_linear, rms_norm_add
+from ortolan.custom_ops.reference import Array, Floats
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 

@@ -16,7 +16,7 @@ from harness import find_operator
 
 import ortolan.custom_ops
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
-from ortolan.custom_ops import emitters, reference
+from ortolan.custom_ops import emitters, fused_reference
 from ortolan.custom_ops.codegen import snake_case
 
 Feeds = dict[str, np.ndarray]
@@ -220,7 +220,10 @@ def plain_linear(case: LinearCase, feeds: Feeds) -> np.ndarray:
         y = y + feeds["bias"].astype(np.float32)
     if case.activation != "none":
         gate, factor = np.split(rounded(y, element), 2, axis=1)
-        y = rounded(reference.GATES[case.activation](gate.astype(np.float64)).astype(np.float32), element) * factor
+        y = (
+            rounded(fused_reference.GATES[case.activation](gate.astype(np.float64)).astype(np.float32), element)
+            * factor
+        )
     if case.residual:
         y = rounded(y, element) + feeds["residual"].astype(np.float32)
     return y

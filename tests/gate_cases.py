@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from fused_cases import plain_norm, rounded
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def plain_gate_mul(case, feeds):
         y = plain_norm(x.reshape(len(x), case.size // case.norm, case.norm), feeds["norm_weight"], 1e-5).reshape(
             y.shape
         )
-    opened = rounded(reference.ROW_GATES[case.activation](gates.astype(np.float64)).astype(np.float32), element)
+    opened = rounded(fused_reference.ROW_GATES[case.activation](gates.astype(np.float64)).astype(np.float32), element)
     y = rounded(y * np.repeat(opened, case.size // gates.shape[1], axis=1), element)
     return y + feeds["residual"].astype(np.float32) if case.residual else y
 

@@ -10,7 +10,7 @@ from expert_cases import ExpertCase, expert_feeds, plain_experts, run
 from fused_cases import Feeds
 
 from ortolan.custom_ops import low_bit_reference
-from ortolan.custom_ops.reference import fused_linear
+from ortolan.custom_ops.fused_reference import fused_linear
 
 PLAIN_EXPERTS = ExpertCase(hidden=128, inner=64)
 

@@ -6,7 +6,7 @@ import pytest
 from fused_cases import LinearCase, linear_feeds, linear_outputs, plain_linear, run_fused
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 CASES = [
     LinearCase(),
@@ -32,7 +32,7 @@ def multiply(case, feeds):
 def test_a_row_does_not_depend_on_the_others(isa, case, size):
     feeds = linear_feeds(case, ROWS, *size)
     every = multiply(case, feeds)
-    assert_as_good_as_plain(every, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+    assert_as_good_as_plain(every, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
     for first, count in PLACES:
         rows = {name: feeds[name][first : first + count] for name in ("x", "residual") if name in feeds}
         devices.assert_same_bits(multiply(case, feeds | rows), every[first : first + count])

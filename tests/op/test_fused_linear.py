@@ -14,7 +14,7 @@ from fused_cases import (
 )
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
@@ -49,7 +49,7 @@ def test_linear_is_as_good_as_plain_operators(case, size, outputs):
     for tokens in TOKENS:
         feeds = linear_feeds(case, tokens, size, outputs)
         (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
-        expected = reference.fused_linear(**feeds, **case.attributes)
+        expected = fused_reference.fused_linear(**feeds, **case.attributes)
         assert_as_good_as_plain(y, plain_linear(case, feeds), expected)
 
 
@@ -64,7 +64,7 @@ def test_gates_of_many_rows_are_as_good_as_plain_operators(case, size, outputs, 
         pytest.skip("the tiles are those of the 16-bit kernel")
     feeds = linear_feeds(case, tokens, size, outputs)
     (y,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
-    assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+    assert_as_good_as_plain(y, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
 @pytest.mark.parametrize("case", GATES, ids=str)
@@ -103,7 +103,7 @@ def test_two_tokens_get_what_each_gets_alone(case, size):
         alone = feeds | rows
         (y,) = run_fused("FusedLinear", alone, linear_outputs(case, alone), **case.attributes).values()
         devices.assert_same_bits(both[token : token + 1], y)
-    assert_as_good_as_plain(both, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+    assert_as_good_as_plain(both, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
 def rows_of(feeds, rows):
@@ -120,7 +120,7 @@ def assert_rows_do_not_know_each_other(case, size, outputs):
         some = rows_of(feeds, rows)
         (y,) = run_fused("FusedLinear", some, linear_outputs(case, some), **case.attributes).values()
         devices.assert_same_bits(y, every[rows])
-    assert_as_good_as_plain(every, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+    assert_as_good_as_plain(every, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
 @pytest.mark.parametrize("size", [1024, 1160, 2048, 2056, 2560, 4096, 6208, 8192, 1027])  # slices whole and cut
@@ -185,7 +185,7 @@ def test_a_step_of_several_slices_has_no_seam(case, size, outputs):
     y = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)["y"]
     rows = np.unique([*range(0, tokens, 97), *range(0, tokens, 128), *range(127, tokens, 128), tokens - 1])
     some = feeds | {"x": feeds["x"][rows]}
-    expected = reference.fused_linear(**some, **case.attributes)
+    expected = fused_reference.fused_linear(**some, **case.attributes)
     assert_as_good_as_plain(y[rows], plain_linear(case, some), expected)
 
 

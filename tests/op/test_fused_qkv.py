@@ -15,7 +15,7 @@ from fused_cases import (
 )
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference, reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
@@ -56,7 +56,7 @@ def test_queries_and_keys_are_as_good_as_plain_operators(name):
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
     wide = {cache: feeds[cache].astype(np.float64) for cache in ("key_cache", "value_cache")}
-    query, *caches = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    query, *caches = fused_reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
     plain_query, *plain = plain_heads(case, feeds)
     assert_as_good_as_plain(results["query"], plain_query, query)
     for name, plain_rows, cache in zip(("key", "value"), plain, caches, strict=False):

@@ -20,7 +20,7 @@ from fused_cases import (
 )
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 
 @pytest.mark.parametrize("activation", ["none", "silu_mul", "gelu_mul", "gelu_tanh_mul"])
@@ -29,7 +29,7 @@ def test_linear(activation, around):
     case = LinearCase(activation=activation, **around)
     feeds = linear_feeds(case, 5, 104, 40)
     (y,) = run_expanded("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
-    assert_as_good_as_plain(y, plain_linear(case, feeds), reference.fused_linear(**feeds, **case.attributes))
+    assert_as_good_as_plain(y, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
 @pytest.mark.parametrize("follows", [("residual",), ("scale",), ("residual", "scale"), ()])
@@ -38,20 +38,20 @@ def test_norm_add(follows):
     feeds = norm_feeds(rng, 5, 104, np.float32, follows)
     y = run_expanded("RmsNormAdd", feeds, {"y": ((5, 104), np.dtype(np.float32))}, epsilon=1e-6)["y"]
     plain = plain_norm_add(feeds, 1e-6)
-    assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+    assert_as_good_as_plain(y, plain, fused_reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 
 def test_gather_rows():
     rows = np.random.default_rng(0).standard_normal((9, 40), np.float32)
     feeds = {"rows": rows, "row_indices": np.array([8, 2, 2], np.int64)}
     output = run_expanded("GatherRows", feeds, {"output": ((3, 40), np.dtype(np.float32))})["output"]
-    np.testing.assert_array_equal(output, reference.gather_rows(**feeds))
+    np.testing.assert_array_equal(output, fused_reference.gather_rows(**feeds))
     np.testing.assert_array_equal(output, rows[[8, 2, 2]])
 
 
 def test_an_index_outside_the_rows_gives_zeros():
     rows = np.ones((3, 2), np.float32)
-    gathered = reference.gather_rows(rows, np.array([-1, 3, 2], np.int64))
+    gathered = fused_reference.gather_rows(rows, np.array([-1, 3, 2], np.int64))
     np.testing.assert_array_equal(gathered, [[0, 0], [0, 0], [1, 1]])
 
 
@@ -59,7 +59,7 @@ def test_an_index_outside_the_rows_gives_zeros():
 def test_rope_angles(factor):
     feeds = angle_feeds(40, 16)
     results = run_expanded("RopeAngles", feeds, angle_outputs(feeds), factor=factor)
-    for got, wide in zip(results.values(), reference.rope_angles(**feeds, factor=factor), strict=True):
+    for got, wide in zip(results.values(), fused_reference.rope_angles(**feeds, factor=factor), strict=True):
         assert_as_good_as_plain(got, wide.astype(np.float32), wide)
 
 
@@ -71,7 +71,7 @@ def test_qkv(norms, pairs, rows):
     case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), sink=2, slots=32, **options)
     feeds = qkv_feeds(case)
     results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
-    query, keys, values, *captured = reference.qkv_rope_append(**feeds, **case.attributes)
+    query, keys, values, *captured = fused_reference.qkv_rope_append(**feeds, **case.attributes)
     if rows:
         filled = ~np.isnan(captured[0])
         np.testing.assert_array_equal(np.isnan(results["capture_out"]), ~filled)
@@ -88,7 +88,7 @@ def test_qkv_into_codes(rows):
     case = QkvCase(tokens=(9, 0, 3), past=(0, 4, 70), sink=2, slots=32, capture_rows=rows, code=np.dtype(np.int8))
     feeds = qkv_feeds(case)
     results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
-    _, _, _, *_, key_scale, value_scale = reference.qkv_rope_append(**feeds, **case.attributes)
+    _, _, _, *_, key_scale, value_scale = fused_reference.qkv_rope_append(**feeds, **case.attributes)
     assert_as_good_as_plain(results["key_scale_out"], key_scale, key_scale)
     devices.assert_same_bits(results["value_scale_out"], value_scale)
     assert len(results) == (6 if rows else 5)
@@ -100,7 +100,7 @@ def test_qkv_with_normalised_values(value_is_key):
     feeds = qkv_feeds(case)
     results = run_expanded("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
     wide = {name: feeds[name].astype(np.float64) for name in ("key_cache", "value_cache")}
-    _, _, values = reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
+    _, _, values = fused_reference.qkv_rope_append(**{**feeds, **wide}, **case.attributes)
     np.testing.assert_array_equal(np.isnan(results["value_cache_out"]), np.isnan(values))
     rows = [cache[0, :, :9].transpose(1, 0, 2) for cache in (results["value_cache_out"], values)]
     assert_as_good_as_plain(rows[0], plain_heads(case, feeds)[2][:9], rows[1])

@@ -15,7 +15,7 @@ from fused_cases import (
 )
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
@@ -29,7 +29,7 @@ def test_norm_add_is_as_good_as_plain_operators(tokens, size, follows):
     outputs = {"y": ((tokens, size), devices.element())}
     y = run_fused("RmsNormAdd", feeds, outputs, epsilon=1e-6)["y"]
     plain = plain_norm_add(feeds, 1e-6)
-    assert_as_good_as_plain(y, plain, reference.rms_norm_add(**feeds, epsilon=1e-6))
+    assert_as_good_as_plain(y, plain, fused_reference.rms_norm_add(**feeds, epsilon=1e-6))
 
 
 @pytest.mark.parametrize("size", [1152, 2048, 4096, 5376])
@@ -51,7 +51,7 @@ def test_angles_have_the_bits_of_standard_operators(tokens, pairs, factor):
     model = build_fused_model("RopeAngles", feeds, angle_outputs(feeds), {"factor": factor})
     results = run_model(model, feeds, angle_outputs(feeds))
     standard = run_model(expand_fused(model), feeds, angle_outputs(feeds))
-    expected = reference.rope_angles(**feeds, factor=factor)
+    expected = fused_reference.rope_angles(**feeds, factor=factor)
     for name, wide in zip(results, expected, strict=True):
         devices.assert_same_bits(results[name], standard[name])
         assert np.abs(results[name] - wide).max(initial=0) <= 2**-22 * factor
@@ -76,7 +76,7 @@ def test_gathered_rows_are_copies(name, size):
     rows = np.random.default_rng(0).standard_normal((total, size)).astype(devices.element())
     feeds = {"rows": rows, "row_indices": np.array(indices, np.int64)}
     output = run_fused("GatherRows", feeds, {"output": ((len(indices), size), devices.element())})["output"]
-    devices.assert_same_bits(output, reference.gather_rows(**feeds))
+    devices.assert_same_bits(output, fused_reference.gather_rows(**feeds))
 
 
 @pytest.mark.parametrize(("port", "shape"), [("rows", (3, 4, 2)), ("row_indices", (1, 1))])

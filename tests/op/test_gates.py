@@ -7,7 +7,7 @@ from fused_cases import run_expanded, run_fused
 from gate_cases import GateCase, delta_feeds, gate_feeds, plain_gate_mul
 from tolerances import assert_as_good_as_plain
 
-from ortolan.custom_ops import reference
+from ortolan.custom_ops import fused_reference
 
 FLOAT = np.dtype(np.float32)
 CASES = (
@@ -31,7 +31,7 @@ def outputs_of(case, tokens, element):
 def test_a_gate_is_standard_operators(case):
     feeds = gate_feeds(case, 5, np.float32)
     (y,) = run_expanded("GateMul", feeds, outputs_of(case, 5, np.float32), **case.attributes).values()
-    assert_as_good_as_plain(y, plain_gate_mul(case, feeds), reference.gate_mul(**feeds, **case.attributes))
+    assert_as_good_as_plain(y, plain_gate_mul(case, feeds), fused_reference.gate_mul(**feeds, **case.attributes))
 
 
 @pytest.mark.parametrize("offsets", [(0, 0), (7, 2)])
@@ -40,7 +40,7 @@ def test_delta_gates_are_standard_operators(offsets):
     attributes = {"decay_offset": offsets[0], "beta_offset": offsets[1], "beta_scale": 2.0}
     outputs = dict.fromkeys(("decay", "beta"), ((5, 6), FLOAT))
     found = run_expanded("DeltaGates", feeds, outputs, **attributes)
-    for ours, wide in zip(found.values(), reference.delta_gates(**feeds, **attributes), strict=True):
+    for ours, wide in zip(found.values(), fused_reference.delta_gates(**feeds, **attributes), strict=True):
         np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_delta_gates_are_standard_operators(offsets):
 def test_a_gate_is_as_good_as_plain_operators(case, tokens):
     feeds = gate_feeds(case, tokens, devices.element(), seed=tokens)
     y = run_fused("GateMul", feeds, outputs_of(case, tokens, devices.element()), **case.attributes)["y"]
-    assert_as_good_as_plain(y, plain_gate_mul(case, feeds), reference.gate_mul(**feeds, **case.attributes))
+    assert_as_good_as_plain(y, plain_gate_mul(case, feeds), fused_reference.gate_mul(**feeds, **case.attributes))
 
 
 @pytest.mark.cuda
@@ -63,7 +63,7 @@ def test_delta_gates_are_right(tokens, heads, offsets):
     attributes = {"decay_offset": offsets[0], "beta_offset": offsets[1], "beta_scale": 1.5}
     outputs = dict.fromkeys(("decay", "beta"), ((tokens, heads), FLOAT))
     found = run_fused("DeltaGates", feeds, outputs, **attributes)
-    for ours, wide in zip(found.values(), reference.delta_gates(**feeds, **attributes), strict=True):
+    for ours, wide in zip(found.values(), fused_reference.delta_gates(**feeds, **attributes), strict=True):
         np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_delta_gates_are_right(tokens, heads, offsets):
 def test_the_largest_gates_are_finite():
     feeds = {"x": np.ones((1, 8)), "gate": np.array([[-1e4, -100, -20, 0, 20, 30, 100, 1e4]])}
     feeds = {name: values.astype(devices.element()) for name, values in feeds.items()}
-    for activation in reference.ROW_GATES:
+    for activation in fused_reference.ROW_GATES:
         case = GateCase(size=8, activation=activation)
         y = run_fused("GateMul", feeds, outputs_of(case, 1, devices.element()), **case.attributes)["y"]
         assert np.isfinite(y.astype(np.float32)).all(), activation
