@@ -142,6 +142,9 @@ class LowBit:
         shape, graph = parts.shapes[f"{stem}.weight"], parts.graph
         stored = self.ports(shape, parts.options.dtype)
         scales = self._tensor(parts, stem, "scales", stored["scales"])
+        if self.bits == 4:
+            codes = stored["codes"] if parts.options.fused else ("uint8", self._blocks(shape))
+            return self._half_byte_rows(parts, stem, self._tensor(parts, stem, "codes", codes), scales, indices)
         codes, rank = stored["codes"], 2
         if not parts.options.fused:
             codes, rank = ("uint8", self._blocks(shape)), 3
@@ -150,6 +153,26 @@ class LowBit:
         inputs = [self._tensor(parts, stem, "codes", codes), indices, scales]
         y = graph.node(f"{stem}/GatherBlockQuantized", "GatherBlockQuantized", inputs, attributes, MICROSOFT)
         return y if rank == 2 else graph.reshape(f"{stem}/Reshape", y, (0, -1))
+
+    def _half_byte_rows(self, parts: Parts, stem: str, codes: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
+        """Look up rows of int4 by arithmetic: on CUDA, GatherBlockQuantized does not find rows of packed codes."""
+        graph, dtype = parts.graph, parts.options.onnx_type
+        path = f"{stem}/rows"
+        picked = graph.node(f"{path}/Gather", "Gather", [codes, indices])
+        pairs = graph.node(
+            f"{path}/Cast", "Cast", [graph.reshape(f"{path}/Reshape", picked, (0, -1, 1))], {"to": dtype}
+        )
+        sixteen = parts.scalar(f"{path}/sixteen", 16.0)
+        upper = graph.node(f"{path}/upper/Floor", "Floor", [graph.node(f"{path}/Div", "Div", [pairs, sixteen])])
+        shifted = graph.node(f"{path}/upper/Mul", "Mul", [upper, sixteen])
+        lower = graph.node(f"{path}/lower/Sub", "Sub", [pairs, shifted])
+        values = graph.node(f"{path}/Concat", "Concat", [lower, upper], {"axis": 2})
+        signed = graph.node(f"{path}/Sub", "Sub", [values, parts.scalar(f"{path}/eight", 8.0)])
+        groups = graph.reshape(f"{path}/groups/Reshape", signed, (0, -1, self.group_size))
+        factors = graph.node(f"{path}/scales/Gather", "Gather", [scales, indices])
+        factors = graph.reshape(f"{path}/scales/Reshape", factors, (0, -1, 1))
+        scaled = graph.node(f"{path}/Mul", "Mul", [groups, factors])
+        return graph.reshape(f"{path}/whole/Reshape", scaled, (0, -1))
 
     @property
     def _has_product(self) -> bool:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from families import tiny_checkpoint
 from parity import relative_difference
@@ -111,6 +112,31 @@ def test_the_head_can_stay_dense(tmp_path):
     folder = ortolan.export(source, tmp_path / "out", weight_format="int4", head_format="dense", max_context=128)
     graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
     assert [node.name for node in graph.node if node.op_type == "Gemm"] == ["head/Gemm"]
+
+
+@pytest.mark.parametrize("head_format", ["int8", "int4"])
+def test_both_graphs_look_up_the_rows_that_are_stored(head_format, tmp_path):
+    source = tiny_checkpoint("llama", tmp_path / "hf", **SIZES, tie_word_embeddings=True)
+    options = {"weight_format": "int4", "group_size": 32, "head_format": head_format}
+    folder = ortolan.export(source, tmp_path / "out", max_context=128, **options)
+    plain = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    expected = read_weight(folder, plain, "embedding")[PROMPT].astype(np.float32)
+    for file in (MODEL_FILE, FUSED_FILE):
+        graph = onnx.load(folder / file)
+        nodes = [node for node in graph.graph.node if node.name.startswith("embedding/")]
+        row = onnx.helper.make_tensor_value_info(nodes[-1].output[0], onnx.TensorProto.FLOAT, None)
+        used = {name for node in nodes for name in node.input}
+        alone = onnx.helper.make_graph(
+            nodes,
+            "lookup",
+            [value for value in graph.graph.input if value.name in used],
+            [row],
+            [tensor for tensor in graph.graph.initializer if tensor.name in used],
+        )
+        model = onnx.helper.make_model(alone, opset_imports=graph.opset_import, ir_version=graph.ir_version)
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        found = session.run(None, {"token_ids": np.array(PROMPT)})[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):
