@@ -1,17 +1,14 @@
 // Linear layers of many rows on sm_90a, gated ones too: act(x gate^T) * (x up^T). wgmma fed by tensor copies,
-// bias, residual or activation in the epilogue, so that products never leave registers. Operands have 16
-// bits; low_bit/fp8_rows_sm90.cuh puts codes into the same frame.
+// bias, residual or activation in the epilogue, so that products never leave registers. This is the frame;
+// rows_sm90.cuh and low_bit/fp8_rows_sm90.cuh sum in it, 16-bit elements and fp8 codes.
 //
 // Clusters of two blocks stay and take tiles in turn: bands of rows, column after column of each, so that a
 // wave of clusters shares through L2 what it reads. The blocks of a cluster have the same columns; each loads
 // half of their weights for both, in a gated layer one the gates' and the other the factors'. One thread
-// loads, up to six steps of 64 inputs ahead and into the next tiles. Two warpgroups take a block's tiles
-// alternately, all of a tile each: one is at its epilogue while the other feeds the tensor cores. Gate and
-// factor of an output lie in one thread. A sum takes its products in the order of the inputs, by one
-// warpgroup: the bits of a row depend neither on how many rows there are nor on its place. A gated layer's
-// last tile begins earlier, so that it does not reach beyond the last row, and what two blocks compute both
-// write alike: filling in rows that are not there is slow. Where a residual may lie in the output's buffer,
-// they are filled in.
+// loads, up to six steps of 128 bytes of a row ahead and into the next tiles; two warpgroups multiply. Gate
+// and factor of an output lie in one thread. A gated layer's last tile begins earlier, so that it does not
+// reach beyond the last row, and what two blocks compute both write alike: filling in rows that are not there
+// is slow. Where a residual may lie in the output's buffer, they are filled in.
 //
 // Source of the schedules: CUTLASS's warp-specialised persistent kernels for sm_90, "pingpong" and
 // "cooperative".
