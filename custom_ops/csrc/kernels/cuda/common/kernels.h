@@ -36,6 +36,9 @@ struct Launch {
   unsigned* counters = nullptr;  // [kCounters], where there is a workspace: zero before and after each kernel
 };
 
+// Bytes of a part of the workspace, such that the next one is aligned like the first.
+inline int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
 // A sequence with at most this many new tokens belongs to a decode kernel: of mma.sync, or of wgmma.
 constexpr int kDecodeTokens = 16, kSm90DecodeTokens = 64;
 

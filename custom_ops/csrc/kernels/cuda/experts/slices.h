@@ -10,8 +10,6 @@ namespace ortolan::cuda {
 
 constexpr int64_t kSliceBytes = int64_t{384} << 20;  // of what the pairs of a slice keep
 
-inline int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 // Slices of about equal size: a small last one would read all weights for a few tokens.
 struct ExpertSlices {
   int64_t tokens;  // of a slice

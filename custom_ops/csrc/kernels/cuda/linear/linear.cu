@@ -164,8 +164,7 @@ struct Slices {
     const int64_t equal = (p.num_tokens + count - 1) / count;
     const int64_t whole_tiles = (equal + tile - 1) / tile * tile;
     const int64_t rows = std::min(p.num_tokens, whole_tiles <= most ? whole_tiles : equal);
-    const auto aligned = [](int64_t size) { return (size + 255) / 256 * 256; };
-    return {rows, aligned(rows * normalised), aligned(rows * products)};
+    return {rows, aligned_bytes(rows * normalised), aligned_bytes(rows * products)};
   }
 };
 

@@ -18,8 +18,6 @@ constexpr int64_t kRowTile = 256;
 constexpr int64_t kFewTokens = 16;
 constexpr int64_t kBlock = 128;  // rows and columns of the weight that share a scale
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 // Whether fp8_rows_sm90.cuh multiplies the codes.
 bool multiplies_codes(const LowBitLinearParams& p, const Device& device) {
   const LowBitWeight& w = p.weight;
@@ -48,8 +46,8 @@ struct Slices {
     const int64_t most = std::max<int64_t>(kSliceBytes / row_bytes / kRowTile, 1) * kRowTile;
     return {codes, std::min(p.num_tokens, most), row_bytes, codes ? p.weight.groups() : 0};
   }
-  int64_t rounded_bytes() const { return aligned(rows * row_bytes); }
-  int64_t bytes() const { return rounded_bytes() + aligned(rows * scales * int64_t{sizeof(float)}); }
+  int64_t rounded_bytes() const { return aligned_bytes(rows * row_bytes); }
+  int64_t bytes() const { return rounded_bytes() + aligned_bytes(rows * scales * int64_t{sizeof(float)}); }
 };
 
 // The layer of some of the call's rows.

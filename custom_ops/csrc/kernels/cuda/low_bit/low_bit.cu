@@ -129,9 +129,8 @@ cudaError_t launch_low_bit_rows(const LowBitLinearParams& params, const Launch& 
   return cudaSuccess;
 }
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t dense_bytes(const LowBitLinearParams& p) {
-  return aligned(p.weight.rows * p.weight.columns * element_bytes(p.element));
+  return aligned_bytes(p.weight.rows * p.weight.columns * element_bytes(p.element));
 }
 
 // Integer products lead up to 8 tokens, a draft and the token before it; streams lead for more.
