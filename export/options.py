@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, one_of, truth
@@ -13,7 +13,7 @@ from ortolan.export.folder import CacheOptions, check_numbers
 from ortolan.export.quantize import METHODS
 from ortolan.graphs import GraphOptions
 from ortolan.graphs.formats.low_bit import InputFormat, Kind
-from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, Wish
+from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, HeadFormat, Wish
 
 DENSE = "dense"
 QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
@@ -98,7 +98,7 @@ class ExportOptions(CacheOptions):
             kind=cast("Kind", self.weight_format),
             group_size=self.group_size,
             zero_points=self.asymmetric,
-            head=cast("Literal['int8', 'int4', 'dense']", self.head_format),
+            head=cast("HeadFormat", self.head_format),
             input_format=self.input_format,
         )
 

@@ -142,17 +142,17 @@ class LowBit:
         shape, graph = parts.shapes[f"{stem}.weight"], parts.graph
         stored = self.ports(shape, parts.options.dtype)
         scales = self._tensor(parts, stem, "scales", stored["scales"])
+        fused = parts.options.fused
+        codes = self._tensor(parts, stem, "codes", stored["codes"] if fused else ("uint8", self._blocks(shape)))
         if self.bits == 4:
-            codes = stored["codes"] if parts.options.fused else ("uint8", self._blocks(shape))
-            return self._half_byte_rows(parts, stem, self._tensor(parts, stem, "codes", codes), scales, indices)
-        codes, rank = stored["codes"], 2
-        if not parts.options.fused:
-            codes, rank = ("uint8", self._blocks(shape)), 3
+            return self._half_byte_rows(parts, stem, codes, scales, indices)
+        if not fused:
             scales = graph.reshape(f"{stem}/scales/Reshape", scales, (0, 0, 1))
-        attributes = {"bits": self.bits, "block_size": self.group_size, "gather_axis": 0, "quantize_axis": rank - 1}
-        inputs = [self._tensor(parts, stem, "codes", codes), indices, scales]
+        last_axis = 1 if fused else 2
+        attributes = {"bits": self.bits, "block_size": self.group_size, "gather_axis": 0, "quantize_axis": last_axis}
+        inputs = [codes, indices, scales]
         y = graph.node(f"{stem}/GatherBlockQuantized", "GatherBlockQuantized", inputs, attributes, MICROSOFT)
-        return y if rank == 2 else graph.reshape(f"{stem}/Reshape", y, (0, -1))
+        return y if fused else graph.reshape(f"{stem}/Reshape", y, (0, -1))
 
     def _half_byte_rows(self, parts: Parts, stem: str, codes: Tensor, scales: Tensor, indices: Tensor) -> Tensor:
         """Look up rows of int4 by arithmetic: on CUDA, GatherBlockQuantized does not find rows of packed codes."""

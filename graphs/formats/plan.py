@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ortolan.errors import ConfigError
 from ortolan.graphs.config import ModelConfig
@@ -13,6 +13,8 @@ from ortolan.graphs.formats.low_bit import BLOCK_SIZES, INTEGERS, InputFormat, K
 from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import joint_weights, weight_groups, weight_shapes
+
+HeadFormat: TypeAlias = Literal["int8", "int4", "dense"]
 
 CHANNEL = "channel"
 GROUP_SIZES = (32, 64, 128)
@@ -38,7 +40,7 @@ class Wish:
     kind: Kind
     group_size: int | str | None = None
     zero_points: bool = False
-    head: Literal["int8", "int4", "dense"] = "int8"
+    head: HeadFormat = "int8"
     input_format: InputFormat = "none"
 
 

@@ -64,8 +64,8 @@ def assert_rounds_as(folder, oracle):
     assert found[-1] <= ROUNDED_ACTIVATIONS_RELATIVE
 
 
-def logits(folder, **options):
-    return ortolan.load(folder, device="cpu", **options).session().prefill(PROMPT)
+def logits(folder):
+    return ortolan.load(folder, device="cpu").session().prefill(PROMPT)
 
 
 def products(folder, file=MODEL_FILE):
@@ -98,9 +98,8 @@ def test_layers_that_share_an_input_stay_apart_where_their_scales_differ(tmp_pat
     assert_rounds_as(folder, rounding_oracle(tmp_path / "dense", source, None))
 
 
-@pytest.mark.parametrize(
-    ("group_size", "plain", "fused"), [(None, 5, 4), (128, 7, 6)]
-)  # 64 rows of keys are not whole blocks, so that they are products of their own
+# In blocks, 64 rows of keys are not whole ones, so that they are products of their own.
+@pytest.mark.parametrize(("group_size", "plain", "fused"), [(None, 5, 4), (128, 7, 6)])
 def test_own_exports_round_inputs_of_linear_layers_but_not_of_the_head(group_size, plain, fused, tmp_path):
     source = tiny_checkpoint("llama", tmp_path / "hf", **SIZES)
     options = {"weight_format": "fp8", "group_size": group_size, "max_context": 128}
