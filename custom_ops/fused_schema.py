@@ -179,7 +179,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             SINK,
             CAPACITY,
         ),
-        cuda_only=True,
         params_header="qkv_params.h",
     ),
     Operator(
@@ -196,7 +195,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         attributes=(
             Attribute(name="factor", default=1.0, allowed="any finite number", doc="Multiplies cosine and sine."),
         ),
-        cuda_only=True,
         params_header="fused_params.h",
         sizes=(("T", "num_tokens"), ("R", "rotary_pairs")),
     ),
@@ -209,7 +207,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Port(name="row_indices", shape="[R]", type=INT64, doc="Index of each wanted row, in any order."),
         ),
         outputs=(Port(name="output", shape="[R, H]", type=ELEMENT, doc="The wanted rows."),),
-        cuda_only=True,
         params_header="fused_params.h",
         sizes=(("T", "num_rows"), ("H", "row_size"), ("R", "num_indices")),
     ),
@@ -224,7 +221,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         ),
         outputs=(Port(name="y", shape="[T, I]", type=ELEMENT, doc="The result."),),
         attributes=(EPSILON,),
-        cuda_only=True,
         params_header="fused_params.h",
         sizes=(("T", "num_tokens"), ("I", "row_size")),
     ),
@@ -267,7 +263,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             ),
             EPSILON,
         ),
-        cuda_only=True,
         params_header="gate_params.h",
     ),
     Operator(
@@ -289,7 +284,6 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             Attribute(name="beta_offset", default=0, least=0, allowed="0 or more", doc="Column of the first b."),
             Attribute(name="beta_scale", default=1.0, allowed="any finite number", doc="Multiplies beta."),
         ),
-        cuda_only=True,
         params_header="gate_params.h",
     ),
 )

@@ -75,7 +75,6 @@ class Operator:
     `<Name>Params`, whose fields are named after attributes and ports.
 
     Attributes:
-        cuda_only: no CPU kernel exists; only the fused graph uses such an operator.
         workspace: the CUDA kernel asks for scratch memory, by a function `<name>_workspace`.
         params_header: the header of csrc/kernels that holds the params struct.
         sizes: the params struct's field of each dimension symbol. Where it is given, the shapes of the ports are all
@@ -87,7 +86,6 @@ class Operator:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     attributes: tuple[Attribute, ...] = ()
-    cuda_only: bool = False
     workspace: bool = False
     params_header: str = "params.h"
     sizes: tuple[tuple[str, str], ...] = ()

@@ -84,7 +84,8 @@ def export(
         snapkv_window: queries captured for SnapKV; 0 exports a model that cannot evict.
         paged: make caches pools of pages with block tables, which many sequences share.
         weights: "checkpoint", or "random", which needs config.json alone.
-        fuse: write model.fused.onnx too, which CUDA runs: fewer, larger operators over the same weights file.
+        fuse: write model.fused.onnx and model.cpu.onnx too, which CUDA and the CPU run: fewer, larger operators over
+            the same weights file.
         overwrite: replace `out_dir` where it is a model folder.
         progress: called with (bytes written, bytes in all).
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.

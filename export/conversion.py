@@ -36,7 +36,8 @@ from ortolan.graphs import (
 )
 from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.external_data import span_of
-from ortolan.manifest import FUSED_FILE, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
+from ortolan.graphs.options import Fusion
+from ortolan.manifest import FUSED_FILES, MANIFEST_METADATA, MODEL_FILE, Manifest, cache_kinds
 from ortolan.version import __version__
 
 
@@ -100,7 +101,8 @@ def convert(
             are. For checkpoints whose windows the exporter left out: the converted model then differs from its source.
         overwrite: replace `target` where it is a model folder.
         progress: called with (bytes written, bytes in all).
-        fuse: write model.fused.onnx too, which CUDA runs, where the graph has the form of a plain decoder.
+        fuse: write model.fused.onnx and model.cpu.onnx too, which CUDA and the CPU run, where the graph has the form
+            of a plain decoder.
 
     Returns:
         The model folder.
@@ -185,12 +187,18 @@ def _manifest(source: ForeignSource, conversion: Conversion, arguments: ConvertA
         layers=layers,
         weight_format=conversion.weight_format,
         cache_dtype=options.dtype,
-        fused_model=None if conversion.fused is None else FUSED_FILE,
+        fused_model=_fused_file(conversion, "cuda"),
+        cpu_model=_fused_file(conversion, "cpu"),
         rope_limits=conversion.rope_limits,
         bos_token_id=source.bos_token_id,
         eos_token_ids=source.eos_token_ids,
         ortolan_version=__version__,
     )
+
+
+def _fused_file(conversion: Conversion, device: Fusion) -> str | None:
+    """Return the file of the graph for a device; None where there is none."""
+    return FUSED_FILES[device] if conversion.fused is not None and device in conversion.fused.models else None
 
 
 def _graphs(parts: _Parts) -> dict[str, onnx.ModelProto]:
@@ -199,8 +207,10 @@ def _graphs(parts: _Parts) -> dict[str, onnx.ModelProto]:
     graphs, places = {MODEL_FILE: conversion.model}, dict(parts.placed)
     attach_external_data(conversion.model, places)
     if fused is not None:
-        graphs[FUSED_FILE] = fused.model
-        attach_external_data(fused.model, {name: span_of(places, names) for name, names in fused.members.items()})
+        spans = {name: span_of(places, names) for name, names in fused.members.items()}
+        for device, model in fused.models.items():
+            graphs[FUSED_FILES[device]] = model
+            attach_external_data(model, spans)
     for graph in graphs.values():
         graph.metadata_props.add(key=MANIFEST_METADATA, value=parts.manifest.to_json())
         verify_model(graph)

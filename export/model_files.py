@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from ortolan.element_types import cache_type
+from ortolan.element_types import CPU_TYPES, cache_type
 from ortolan.export.checkpoint import Array
 from ortolan.export.folder import complete_folder, describe_layer
 from ortolan.export.options import ExportOptions
@@ -24,11 +24,12 @@ from ortolan.graphs.cached_attention import is_evictable
 from ortolan.graphs.config import ModelConfig, Rope
 from ortolan.graphs.external_data import span_of
 from ortolan.graphs.formats.plan import joint_tensors
+from ortolan.graphs.options import Fusion
 from ortolan.graphs.parts import Formats
 from ortolan.manifest import (
-    FUSED_FILE,
+    FUSED_FILES,
     HEAD_FILE,
-    HEAD_FUSED_FILE,
+    HEAD_FUSED_FILES,
     HEAD_WEIGHTS_FILE,
     MANIFEST_METADATA,
     MODEL_FILE,
@@ -70,7 +71,7 @@ class ModelFiles:
     def manifest(self) -> Manifest:
         """Describe the model to the runtime."""
         config, options = self.config, self.options
-        graph = options.graph(fused=False)
+        graph = options.graph()
         layers = tuple(
             describe_layer(layer.mixer, evictable=is_evictable(layer.mixer, graph)) for layer in config.layers
         )
@@ -93,7 +94,8 @@ class ModelFiles:
             rope_limits=tuple(variant.limit for variant in ropes[0].variants) if ropes else (self.max_context,),
             bos_token_id=config.bos_token_id,
             eos_token_ids=config.eos_token_ids,
-            fused_model=self._names[1] if options.fuse else None,
+            fused_model=self._names.get("cuda"),
+            cpu_model=self._names.get("cpu"),
             ropes={rope.name: tuple(variant.inv_freq for variant in rope.variants) for rope in ropes},
             hidden_size=config.hidden_size if config.gives_hidden else 0,
             drafts=config.drafts,
@@ -107,11 +109,10 @@ class ModelFiles:
             manifest: of the model, which the graphs carry.
             shared: weights that lie in another model's file.
         """
-        options, config = self.options, self.config
-        plain, fused = self._names
-        graphs = {plain: build_model(config, options.graph(fused=False), self.formats)}
-        if options.fuse:
-            graphs[fused] = build_model(config, options.graph(fused=True), self.formats)
+        options, config, plain = self.options, self.config, self._names[None]
+        graphs = {
+            name: build_model(config, options.graph(device), self.formats) for device, name in self._names.items()
+        }
         joints = joint_tensors(config, self.formats, options.dtype)
         whole = {name: span_of(self.placed, members) for name, members in joints.items()}
         places = shared | self.placed | whole
@@ -135,9 +136,11 @@ class ModelFiles:
         file.write(self.provider, path, advance)
 
     @property
-    def _names(self) -> tuple[str, str]:
-        """The files of the plain graph and of the fused one."""
-        return (HEAD_FILE, HEAD_FUSED_FILE) if self.config.drafts else (MODEL_FILE, FUSED_FILE)
+    def _names(self) -> dict[Fusion | None, str]:
+        """The files of the plain graph, which comes first, and of those for one device."""
+        plain, fused = (HEAD_FILE, HEAD_FUSED_FILES) if self.config.drafts else (MODEL_FILE, FUSED_FILES)
+        devices: list[Fusion] = ["cuda", "cpu"] if self.options.dtype in CPU_TYPES else ["cuda"]
+        return {None: plain, **({device: fused[device] for device in devices} if self.options.fuse else {})}
 
 
 def write_folder(

@@ -11,9 +11,9 @@ from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, one_of, truth
 from ortolan.export.folder import CacheOptions, check_numbers
 from ortolan.export.quantize import METHODS
-from ortolan.graphs import GraphOptions
 from ortolan.graphs.formats.low_bit import InputFormat, Kind
 from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, HeadFormat, Wish
+from ortolan.graphs.options import Fusion, GraphOptions
 
 DENSE = "dense"
 QUANTIZED = ("int4", "int8", "fp8", "mxfp4")
@@ -107,7 +107,7 @@ class ExportOptions(CacheOptions):
         """What linear layers of fp8 round their inputs to."""
         return "none" if self.activation_format is None else "fp8"
 
-    def graph(self, *, fused: bool) -> GraphOptions:
+    def graph(self, fused_for: Fusion | None = None) -> GraphOptions:
         """Return what the graph builder is asked for."""
         return GraphOptions(
             dtype=self.dtype,
@@ -115,5 +115,5 @@ class ExportOptions(CacheOptions):
             sink=self.sink,
             snapkv_window=self.snapkv_window,
             page_size=self.graph_page_size,
-            fused=fused,
+            fused_for=fused_for,
         )

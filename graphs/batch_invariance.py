@@ -21,11 +21,13 @@ _ROW_BY_ROW = frozenset((
 _MICROSOFT_ROW_BY_ROW = frozenset(
     ("Gelu", "QuickGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding")
 )
-_ON_BOTH = frozenset((_FUSED, "RingKvAppend", "SwaAttention", "SnapKvCapture"))
+_ON_BOTH = frozenset((
+    _FUSED, "GateMul", "GatherRows", "QkvRopeAppend", "RingKvAppend", "RmsNormAdd", "RopeAngles", "SnapKvCapture",
+    "SwaAttention",
+))  # fmt: skip
 # On the CPU, ONNX Runtime computes these by vectors, and by other instructions where a vector is not full.
 _VECTORS = frozenset(("Log", "Softplus"))
 _ANGLES, _VECTOR = frozenset(("Cos", "Sin")), 8  # angles of a token that fill vectors
-_ON_CUDA = _ON_BOTH | {"GateMul", "GatherRows", "QkvRopeAppend", "RmsNormAdd", "RopeAngles"}
 _ON_CPU = _ON_BOTH | {"LowBitExperts", "LowBitLinear", "MoeExperts", "MoeGate"}
 _FEW_BITS = "weights of few bits"
 _WHOSE = {
@@ -104,7 +106,7 @@ def _count_angles(node: onnx.NodeProto, makers: dict[str, onnx.NodeProto], shape
 def _is_row_by_row(node: onnx.NodeProto, *, cuda: bool) -> bool:
     """Say whether no row of an operator's results depends on another."""
     standard = _ROW_BY_ROW if cuda else _ROW_BY_ROW - _VECTORS - _ANGLES
-    own = _ON_CUDA if cuda else _ON_CPU
+    own = _ON_BOTH if cuda else _ON_CPU
     allowed = {"": standard, "ai.onnx": standard, MICROSOFT: _MICROSOFT_ROW_BY_ROW, contract.OPERATOR_DOMAIN: own}
     return node.op_type in allowed.get(node.domain, ())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -14,7 +15,7 @@ from ortolan.graphs.builder import FLOAT, INT64, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import declare_step
 from ortolan.graphs.config import AttentionConfig, ModelConfig
 from ortolan.graphs.formats.dense import Dense
-from ortolan.graphs.fused_parts import FusedParts
+from ortolan.graphs.fused_parts import CudaParts, FusedParts
 from ortolan.graphs.kinds import LayerKind
 from ortolan.graphs.layer_inputs import add_layer_input, prepare_layer_inputs
 from ortolan.graphs.mixers import MIXERS
@@ -31,7 +32,8 @@ DOC_STRING = (
     "positions. Bind each cache input and its _out output to one buffer. logits are those of the rows that "
     "logit_rows names."
 )
-FUSED_DOC_STRING = " Fused for CUDA: computes what model.onnx does, over the same weights and the same bindings."
+FUSED_DOC_STRING = " Fused for {}: computes what model.onnx does, over the same weights and the same bindings."
+_PARTS: Mapping[str | None, type[Parts]] = {None: Parts, "cpu": FusedParts, "cuda": CudaParts}
 _PLAIN = ("Gemm", "RMSNormalization", "RotaryEmbedding", "RingKvAppend")
 
 
@@ -49,10 +51,12 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         in a fused graph also gate and up. A fused graph's metadata `ortolan.fusions` counts fused operators, and plain
         ones that are left.
     """
-    graph = GraphBuilder(config.architecture, DOC_STRING + FUSED_DOC_STRING * options.fused)
+    device = options.fused_for
+    described = DOC_STRING + (FUSED_DOC_STRING.format(device.upper()) if device else "")
+    graph = GraphBuilder(config.architecture, described)
     formats = formats or Formats(default=Dense())
     shapes = weight_shapes(config) | shared_shapes(config) | joint_shapes(config)
-    parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
+    parts = _PARTS[device](graph, config, options, shapes, formats)
     attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
     states = [layer.mixer.kind for layer in config.layers if not isinstance(layer.mixer, AttentionConfig)]
     parts.step = declare_step(graph, options, [mixer.window for mixer in attentions], states)

@@ -1,4 +1,4 @@
-"""The pieces of the decoder for CUDA: fewer, larger operators, where weights' formats and shapes allow them."""
+"""The pieces of the decoder in fewer, larger operators, where weights' formats and shapes allow them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
 from ortolan.graphs.cached_attention import CachedAttention
+from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.parts import Columns, Linear, Normed, Parts, Rotation
+
+GATE_UP, GATE_UP_MEMBERS = "gate_up", ("gate", "up")
 
 
 class FusedParts(Parts):
-    """A decoder under construction for CUDA.
+    """A decoder under construction for the CPU, whose linear layers stay ONNX Runtime's.
 
-    1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
-    2. Gate and up are one product, as query, key and value are in every graph. A QkvRopeAppend normalises heads,
+    1. Gate and up are one product, as query, key and value are in every graph. A QkvRopeAppend normalises heads,
        rotates, appends and captures.
-    3. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is a norm that 1 does not
-       fold. A residual and the norm of the sum are one SkipSimplifiedLayerNormalization where 1 does not fold them.
-    4. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
+    2. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is any other norm. A residual
+       and the norm of the sum are one SkipSimplifiedLayerNormalization.
+    3. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
        the gated delta rule are one DeltaGates.
-    5. One GatherRows, whose launch overlaps with its neighbours', picks the rows that the head reads.
+    4. One GatherRows picks the rows that the head reads.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sums: dict[str, Node] = {}  # by name of the sum
-
-    def add_linear(self, linear: Linear) -> Tensor:
-        """Add a linear layer as its weight's format has it for CUDA."""
-        return self.format(linear.stem).fused(self, linear)
 
     def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
         """Add several linear layers of one input, by one product where they are stored as one."""
@@ -45,11 +43,9 @@ class FusedParts(Parts):
 
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
         """Add activation(gate(x)) * up(x)."""
-        stem = f"{path}/gate_up".replace("/", ".")
-        members = [f"{path}/{name}".replace("/", ".") for name in ("gate", "up")]
-        if not self.joins(stem, members) or not self.format(stem).folds:
-            return super().gated(path, x, activation)
-        return self.add_linear(Linear(path=f"{path}/gate_up", stem=stem, x=x, activation=f"{activation}_mul"))
+        gate, up = self.columns(path, self.value(x), GATE_UP, GATE_UP_MEMBERS)
+        size = self.shapes[f"{path}/up.weight".replace("/", ".")][0]
+        return gate_mul(self, path, Gated(x=up, gates=gate, size=size, activation=activation))
 
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
@@ -140,3 +136,23 @@ class FusedParts(Parts):
         inputs = {"rows": x, "row_indices": indices}
         (y,) = self.graph.operator(f"{path}/GatherRows", emitters.gather_rows, inputs)
         return y
+
+
+class CudaParts(FusedParts):
+    """A decoder under construction for CUDA.
+
+    1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
+    2. All else is as in FusedParts. The launch of GatherRows overlaps with its neighbours'.
+    """
+
+    def add_linear(self, linear: Linear) -> Tensor:
+        """Add a linear layer as its weight's format has it for CUDA."""
+        return self.format(linear.stem).fused(self, linear)
+
+    def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
+        """Add activation(gate(x)) * up(x)."""
+        stem = f"{path}/{GATE_UP}".replace("/", ".")
+        members = [f"{path}/{name}".replace("/", ".") for name in GATE_UP_MEMBERS]
+        if not self.joins(stem, members) or not self.format(stem).folds:
+            return super().gated(path, x, activation)
+        return self.add_linear(Linear(path=f"{path}/{GATE_UP}", stem=stem, x=x, activation=f"{activation}_mul"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from ortolan.contract import PAGE_SIZES
 from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES, element_type
 from ortolan.errors import ConfigError
+
+Fusion: TypeAlias = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +22,7 @@ class GraphOptions:
         sink: first positions that every layer keeps and sees.
         snapkv_window: above 0, full-attention layers capture queries and take a physical length.
         page_size: slots of a page; 0 makes contiguous caches.
-        fused: whether fewer, larger operators are used, which run on CUDA alone.
+        fused_for: device whose fewer, larger operators are used; None: those that every ONNX tool knows.
     """
 
     dtype: str = "float32"
@@ -27,7 +30,7 @@ class GraphOptions:
     sink: int = 0
     snapkv_window: int = 64
     page_size: int = 0
-    fused: bool = False
+    fused_for: Fusion | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in COMPUTE_TYPES:
@@ -39,6 +42,11 @@ class GraphOptions:
             raise ConfigError(f"sink {self.sink} and snapkv_window {self.snapkv_window} must be at least 0")
         if self.page_size and self.page_size not in PAGE_SIZES:
             raise ConfigError(f"page_size is {self.page_size!r}; allowed: {', '.join(map(str, PAGE_SIZES))}")
+
+    @property
+    def fused(self) -> bool:
+        """Whether fewer, larger operators are used."""
+        return self.fused_for is not None
 
     @property
     def onnx_type(self) -> int:

@@ -114,7 +114,7 @@ def load(
             comes from the hub's cache or is downloaded there. A folder of that name wins.
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
-        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        fused: whether to run the graph with fused operators; None does so where the folder has one for the device.
         cache_dtype: of keys and values that layers keep: "fp8", "int8" or the model's dtype; None: as the model was
             exported. The graph is changed in memory; the folder stays as it is.
         host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the

@@ -91,6 +91,7 @@ _TABLE = (
 )
 ELEMENT_TYPES: Mapping[str, ElementType] = {row.name: row for row in _TABLE}
 COMPUTE_TYPES = ("float32", "float16", "bfloat16")  # of activations
+CPU_TYPES = ("float32", "float16")  # those that the CPU computes
 CODE_TYPES = ("int8", "float8_e4m3fn")  # of caches that hold codes and scales
 CACHE_FORMATS = {"fp8": "float8_e4m3fn", "int8": "int8"}  # low-bit caches, as options name them
 

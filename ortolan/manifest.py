@@ -18,8 +18,9 @@ from ortolan.folders import MANIFEST_FILE as MANIFEST_FILE
 from ortolan.folders import not_a_model, pointer_problem
 
 MODEL_FILE = "model.onnx"
-FUSED_FILE = "model.fused.onnx"
-HEAD_FILE, HEAD_FUSED_FILE = "mtp.onnx", "mtp.fused.onnx"  # of a draft head
+FUSED_FILE, CPU_FILE = "model.fused.onnx", "model.cpu.onnx"
+FUSED_FILES = {"cuda": FUSED_FILE, "cpu": CPU_FILE}
+HEAD_FILE, HEAD_FUSED_FILES = "mtp.onnx", {"cuda": "mtp.fused.onnx", "cpu": "mtp.cpu.onnx"}  # of a draft head
 HEAD_WEIGHTS_FILE = "mtp.onnx.data"
 EVICT_FILE = "evict.onnx"
 EDITABLE_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")  # checked by their readers
@@ -110,6 +111,7 @@ class Manifest:
         cache_dtype: element type of caches: the dtype, or that of codes, which scales belong to.
         fused_model: file of the graph for CUDA, with the bindings and the weights file of model.onnx; None where
             there is none.
+        cpu_model: the same for the CPU.
         hidden_size: features of `hidden_out`, where the graph returns it for a draft head; else 0.
         drafts: whether this describes a draft head, which reads `hidden`.
         draft_head: of the model; None where it has none.
@@ -130,6 +132,7 @@ class Manifest:
     weight_format: str = "dense"
     cache_dtype: str = ""  # the dtype, where it is left out
     fused_model: str | None = None
+    cpu_model: str | None = None
     page_size: int = 0
     cache_kinds: tuple[CacheKind, ...] = ()
     chunk_chosen: bool = True
@@ -159,6 +162,10 @@ class Manifest:
     def has_code_caches(self) -> bool:
         """Whether caches hold codes, with a scale for each row."""
         return self.cache_dtype in CODE_TYPES
+
+    def fused_file(self, device: str) -> str | None:
+        """Return the file of the graph for a device, "cuda" or "cpu"; None where there is none."""
+        return self.fused_model if device == "cuda" else self.cpu_model
 
     def to_json(self) -> str:
         """Serialize to the text of ortolan.json."""

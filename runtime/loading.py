@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from ortolan import contract
-from ortolan.element_types import cache_type
+from ortolan.element_types import CPU_TYPES, cache_type
 from ortolan.errors import ConfigError, ContractMismatchError, truth, whole_number
 from ortolan.hub import model_folder
 from ortolan.manifest import Manifest, read_manifest
@@ -38,7 +38,7 @@ def load(
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
         decoder_builder: builds a decoder graph with caches of another type, or other products, of the folder's.
-        fused: whether to run the graph with fused operators; None does so on CUDA where the folder has one.
+        fused: whether to run the graph with fused operators; None does so where the folder has one for the device.
         cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
         host_embeddings: whether per-layer embeddings (Gemma 4 E2B, E4B) stay in host memory, where kernels read the
             rows of a step's tokens; pinned on CUDA, mapped from the file on the CPU.
@@ -68,10 +68,10 @@ def load(
             f"{contract.OPERATOR_VERSION}; export the model again"
         )
     placed = find_device(device, num_threads)
-    if placed.cuda is None and manifest.dtype == "bfloat16":
+    if placed.cuda is None and manifest.dtype not in CPU_TYPES:
         raise ConfigError(
-            f"{folder} is a bfloat16 model, and no CPU kernel computes bfloat16; load it on CUDA, or export it as "
-            "float32 or float16"
+            f"{folder} is a {manifest.dtype} model, and no CPU kernel computes {manifest.dtype}; load it on CUDA, or "
+            f"export it as {' or '.join(CPU_TYPES)}"
         )
     wanted = manifest.cache_dtype if cache_dtype is None else cache_type(cache_dtype, manifest.dtype)
     if batch_invariant:

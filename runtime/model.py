@@ -317,7 +317,7 @@ class Model:
                 "choose ortolan.PromptLookup or ortolan.DraftModel"
             )
         if self._head is None:
-            name = manifest.fused_model if self._is_fused and manifest.fused_model else HEAD_FILE
+            name = (manifest.fused_file(self._kind) if self._is_fused else None) or HEAD_FILE
             self._head = self._open_graph(name, manifest, self._shared)
         return self._head
 
@@ -351,14 +351,19 @@ class Model:
         return Decoder(session, manifest, inputs, itertools.count(1), weights)
 
     def _choose_file(self, fused: bool | None) -> str:
-        """Return the graph to open: on CUDA the fused one, where the manifest names one, unless told otherwise."""
-        name = self.manifest.fused_model
+        """Return the graph to open: the fused one of the device, where there is one, unless told otherwise."""
+        name = self.manifest.fused_file(self._kind)
         if fused and not name:
-            raise ConfigError(f"{self.folder} has no fused graph; export the model again with fusion, or load it plain")
-        if fused and self.device.cuda is None:
-            raise ConfigError("the fused graph runs on CUDA only; load with device='cuda', or without fused=True")
-        wanted = self.device.cuda is not None if fused is None else fused
-        return str(name) if wanted and name else MODEL_FILE
+            raise ConfigError(
+                f"{self.folder} has no fused graph for {self._kind.upper()}; export the model again with fusion, or "
+                "load it plain"
+            )
+        return name if name and fused is not False else MODEL_FILE
+
+    @property
+    def _kind(self) -> str:
+        """The kind of the device: "cuda" or "cpu"."""
+        return "cpu" if self.device.cuda is None else "cuda"
 
 
 def _pieces(text: TextStream) -> Iterator[str]:

@@ -98,26 +98,24 @@ def run(
         outputs: shape and type of every output; its buffer starts as NaN, so that what is not written shows.
         in_place: input name by output name.
     """
-    import cupy
-
-    binding = session.io_binding()
+    device, binding = current(), session.io_binding()
     buffers = {name: upload(array) for name, array in feeds.items()}
     for name, array in feeds.items():
-        binding.bind_input(name, "cuda", 0, ONNX_TYPES[array.dtype], array.shape, buffers[name].data.ptr)
+        binding.bind_input(name, device, 0, ONNX_TYPES[array.dtype], array.shape, _address(buffers[name]))
     results = {}
     for name, (shape, dtype) in outputs.items():
         source = (in_place or {}).get(name)
         results[name] = buffers[source] if source else poison(shape, dtype)
-        binding.bind_output(name, "cuda", 0, ONNX_TYPES[dtype], shape, results[name].data.ptr)
-    cupy.cuda.runtime.deviceSynchronize()  # the session has a stream of its own
+        binding.bind_output(name, device, 0, ONNX_TYPES[dtype], shape, _address(results[name]))
+    synchronize()  # a session on a GPU has a stream of its own
     session.run_with_iobinding(binding)
-    cupy.cuda.runtime.deviceSynchronize()
+    synchronize()
     for name, array in feeds.items():
         if name not in (in_place or {}).values():
-            after = cupy.asnumpy(buffers[name])[: array.size]
+            after = _download(buffers[name])[: array.size]
             assert np.array_equal(after.view(np.uint8), _storage(array).view(np.uint8)), f"input {name} was changed"
     return {
-        name: cupy.asnumpy(results[name]).view(dtype)[: np.prod(shape, dtype=int)].reshape(shape)
+        name: _download(results[name]).view(dtype)[: np.prod(shape, dtype=int)].reshape(shape)
         for name, (shape, dtype) in outputs.items()
     }
 
@@ -134,10 +132,16 @@ def poison(shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
 
 def upload(array: np.ndarray) -> Any:
-    """Copy an array to the GPU, flat; bfloat16 as its bits. One of no elements gets an address all the same."""
-    import cupy
+    """Copy an array to the device, flat; bfloat16 as its bits. One of no elements gets an address all the same."""
+    return array_module().array(_storage(array) if array.size else np.zeros(8, np.uint8))
 
-    return cupy.asarray(_storage(array) if array.size else np.zeros(8, np.uint8))
+
+def _address(buffer: Any) -> int:
+    return int(buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr)
+
+
+def _download(buffer: Any) -> np.ndarray:
+    return buffer if isinstance(buffer, np.ndarray) else array_module().asnumpy(buffer)
 
 
 def array_module() -> Any:

@@ -1,7 +1,8 @@
-"""Writes the CUDA-only operators of a fused graph out in standard operators, so that a CPU can run it."""
+"""Writes the operators of the fused graph for CUDA out in standard operators."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -17,7 +18,7 @@ GATES = {"silu_mul": None, "gelu_mul": "none", "gelu_tanh_mul": "tanh"}
 
 
 def expand_fused(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a float32 fused model without CUDA-only operators; weights stay external."""
+    """Return a copy of a float32 fused model without fused operators; weights stay external."""
     expanded = onnx.ModelProto()
     expanded.CopyFrom(model)
     expander = _Expander(expanded)
@@ -34,6 +35,7 @@ def expanded_folder(folder: Path, target: Path) -> Path:
     model = onnx.load(folder / manifest.fused_model, load_external_data=False)
     (target / MODEL_FILE).write_bytes(expand_fused(model).SerializeToString())
     manifest.files[MODEL_FILE] = (target / MODEL_FILE).stat().st_size
+    manifest = dataclasses.replace(manifest, cpu_model=None)
     (target / MANIFEST_FILE).write_text(manifest.to_json())
     return target
 

@@ -30,7 +30,7 @@ PAGED = Manifest(
 )
 JUNK = ("x", -7, 1.5, True, [None], {"a": []})
 KEYS = json.loads(PAGED.to_json())
-FREE = [("architecture", "x"), ("ortolan_version", "x"), ("fused_model", "x"), ("bos_token_id", -7)]
+FREE = [("architecture", "x"), ("ortolan_version", "x"), ("fused_model", "x"), ("cpu_model", "x"), ("bos_token_id", -7)]
 FREE += [("operator_version", -7), ("paged", True), ("chunk_chosen", True), ("ropes", {"a": []})]
 FREE += [("weight_format", "x")]
 REFUSED = [(name, junk) for name in KEYS for junk in JUNK if (name, junk) not in FREE]

@@ -40,7 +40,6 @@ def render_operators(operators: tuple[Operator, ...]) -> str:
 
 def _operator(operator: Operator) -> list[str]:
     name = operator.name
-    cuda_only = _bool(operator.cuda_only)
     return [
         f"inline constexpr Port k{name}Inputs[] = {{",
         *(f"    {_port(port)}," for port in operator.inputs),
@@ -54,7 +53,7 @@ def _operator(operator: Operator) -> list[str]:
         f"  struct In {{ enum : size_t {{ {_constants(operator.inputs)} }}; }};",
         f"  struct Out {{ enum : size_t {{ {_constants(operator.outputs)} }}; }};",
         *_attributes(operator.attributes),
-        f'  static constexpr Schema kSchema{{"{name}", k{name}Inputs, k{name}Outputs, {cuda_only}}};',
+        f'  static constexpr Schema kSchema{{"{name}", k{name}Inputs, k{name}Outputs}};',
         "};",
         "}  // namespace ops",
         f"{name}Params read_params(const Call<ops::{name}>& call);",
@@ -120,7 +119,3 @@ def _default(attribute: Attribute) -> str:
     if attribute.choices:
         return f"{attribute.enumeration}::{cpp_constant(str(attribute.default))}"
     return f"{attribute.default!r}f" if isinstance(attribute.default, float) else str(attribute.default)
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"

@@ -18,9 +18,8 @@ _KERNEL_INCLUDE = {"cpu": '#include "parallel.h"', "cuda": '#include "common/ker
 
 def render_entry_points(operators: tuple[Operator, ...], provider: Provider) -> str:
     """Render csrc/kernels/<provider>/operators.generated.h."""
-    having = _of(operators, provider)
     lines = []
-    for operator in having:
+    for operator in operators:
         name, params = snake_case(operator.name), f"{operator.name}Params"
         lines += [_DECLARATION[provider].format(name=name, params=params)]
         if provider == "cuda" and operator.workspace:
@@ -31,7 +30,7 @@ def render_entry_points(operators: tuple[Operator, ...], provider: Provider) -> 
             f"// The kernels of the operators, whose arguments are valid; {NOTICE}.",
             "#pragma once",
             "",
-            *(f'#include "kernels/{header}"' for header in sorted({o.params_header for o in having})),
+            *(f'#include "kernels/{header}"' for header in sorted({o.params_header for o in operators})),
             _KERNEL_INCLUDE[provider],
             "",
             f"namespace ortolan::{provider} {{",
@@ -47,7 +46,7 @@ def render_entry_points(operators: tuple[Operator, ...], provider: Provider) -> 
 def render_registration(operators: tuple[Operator, ...], provider: Provider) -> str:
     """Render csrc/ort/<provider>_operators.generated.cc."""
     lines = []
-    for operator in _of(operators, provider):
+    for operator in operators:
         kernel = f"{provider}::{snake_case(operator.name)}"
         arguments = [f"ops::{operator.name}", kernel]
         arguments += [f"{kernel}_workspace"] if provider == "cuda" and operator.workspace else []
@@ -72,7 +71,3 @@ def render_registration(operators: tuple[Operator, ...], provider: Provider) -> 
             "",
         ]
     )
-
-
-def _of(operators: tuple[Operator, ...], provider: Provider) -> list[Operator]:
-    return [operator for operator in operators if provider == "cuda" or not operator.cuda_only]

@@ -20,8 +20,6 @@ def render_docs(operators: tuple[Operator, ...]) -> str:
         "T2, of caches, is T1, int8 or float8e4m3fn. A cache of the last two holds codes, and a scale for each row [D]",
         "lies beside it: a reader takes scale * code. Such a cache needs the ports of scales; no other cache does.",
         "",
-        'Only `model.fused.onnx` uses the operators that are marked "CUDA only".',
-        "",
         "An output that continues an input is written in place in two cases: it is an output of the graph and bound to",
         "the input's buffer, or nothing else holds or reads the input. Otherwise it starts as a copy of the input.",
         "A node refuses any other output buffer that shares memory with one of its inputs or with another output.",
@@ -42,7 +40,7 @@ def render_docs(operators: tuple[Operator, ...]) -> str:
         lines += [
             f"## {operator.name}",
             "",
-            operator.doc + (" CUDA only." if operator.cuda_only else ""),
+            operator.doc,
             "",
             "| port | name | shape | type | meaning |",
             "|---|---|---|---|---|",

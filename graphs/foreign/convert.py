@@ -49,7 +49,7 @@ class ConversionOptions:
         snapkv_window: above 0, full-attention layers capture queries and take a physical length.
         page_size: slots of a page; 0 makes contiguous caches.
         sliding_window: window of the layers whose attention has none; 0 leaves them as they are.
-        fuse: whether a fused graph is built, too, where the form of the source allows it.
+        fuse: whether fused graphs are built, too, where the form of the source allows it.
     """
 
     max_context: int | None = None
@@ -67,7 +67,7 @@ class Conversion:
 
     Attributes:
         model: its weights are declared, and not attached yet.
-        fused: the fused graph and how it reads the weights; None where there is none.
+        fused: the fused graphs and how they read the weights; None where there are none.
         weights: where the bytes of each of them lie.
         layers: in order.
         options: of its caches.

@@ -171,7 +171,7 @@ class _Describer:
         biases = {linear.bias is not None for linear in (gate, up, down)}
         if up.x is not gate.x or before.x is not residual or len(biases) != 1 or gate.rows != up.rows:
             raise OtherFormError(f"{path} is not a gated MLP")
-        self._add(f"{path}.gate_up", {f"{path}.gate": gate, f"{path}.up": up}, folds=True)
+        self._add(f"{path}.gate_up", {f"{path}.gate": gate, f"{path}.up": up})
         return MlpConfig(intermediate_size=gate.rows, activation=activation, bias=biases.pop()), before
 
     def _attention(self, index: int, mixer: AttentionConfig, norm: ForeignNorm) -> tuple[AttentionConfig, ForeignNorm]:
@@ -280,13 +280,12 @@ class _Describer:
         self._add("", {stem: linear})
         return linear
 
-    def _add(self, whole: str, linears: dict[str, ForeignLinear], *, folds: bool = False) -> None:
+    def _add(self, whole: str, linears: dict[str, ForeignLinear]) -> None:
         """Note the weights of linear layers; those of one input are one product, named `whole`, where that can be.
 
         Args:
             whole: name of the product.
             linears: by name.
-            folds: whether the one product is of use only where a norm and a gate are folded into it.
         """
         for stem, linear in linears.items():
             self._sources |= {f"{stem}.{port}": (tensor,) for port, tensor in linear.weights.items()}
@@ -297,12 +296,12 @@ class _Describer:
             else:
                 self._products.append(linear.node)
         if len(linears) > 1:
-            self._join(whole, list(linears.values()), folds=folds)
+            self._join(whole, list(linears.values()))
 
-    def _join(self, whole: str, linears: list[ForeignLinear], *, folds: bool) -> None:
+    def _join(self, whole: str, linears: list[ForeignLinear]) -> None:
         blocks = [linear.blocks for linear in linears if linear.blocks is not None]
         if blocks:
-            joined = None if folds or len(blocks) < len(linears) else blocks[0].joined(blocks[1:])
+            joined = None if len(blocks) < len(linears) else blocks[0].joined(blocks[1:])
             if joined is None:
                 self._apart.add(whole)
                 return

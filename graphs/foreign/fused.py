@@ -1,4 +1,4 @@
-"""Builds the fused graph of a foreign decoder, and brings the weights of the plain one into the form that both read."""
+"""Builds the fused graphs of a foreign decoder, and brings the plain weights into the form that all graphs read."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_graphsurgeon as gs
 
+from ortolan.element_types import CPU_TYPES
 from ortolan.graphs.builder import MICROSOFT, GraphBuilder
 from ortolan.graphs.decoder import build_model
 from ortolan.graphs.foreign.describe import Description
 from ortolan.graphs.foreign.prepare import ForeignBytes
 from ortolan.graphs.foreign.reader import is_transpose
 from ortolan.graphs.formats.dense import Dense
-from ortolan.graphs.options import GraphOptions
+from ortolan.graphs.options import Fusion, GraphOptions
 from ortolan.graphs.parts import Formats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedConversion:
-    """The fused graph of a converted model.
+    """The fused graphs of a converted model.
 
     Attributes:
-        model: its weights are declared, and not attached yet.
-        members: for each of its weights, the weights of the plain graph that follow each other in the file to make it.
+        models: by device; their weights, which are the same, are declared, and not attached yet.
+        members: for each of the weights, the weights of the plain graph that follow each other in the file to make it.
         turned: shapes [in, out] of the plain graph's weights that are written transposed.
     """
 
-    model: onnx.ModelProto
+    models: dict[Fusion, onnx.ModelProto]
     members: dict[str, tuple[str, ...]]
     turned: dict[str, tuple[int, int]]
 
@@ -35,21 +36,24 @@ class FusedConversion:
 def build_fused(
     graph: GraphBuilder, weights: dict[str, ForeignBytes], description: Description, options: GraphOptions
 ) -> FusedConversion | None:
-    """Build the fused graph, and turn the dense weights of the plain one, [in, out], to [out, in].
+    """Build the fused graphs, and turn the dense weights of the plain one, [in, out], to [out, in].
 
     Args:
-        graph: the plain graph; what the fused graph reads of it becomes external, and a MatMul whose weight is turned
+        graph: the plain graph; what the fused graphs read of it becomes external, and a MatMul whose weight is turned
             becomes a FusedMatMul.
         weights: where the bytes of its weights lie; those that become external are added.
         description: of the graph.
-        options: of the fused graph, as of the plain one.
+        options: of the plain graph.
 
     Returns:
-        The fused graph; None where two parts of it would read the same weight.
+        The fused graphs; None where two parts of one would read the same weight.
     """
     formats = Formats(default=Dense(), by_stem=description.blocks, apart=description.apart)
-    model = build_model(description.config, replace(options, fused=True), formats)
-    read = [t.name for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    devices: list[Fusion] = ["cuda", "cpu"] if options.dtype in CPU_TYPES else ["cuda"]
+    models = {
+        device: build_model(description.config, replace(options, fused_for=device), formats) for device in devices
+    }
+    read = [t.name for t in models["cuda"].graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
     tensors = [member for name in read for member in description.sources[name]]
     if len({tensor.name for tensor in tensors}) < len(tensors):
         return None
@@ -69,4 +73,4 @@ def build_fused(
             if is_transpose(reader):  # the embedding of a head that it shares its weight with
                 graph.replace(reader.outputs[0], node.inputs[1])
     members = {name: tuple(member.name for member in description.sources[name]) for name in read}
-    return FusedConversion(model=model, members=members, turned=turned)
+    return FusedConversion(models=models, members=members, turned=turned)

@@ -142,7 +142,7 @@ class LowBit:
         shape, graph = parts.shapes[f"{stem}.weight"], parts.graph
         stored = self.ports(shape, parts.options.dtype)
         scales = self._tensor(parts, stem, "scales", stored["scales"])
-        fused = parts.options.fused
+        fused = parts.options.fused_for == "cuda"
         codes = self._tensor(parts, stem, "codes", stored["codes"] if fused else ("uint8", self._blocks(shape)))
         if self.bits == 4:
             return self._half_byte_rows(parts, stem, codes, scales, indices)

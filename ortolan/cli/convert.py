@@ -39,7 +39,7 @@ def add_parser(commands: Any) -> None:
         help="window of layers that have none in the graph, where the exporter left it out (default: none)",
     )
     add_cache_options(parser)
-    parser.add_argument("--no-fuse", action="store_true", help="leave out model.fused.onnx, the graph that CUDA runs")
+    parser.add_argument("--no-fuse", action="store_true", help="leave out the graphs of larger operators")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in TARGET")
     parser.set_defaults(run=run)
 

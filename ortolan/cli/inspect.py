@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from ortolan.graphs import StoredWeights
     from ortolan.manifest import Manifest
 
+DEVICES = ("cuda", "cpu")
 EPILOG = """examples:
   ortolan inspect ./llama
   ortolan inspect ./llama --context 8192 32768
-  ortolan inspect ./llama --netron --fused              # the graph that CUDA runs
+  ortolan inspect ./llama --netron --graph cpu          # the graph that the CPU runs
 """
 
 
@@ -42,7 +43,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--chunk-size", type=int, help="prompt tokens per step (default: the export's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--netron", action="store_true", help="open the graph in Netron (`pip install netron`)")
-    parser.add_argument("--fused", action="store_true", help="with --netron: the fused graph, which CUDA runs")
+    parser.add_argument(
+        "--graph", choices=("plain", *DEVICES), help="with --netron: model.onnx, or a device's own (default: plain)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -61,14 +64,13 @@ def run(options: argparse.Namespace) -> int:
     plain = load_structure(path)
     verify_model(plain)
     summary, facts = summarize_model(path), read_facts(folder, manifest, plain)
-    fused, head = _inspect_fused(folder, manifest, plain), _inspect_head(folder, manifest)
+    fused = {device: _inspect_fused(folder, manifest.fused_file(device), plain) for device in DEVICES}
+    head = _inspect_head(folder, manifest)
     plans = [plan_caches(manifest, c, options.chunk_size) for c in options.context or [manifest.max_context]]
     if options.json:
-        print(
-            json.dumps(
-                {**_as_json(manifest, summary, plans), **as_json(facts), "fused": fused, "draft_head": head}, indent=2
-            )
-        )
+        found = {**_as_json(manifest, summary, plans), **as_json(facts)}
+        found |= {"fused": fused["cuda"], "cpu": fused["cpu"], "draft_head": head}
+        print(json.dumps(found, indent=2))
     else:
         kinds = manifest.dtype + (f", caches {manifest.cache_dtype}" if manifest.has_code_caches else "")
         print(f"{manifest.architecture}, {kinds}, {len(manifest.layers)} layers, {summary.num_nodes} nodes")
@@ -91,26 +93,27 @@ def _shown_graph(folder: Path, manifest: Manifest, options: argparse.Namespace) 
     from ortolan.manifest import MODEL_FILE
 
     if not options.netron:
-        if options.fused:
-            print_warning("--fused has no effect without --netron")
+        if options.graph:
+            print_warning("--graph has no effect without --netron")
         return None
     if importlib.util.find_spec("netron") is None:
         raise ConfigError("--netron needs Netron, which is not installed; run `pip install netron`")
-    if not options.fused:
+    if options.graph in (None, "plain"):
         return folder / MODEL_FILE
-    if manifest.fused_model is None or not os.path.isfile(folder / manifest.fused_model):
+    name = manifest.fused_file(options.graph)
+    if name is None or not os.path.isfile(folder / name):
         raise ConfigError(
-            f"{folder} has no fused graph; export the model again without --no-fuse, or leave --fused out"
+            f"{folder} has no fused graph for {options.graph.upper()}; export the model again without --no-fuse, or "
+            "leave --graph out"
         )
-    return folder / manifest.fused_model
+    return folder / name
 
 
-def _inspect_fused(folder: Path, manifest: Manifest, plain: Any) -> dict[str, Any] | None:
-    """Check and count the fused graph; None where the manifest names none."""
+def _inspect_fused(folder: Path, name: str | None, plain: Any) -> dict[str, Any] | None:
+    """Check and count a fused graph; None where the manifest names none."""
     from ortolan.graphs import count_fusions, verify_fused_pair, verify_model
     from ortolan.graphs.summary import load_structure
 
-    name = manifest.fused_model
     if name is None:
         return None
     if not os.path.isfile(folder / name):
@@ -171,14 +174,15 @@ def _as_json(manifest: Manifest, summary: Any, plans: list[Any]) -> dict[str, An
     }
 
 
-def _print(summary: Any, weights: Sequence[Sequence[StoredWeights]], fused: dict[str, Any] | None) -> None:
+def _print(summary: Any, weights: Sequence[Sequence[StoredWeights]], fused: dict[str, Any]) -> None:
     from ortolan.manifest import MODEL_FILE
 
     print(f"graph: ok (onnx.checker and {MODEL_FILE}'s contract)\n")
     print(format_table(["operator", "count"], [[name, str(count)] for name, count in summary.operators]))
     print()
     print(_layer_table(summary, weights))
-    _print_fused(fused)
+    for device in DEVICES:
+        _print_fused(device.upper(), fused[device])
 
 
 def _print_plans(plans: list[Any]) -> None:
@@ -204,14 +208,15 @@ def _experts(mixture: Any) -> str:
     return f"{mixture.per_token} of {mixture.count}{' and a shared one' if mixture.shared else ''}"
 
 
-def _print_fused(fused: dict[str, Any] | None) -> None:
+def _print_fused(device: str, fused: dict[str, Any] | None) -> None:
     if fused is None:
-        print("\nfused graph: none; CUDA runs the plain one")
+        print(f"\nfused graph for {device}: none; {device} runs the plain one")
         return
     if fused["graph"] == "missing":
-        print(f"\nfused graph: missing ({fused['file']}, which the manifest names); export the model again")
+        missing = f"{fused['file']}, which the manifest names"
+        print(f"\nfused graph for {device}: missing ({missing}); export the model again")
         return
-    print(f"\nfused graph: ok ({fused['file']}, {fused['nodes']} nodes), which CUDA runs")
+    print(f"\nfused graph for {device}: ok ({fused['file']}, {fused['nodes']} nodes)")
     counts = [[name, str(count)] for name, count in fused["operators"].items() if count]
     print(format_table(["fused operator, or plain one left", "count"], counts))
 

@@ -16,7 +16,7 @@ def add_device_options(parser: argparse.ArgumentParser, *, plain: bool = True) -
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where it is usable)")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0: one per core (default: %(default)s)")
     if plain:
-        parser.add_argument("--plain", action="store_true", help="run the plain graph on CUDA, not the fused one")
+        parser.add_argument("--plain", action="store_true", help="run the plain graph, not the fused one")
         parser.add_argument(
             "--host-embeddings",
             action="store_true",

@@ -1,4 +1,4 @@
-"""The fused graph on the command line: exported unless told otherwise, checked and counted by inspect."""
+"""The fused graphs on the command line: exported unless told otherwise, checked and counted by inspect."""
 
 import json
 import shutil
@@ -8,14 +8,14 @@ import pytest
 
 from ortolan.cli import main
 from ortolan.errors import ContractMismatchError
-from ortolan.manifest import FUSED_FILE, read_manifest
+from ortolan.manifest import CPU_FILE, FUSED_FILE, read_manifest
 from ortolan.retrieval import shipped_model
 
 
 @pytest.fixture
 def graphs_dir(model_dir, tmp_path):
     """A copy of the model's graphs without its weights."""
-    for name in ("ortolan.json", "model.onnx", FUSED_FILE):
+    for name in ("ortolan.json", "model.onnx", FUSED_FILE, CPU_FILE):
         shutil.copy(model_dir / name, tmp_path / name)
     return tmp_path
 
@@ -29,20 +29,25 @@ def test_json_counts_what_is_fused_and_what_is_left(graphs_dir, capsys):
     assert report["fused"]["nodes"] < report["nodes"]
     counts = report["fused"]["operators"]
     assert (counts["FusedLinear"], counts["QkvRopeAppend"], counts["Gemm"]) == (4 * layers + 1, layers, 0)
+    assert report["cpu"]["file"] == CPU_FILE
+    assert report["fused"]["nodes"] < report["cpu"]["nodes"] < report["nodes"]
+    counts = report["cpu"]["operators"]
+    assert (counts["FusedLinear"], counts["QkvRopeAppend"], counts["Gemm"]) == (0, layers, 4 * layers + 1)
 
 
 def test_table_shows_the_fused_graph(graphs_dir, capsys):
     assert main(["inspect", str(graphs_dir)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    heading = next(i for i, line in enumerate(lines) if line.startswith("fused graph: ok (model.fused.onnx"))
+    heading = next(i for i, line in enumerate(lines) if line.startswith("fused graph for CUDA: ok (model.fused.onnx"))
     counts = dict(line.split() for line in lines[heading + 3 : heading + 5])
     assert list(counts) == ["FusedLinear", "QkvRopeAppend"]
+    assert any(line.startswith("fused graph for CPU: ok (model.cpu.onnx") for line in lines)
 
 
 def test_a_fused_graph_that_is_gone_is_said_to_be_missing(graphs_dir, capsys):
     (graphs_dir / FUSED_FILE).unlink()
     assert main(["inspect", str(graphs_dir)]) == 0
-    assert f"fused graph: missing ({FUSED_FILE}, which the manifest names)" in capsys.readouterr().out
+    assert f"fused graph for CUDA: missing ({FUSED_FILE}, which the manifest names)" in capsys.readouterr().out
     assert main(["inspect", str(graphs_dir), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fused"] == {"file": FUSED_FILE, "graph": "missing"}
     with pytest.raises(ContractMismatchError, match="is missing, the manifest names it"):
@@ -62,10 +67,10 @@ def test_broken_fused_graph_is_refused(graphs_dir, capsys):
 
 def test_export_without_fusion(tmp_path, capsys):
     assert main(["export", str(shipped_model()), str(tmp_path / "model"), "--max-context", "256", "--no-fuse"]) == 0
-    assert not (tmp_path / "model" / FUSED_FILE).exists()
+    assert not any((tmp_path / "model" / name).exists() for name in (FUSED_FILE, CPU_FILE))
     assert read_manifest(tmp_path / "model").fused_model is None
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "model")]) == 0
-    assert "fused graph: none" in capsys.readouterr().out
+    assert "fused graph for CPU: none; CPU runs the plain one" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "model"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fused"] is None

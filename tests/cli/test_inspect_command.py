@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import ortolan
 from ortolan.cli import main
-from ortolan.manifest import read_manifest
+from ortolan.manifest import CPU_FILE, read_manifest
 from ortolan.retrieval import shipped_model
 from ortolan.runtime import plan_caches
 
@@ -122,18 +122,19 @@ def shown(tmp_path, monkeypatch):
     sys.modules.pop("netron", None)
 
 
-def test_netron_opens_either_graph(model_dir, shown, capsys):
-    assert main(["inspect", str(model_dir), "--netron"]) == 0
-    assert shown.read_text() == str(model_dir / "model.onnx")
-    assert main(["inspect", str(model_dir), "--netron", "--fused"]) == 0
-    assert shown.read_text() == str(model_dir / "model.fused.onnx")
+@pytest.mark.parametrize(
+    ("graph", "file"), [(None, "model.onnx"), ("plain", "model.onnx"), ("cuda", "model.fused.onnx"), ("cpu", CPU_FILE)]
+)
+def test_netron_opens_any_graph(graph, file, model_dir, shown):
+    assert main(["inspect", str(model_dir), "--netron", *(["--graph", graph] if graph else [])]) == 0
+    assert shown.read_text() == str(model_dir / file)
 
 
 def test_a_fused_graph_that_is_not_there_is_said_at_once(bare_dir, shown, refused, capsys):
-    assert "has no fused graph" in refused("inspect", str(bare_dir), "--netron", "--fused")
+    assert "has no fused graph" in refused("inspect", str(bare_dir), "--netron", "--graph", "cuda")
     assert not shown.exists()
-    assert main(["inspect", str(bare_dir), "--fused"]) == 0
-    assert capsys.readouterr().err == "ortolan: warning: --fused has no effect without --netron\n"
+    assert main(["inspect", str(bare_dir), "--graph", "cuda"]) == 0
+    assert capsys.readouterr().err == "ortolan: warning: --graph has no effect without --netron\n"
 
 
 def test_weights_and_tokenizer_are_those_of_the_checkpoint(model_dir, capsys):

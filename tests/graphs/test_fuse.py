@@ -1,4 +1,4 @@
-"""The fused graph computes what the plain one does, over the same weights, for every family."""
+"""The fused graphs compute what the plain one does, over the same weights, for every family."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ import ortolan
 from ortolan.graphs import count_fusions
 from ortolan.graphs.external_data import read_external_data
 from ortolan.graphs.verify import without_weights
-from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
+from ortolan.manifest import CPU_FILE, FUSED_FILE, MODEL_FILE, read_manifest
 
 LAYERS = 4
 PROJECTION_NORM = ("olmo2", "olmo3", "olmoe")
@@ -44,34 +44,40 @@ def exported(request):
     return request.param, shared_model(shared_checkpoint(request.param, seed=5), max_context=512, chunk_size=16)
 
 
-def load_graphs(folder):
-    return [onnx.load(folder / name, load_external_data=False) for name in (MODEL_FILE, FUSED_FILE)]
+def load_graphs(folder, names=(MODEL_FILE, FUSED_FILE)):
+    return [onnx.load(folder / name, load_external_data=False) for name in names]
+
+
+def models_of(folder, tmp_path):
+    """Open the plain graph, that for the CPU, and that for CUDA in standard operators."""
+    expanded = expanded_folder(folder, tmp_path / "fused")
+    plain, cpu = (ortolan.load(folder, device="cpu", fused=fused) for fused in (False, True))
+    return plain, cpu, ortolan.load(expanded, device="cpu")
 
 
 def test_logits_are_those_of_the_plain_graph(exported, tmp_path):
     _, folder = exported
-    fused = expanded_folder(folder, tmp_path / "fused")
     prompt = np.random.default_rng(7).integers(3, 100, 77).tolist()
-    sessions = [ortolan.load(path, device="cpu").session(chunk_size=16) for path in (folder, fused)]
+    sessions = [model.session(chunk_size=16) for model in models_of(folder, tmp_path)]
     rows = [[session.prefill(prompt)] for session in sessions]
     for token in range(3, 15):
         for session, logits in zip(sessions, rows, strict=True):
             logits.append(session.step(token))
-    differences = [relative_difference(ours, plain) for plain, ours in zip(*rows, strict=True)]
-    assert max(differences) <= LOGITS_RELATIVE, differences
+    for fused in rows[1:]:
+        differences = [relative_difference(ours, plain) for plain, ours in zip(rows[0], fused, strict=True)]
+        assert max(differences) <= LOGITS_RELATIVE, differences
 
 
 def test_an_eviction_reads_the_same_captures(exported, tmp_path):
     _, folder = exported
     if not any(layer.evictable for layer in read_manifest(folder).layers):
         pytest.skip("this family has no full-attention layer")
-    fused = expanded_folder(folder, tmp_path / "fused")
     snapkv = ortolan.SnapKv(budget=24, window=8)
-    sessions = [ortolan.load(path, device="cpu").session(chunk_size=16, snapkv=snapkv) for path in (folder, fused)]
+    sessions = [model.session(chunk_size=16, snapkv=snapkv) for model in models_of(folder, tmp_path)]
     for session in sessions:
         session.prefill(list(range(3, 70)))
-    plain, ours = (session.step(5) for session in sessions)
-    assert relative_difference(ours, plain) <= LOGITS_RELATIVE
+    plain, *fused = (session.step(5) for session in sessions)
+    assert max(relative_difference(ours, plain) for ours in fused) <= LOGITS_RELATIVE
 
 
 def test_patterns_fuse_wherever_they_hold(exported):
@@ -106,6 +112,19 @@ def test_patterns_fuse_wherever_they_hold(exported):
     }
     assert json.loads(next(p.value for p in fused.metadata_props if p.key == "ortolan.fusions")) == counts
     assert len(fused.graph.node) < len(plain.graph.node)
+
+
+def test_the_graph_for_the_cpu_fuses_all_but_products(exported):
+    _, folder = exported
+    cuda, cpu = (count_fusions(graph) for graph in load_graphs(folder, (FUSED_FILE, CPU_FILE)))
+    gates = sum("gate_up" in node.name and node.op_type == "FusedLinear" for node in load_graphs(folder)[1].graph.node)
+    sums = ("SkipSimplifiedLayerNormalization", "RmsNormAdd")
+    operators = [node.op_type for node in load_graphs(folder, (CPU_FILE,))[0].graph.node]
+    assert (cpu["FusedLinear"], cpu["Gemm"]) == (0, cuda["FusedLinear"])
+    assert cpu["GateMul"] == cuda["GateMul"] + gates
+    assert sum(operators.count(name) for name in sums) >= cuda["RmsNormAdd"]
+    for name in ("QkvRopeAppend", "RopeAngles", "GatherRows", "DeltaGates", "RotaryEmbedding", "RingKvAppend"):
+        assert cpu[name] == cuda[name], name
 
 
 def describe(node):
@@ -254,26 +273,28 @@ def test_angles_are_computed_before_the_first_layer(exported):
 
 def test_bindings_and_metadata_stay(exported):
     _, folder = exported
-    plain, fused = load_graphs(folder)
-    for side in ("input", "output"):
-        values = [[v.SerializeToString() for v in getattr(model.graph, side)] for model in (plain, fused)]
-        assert values[0] == values[1]
-    metadata = [{p.key: p.value for p in model.metadata_props} for model in (plain, fused)]
-    assert metadata[0].items() <= metadata[1].items()
-    assert all(node.doc_string for node in fused.graph.node if node.domain == "ortolan")
+    plain, *others = load_graphs(folder, (MODEL_FILE, FUSED_FILE, CPU_FILE))
+    for fused in others:
+        for side in ("input", "output"):
+            values = [[v.SerializeToString() for v in getattr(model.graph, side)] for model in (plain, fused)]
+            assert values[0] == values[1]
+        metadata = [{p.key: p.value for p in model.metadata_props} for model in (plain, fused)]
+        assert metadata[0].items() <= metadata[1].items()
+        assert all(node.doc_string for node in fused.graph.node if node.domain == "ortolan")
 
 
 def test_every_byte_of_the_weights_is_read_once(exported):
     _, folder = exported
     covered = []
-    for model in load_graphs(folder):
+    for model in load_graphs(folder, (MODEL_FILE, FUSED_FILE, CPU_FILE)):
         places = [read_external_data(t) for t in model.graph.initializer if t.external_data]
         bytes_read = np.zeros((folder / "model.onnx.data").stat().st_size, np.uint8)
         for place in places:
             bytes_read[place.offset : place.end] += 1
         assert bytes_read.max() == 1
         covered.append(bytes_read)
-    np.testing.assert_array_equal(*covered)
+    for fused in covered[1:]:
+        np.testing.assert_array_equal(covered[0], fused)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -49,7 +49,9 @@ def test_every_kind_of_decoder_verifies(placement, dtype, qk_norm, biased):
     described = config(
         norm_placement=placement, qk_norm=qk_norm, logit_softcap=3.0, embedding_scale=2.0, query_bias=biased
     )
-    plain, fused = (build_model(described, GraphOptions(dtype=dtype, sink=2, fused=fused)) for fused in (False, True))
+    plain, fused = (
+        build_model(described, GraphOptions(dtype=dtype, sink=2, fused_for=device)) for device in (None, "cuda")
+    )
     for built in (plain, fused):
         verify_model(built)
     verify_fused_pair(plain, fused)

@@ -1,4 +1,4 @@
-"""QkvRopeAppend on a GPU against the float64 reference; a CPU has no kernel for it."""
+"""QkvRopeAppend against the float64 reference."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from tolerances import assert_as_good_as_plain
 
 from ortolan.custom_ops import fused_reference, reference
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
+pytestmark = pytest.mark.usefixtures("target")
 
 BOTH = ("query", "key")
 NORMED_KEYS = {"value_norm": True, "value_is_key": True}
@@ -51,7 +51,7 @@ QKVS = {
 
 
 @pytest.mark.parametrize("name", QKVS)
-def test_queries_and_keys_are_as_good_as_plain_operators(name):
+def test_queries_and_keys_are_as_good_as_plain_operators(name, isa):
     case = dataclasses.replace(QKVS[name], tokens=(sum(QKVS[name].tokens),), past=(0,), slots=200, sink=0, page_slots=0)
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
@@ -65,7 +65,7 @@ def test_queries_and_keys_are_as_good_as_plain_operators(name):
 
 
 @pytest.mark.parametrize("name", QKVS)
-def test_caches_are_those_of_an_append_of_the_same_keys(name):
+def test_caches_are_those_of_an_append_of_the_same_keys(name, isa):
     case = QKVS[name]
     feeds = qkv_feeds(case)
     results = run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)

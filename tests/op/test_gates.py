@@ -44,18 +44,15 @@ def test_delta_gates_are_standard_operators(offsets):
         np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.cuda
-@pytest.mark.usefixtures("cuda_target")
 @pytest.mark.parametrize("tokens", [0, 1, 3, 300])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_gate_is_as_good_as_plain_operators(case, tokens):
+def test_a_gate_is_as_good_as_plain_operators(case, tokens, isa):
     feeds = gate_feeds(case, tokens, devices.element(), seed=tokens)
     y = run_fused("GateMul", feeds, outputs_of(case, tokens, devices.element()), **case.attributes)["y"]
     assert_as_good_as_plain(y, plain_gate_mul(case, feeds), fused_reference.gate_mul(**feeds, **case.attributes))
 
 
-@pytest.mark.cuda
-@pytest.mark.usefixtures("cuda_target")
+@pytest.mark.usefixtures("target")
 @pytest.mark.parametrize("tokens", [0, 1, 33, 4097])
 @pytest.mark.parametrize(("heads", "offsets"), [(32, (4096, 4128)), (5, (0, 1)), (1, (0, 0))])
 def test_delta_gates_are_right(tokens, heads, offsets):
@@ -67,8 +64,7 @@ def test_delta_gates_are_right(tokens, heads, offsets):
         np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.cuda
-@pytest.mark.usefixtures("cuda_target")
+@pytest.mark.usefixtures("target")
 def test_the_largest_gates_are_finite():
     feeds = {"x": np.ones((1, 8)), "gate": np.array([[-1e4, -100, -20, 0, 20, 30, 100, 1e4]])}
     feeds = {name: values.astype(devices.element()) for name, values in feeds.items()}
@@ -78,8 +74,7 @@ def test_the_largest_gates_are_finite():
         assert np.isfinite(y.astype(np.float32)).all(), activation
 
 
-@pytest.mark.cuda
-@pytest.mark.usefixtures("cuda_target")
+@pytest.mark.usefixtures("target")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -93,18 +93,6 @@ def test_a_new_operator_is_a_line_of_the_table():
     assert "| out 0 | `rows_out` | [T, H] | T1 |" in files["docs/operators.md"]
 
 
-def test_an_operator_for_cuda_alone_has_no_cpu_kernel():
-    files = codegen.generated_files(Path(), (dataclasses.replace(TOY, cuda_only=True),))
-    assert {path.parts[-2:] for path, text in files.items() if "toy_scale" in text or "ToyScale" in text} == {
-        ("ort", "operators.generated.h"),
-        ("ort", "read_params.generated.cc"),
-        ("ort", "cuda_operators.generated.cc"),
-        ("cuda", "operators.generated.h"),
-        ("custom_ops", "emitters.py"),
-        ("docs", "operators.md"),
-    }
-
-
 @pytest.mark.parametrize(
     ("shape", "optional", "message"),
     [("[T, G]", False, "shape symbol G has no field"), ("[H]", True, "optional input rows is the first of .* H")],

@@ -15,7 +15,7 @@ from ortolan import Engine, contract
 from ortolan.cli import main
 from ortolan.element_types import element_type
 from ortolan.errors import ConfigError, NumericError
-from ortolan.manifest import MODEL_FILE
+from ortolan.manifest import CPU_FILE, MODEL_FILE
 from ortolan.runtime.device import cuda
 from ortolan.runtime.device.host_tables import DL_CUDA, find_layer_table, share
 
@@ -56,14 +56,14 @@ def test_the_graph_reads_the_given_rows_and_not_the_files(folder, tmp_path, draw
     model = ortolan.load(folder, device="cpu", num_threads=1)
     expected = model.session().prefill(draw_tokens(20))
     spoiled = shutil.copytree(folder, tmp_path / "spoiled")
-    table = find_layer_table(spoiled / MODEL_FILE)
+    table = find_layer_table(spoiled / CPU_FILE)
     with open(spoiled / table.file, "r+b") as file:
         file.seek(table.offset)
         file.write(b"\xff" * table.bytes)
     with pytest.raises(NumericError):
         ortolan.load(spoiled, device="cpu").session().prefill(draw_tokens(20))
     value = model.device.buffers.host_table(table.map(folder), table.element)
-    session = model.device.open(str(spoiled / MODEL_FILE), spoiled, weights={contract.LAYER_TABLE: value})
+    session = model.device.open(str(spoiled / CPU_FILE), spoiled, weights={contract.LAYER_TABLE: value})
     model.decoder = dataclasses.replace(model.decoder, session=session)
     np.testing.assert_array_equal(model.session().prefill(draw_tokens(20)), expected)
 

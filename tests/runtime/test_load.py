@@ -11,7 +11,16 @@ from fake_cuda import FakeCuda
 import ortolan
 from ortolan import SnapKv
 from ortolan.errors import ConfigError, ContractMismatchError, OpLibraryError
-from ortolan.manifest import EVICT_FILE, FUSED_FILE, MANIFEST_FILE, MODEL_FILE, read_manifest
+from ortolan.manifest import (
+    CPU_FILE,
+    EVICT_FILE,
+    FUSED_FILE,
+    MANIFEST_FILE,
+    MANIFEST_METADATA,
+    MODEL_FILE,
+    read_manifest,
+)
+from ortolan.policies import STRUCTURE_METADATA
 from ortolan.runtime.device import providers
 from ortolan.runtime.device.opening import Device
 from ortolan.runtime.eviction.graphs import GraphBuilders
@@ -132,8 +141,8 @@ def test_a_refusal_names_the_graph_that_was_opened(full_model, folder, monkeypat
 
 
 def test_a_graph_that_is_no_graph_is_refused(folder):
-    content = (folder / "model.onnx").read_bytes()
-    (folder / "model.onnx").write_bytes(b"x" * len(content))
+    content = (folder / CPU_FILE).read_bytes()
+    (folder / CPU_FILE).write_bytes(b"x" * len(content))
     with pytest.raises(ContractMismatchError, match="cannot open"):
         ortolan.load(folder, device="cpu")
 
@@ -159,19 +168,20 @@ def test_bfloat16_on_the_cpu_is_explained(folder):
 
 
 def test_names_that_are_not_texts_are_refused(folder):
-    graph = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    graph = onnx.load(folder / CPU_FILE, load_external_data=False)
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "@" * 20
-    (folder / MODEL_FILE).write_bytes(graph.SerializeToString().replace(b"@" * 20, b"\xff" * 20))
-    change_manifest(folder, files={MODEL_FILE: (folder / MODEL_FILE).stat().st_size})
-    with pytest.raises(ContractMismatchError, match=re.escape(MODEL_FILE)):
+    (folder / CPU_FILE).write_bytes(graph.SerializeToString().replace(b"@" * 20, b"\xff" * 20))
+    change_manifest(folder, files={CPU_FILE: (folder / CPU_FILE).stat().st_size})
+    with pytest.raises(ContractMismatchError, match=re.escape(CPU_FILE)):
         ortolan.load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 20, b"{this is not JSON}", b"[" * 100_000])
-@pytest.mark.parametrize("name", [MODEL_FILE, EVICT_FILE])
+@pytest.mark.parametrize("name", [CPU_FILE, EVICT_FILE])
 def test_metadata_that_are_not_texts_or_not_json_are_refused(folder, name, content):
     graph = onnx.load(folder / name, load_external_data=False)
-    graph.metadata_props[0].value = "@" * len(content)
+    kept = (MANIFEST_METADATA, STRUCTURE_METADATA)
+    next(entry for entry in graph.metadata_props if entry.key in kept).value = "@" * len(content)
     (folder / name).write_bytes(graph.SerializeToString().replace(b"@" * len(content), content))
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST_FILE}
     change_manifest(folder, files=sizes)

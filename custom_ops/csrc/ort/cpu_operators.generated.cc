@@ -21,6 +21,12 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::LowBitExperts, cpu::low_bit_experts>(),
       cpu_operator<ops::LowBitLinear, cpu::low_bit_linear>(),
       cpu_operator<ops::FusedLinear, cpu::fused_linear>(),
+      cpu_operator<ops::QkvRopeAppend, cpu::qkv_rope_append>(),
+      cpu_operator<ops::RopeAngles, cpu::rope_angles>(),
+      cpu_operator<ops::GatherRows, cpu::gather_rows>(),
+      cpu_operator<ops::RmsNormAdd, cpu::rms_norm_add>(),
+      cpu_operator<ops::GateMul, cpu::gate_mul>(),
+      cpu_operator<ops::DeltaGates, cpu::delta_gates>(),
   };
 }
 

@@ -51,7 +51,7 @@ struct RingKvAppend {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"RingKvAppend", kRingKvAppendInputs, kRingKvAppendOutputs, false};
+  static constexpr Schema kSchema{"RingKvAppend", kRingKvAppendInputs, kRingKvAppendOutputs};
 };
 }  // namespace ops
 RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call);
@@ -96,7 +96,7 @@ struct SwaAttention {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"SwaAttention", kSwaAttentionInputs, kSwaAttentionOutputs, false};
+  static constexpr Schema kSchema{"SwaAttention", kSwaAttentionInputs, kSwaAttentionOutputs};
 };
 }  // namespace ops
 SwaAttentionParams read_params(const Call<ops::SwaAttention>& call);
@@ -118,7 +118,7 @@ struct SnapKvCapture {
   struct Attributes {
     static Attributes read(const AttributeReader&) { return {}; }
   };
-  static constexpr Schema kSchema{"SnapKvCapture", kSnapKvCaptureInputs, kSnapKvCaptureOutputs, false};
+  static constexpr Schema kSchema{"SnapKvCapture", kSnapKvCaptureInputs, kSnapKvCaptureOutputs};
 };
 }  // namespace ops
 SnapKvCaptureParams read_params(const Call<ops::SnapKvCapture>& call);
@@ -151,7 +151,7 @@ struct SnapKvScore {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"SnapKvScore", kSnapKvScoreInputs, kSnapKvScoreOutputs, false};
+  static constexpr Schema kSchema{"SnapKvScore", kSnapKvScoreInputs, kSnapKvScoreOutputs};
 };
 }  // namespace ops
 SnapKvScoreParams read_params(const Call<ops::SnapKvScore>& call);
@@ -175,7 +175,7 @@ struct KvSelect {
   struct Attributes {
     static Attributes read(const AttributeReader&) { return {}; }
   };
-  static constexpr Schema kSchema{"KvSelect", kKvSelectInputs, kKvSelectOutputs, false};
+  static constexpr Schema kSchema{"KvSelect", kKvSelectInputs, kKvSelectOutputs};
 };
 }  // namespace ops
 KvSelectParams read_params(const Call<ops::KvSelect>& call);
@@ -202,7 +202,7 @@ struct KvCompact {
   struct Attributes {
     static Attributes read(const AttributeReader&) { return {}; }
   };
-  static constexpr Schema kSchema{"KvCompact", kKvCompactInputs, kKvCompactOutputs, false};
+  static constexpr Schema kSchema{"KvCompact", kKvCompactInputs, kKvCompactOutputs};
 };
 }  // namespace ops
 KvCompactParams read_params(const Call<ops::KvCompact>& call);
@@ -236,7 +236,7 @@ struct MoeGate {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"MoeGate", kMoeGateInputs, kMoeGateOutputs, false};
+  static constexpr Schema kSchema{"MoeGate", kMoeGateInputs, kMoeGateOutputs};
 };
 }  // namespace ops
 MoeGateParams read_params(const Call<ops::MoeGate>& call);
@@ -272,7 +272,7 @@ struct MoeExperts {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"MoeExperts", kMoeExpertsInputs, kMoeExpertsOutputs, false};
+  static constexpr Schema kSchema{"MoeExperts", kMoeExpertsInputs, kMoeExpertsOutputs};
 };
 }  // namespace ops
 MoeExpertsParams read_params(const Call<ops::MoeExperts>& call);
@@ -304,7 +304,7 @@ struct CausalConv {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"CausalConv", kCausalConvInputs, kCausalConvOutputs, false};
+  static constexpr Schema kSchema{"CausalConv", kCausalConvInputs, kCausalConvOutputs};
 };
 }  // namespace ops
 CausalConvParams read_params(const Call<ops::CausalConv>& call);
@@ -348,7 +348,7 @@ struct GatedDeltaRule {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"GatedDeltaRule", kGatedDeltaRuleInputs, kGatedDeltaRuleOutputs, false};
+  static constexpr Schema kSchema{"GatedDeltaRule", kGatedDeltaRuleInputs, kGatedDeltaRuleOutputs};
 };
 }  // namespace ops
 GatedDeltaRuleParams read_params(const Call<ops::GatedDeltaRule>& call);
@@ -398,7 +398,7 @@ struct LowBitExperts {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"LowBitExperts", kLowBitExpertsInputs, kLowBitExpertsOutputs, false};
+  static constexpr Schema kSchema{"LowBitExperts", kLowBitExpertsInputs, kLowBitExpertsOutputs};
 };
 }  // namespace ops
 LowBitExpertsParams read_params(const Call<ops::LowBitExperts>& call);
@@ -444,7 +444,7 @@ struct LowBitLinear {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"LowBitLinear", kLowBitLinearInputs, kLowBitLinearOutputs, false};
+  static constexpr Schema kSchema{"LowBitLinear", kLowBitLinearInputs, kLowBitLinearOutputs};
 };
 }  // namespace ops
 LowBitLinearParams read_params(const Call<ops::LowBitLinear>& call);
@@ -478,7 +478,7 @@ struct FusedLinear {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"FusedLinear", kFusedLinearInputs, kFusedLinearOutputs, false};
+  static constexpr Schema kSchema{"FusedLinear", kFusedLinearInputs, kFusedLinearOutputs};
 };
 }  // namespace ops
 FusedLinearParams read_params(const Call<ops::FusedLinear>& call);
@@ -531,7 +531,7 @@ struct QkvRopeAppend {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"QkvRopeAppend", kQkvRopeAppendInputs, kQkvRopeAppendOutputs, true};
+  static constexpr Schema kSchema{"QkvRopeAppend", kQkvRopeAppendInputs, kQkvRopeAppendOutputs};
 };
 }  // namespace ops
 QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call);
@@ -558,7 +558,7 @@ struct RopeAngles {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"RopeAngles", kRopeAnglesInputs, kRopeAnglesOutputs, true};
+  static constexpr Schema kSchema{"RopeAngles", kRopeAnglesInputs, kRopeAnglesOutputs};
 };
 }  // namespace ops
 RopeAnglesParams read_params(const Call<ops::RopeAngles>& call);
@@ -578,7 +578,7 @@ struct GatherRows {
   struct Attributes {
     static Attributes read(const AttributeReader&) { return {}; }
   };
-  static constexpr Schema kSchema{"GatherRows", kGatherRowsInputs, kGatherRowsOutputs, true};
+  static constexpr Schema kSchema{"GatherRows", kGatherRowsInputs, kGatherRowsOutputs};
 };
 }  // namespace ops
 GatherRowsParams read_params(const Call<ops::GatherRows>& call);
@@ -606,7 +606,7 @@ struct RmsNormAdd {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"RmsNormAdd", kRmsNormAddInputs, kRmsNormAddOutputs, true};
+  static constexpr Schema kSchema{"RmsNormAdd", kRmsNormAddInputs, kRmsNormAddOutputs};
 };
 }  // namespace ops
 RmsNormAddParams read_params(const Call<ops::RmsNormAdd>& call);
@@ -644,7 +644,7 @@ struct GateMul {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"GateMul", kGateMulInputs, kGateMulOutputs, true};
+  static constexpr Schema kSchema{"GateMul", kGateMulInputs, kGateMulOutputs};
 };
 }  // namespace ops
 GateMulParams read_params(const Call<ops::GateMul>& call);
@@ -677,7 +677,7 @@ struct DeltaGates {
       return attributes;
     }
   };
-  static constexpr Schema kSchema{"DeltaGates", kDeltaGatesInputs, kDeltaGatesOutputs, true};
+  static constexpr Schema kSchema{"DeltaGates", kDeltaGatesInputs, kDeltaGatesOutputs};
 };
 }  // namespace ops
 DeltaGatesParams read_params(const Call<ops::DeltaGates>& call);

@@ -44,7 +44,6 @@ struct Schema {
   const char* name;
   std::span<const Port> inputs;
   std::span<const Port> outputs;
-  bool cuda_only;  // there is no CPU kernel
 
   // Without a port of the node's element type an operator is registered once, and without a port of the
   // cache's once for each element type.

@@ -81,6 +81,20 @@ void fused_linear(const FusedLinearParams& params, ParallelFor& parallel) {
   arithmetic().fused_linear(params, parallel);
 }
 
+void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel) {
+  arithmetic().qkv_rope_append(params, parallel);
+}
+
+void rms_norm_add(const RmsNormAddParams& params, ParallelFor& parallel) {
+  arithmetic().rms_norm_add(params, parallel);
+}
+
+void gate_mul(const GateMulParams& params, ParallelFor& parallel) { arithmetic().gate_mul(params, parallel); }
+
+void delta_gates(const DeltaGatesParams& params, ParallelFor& parallel) {
+  arithmetic().delta_gates(params, parallel);
+}
+
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel) {
   low_bit_arithmetic().linear(params, parallel);
 }

@@ -18,6 +18,10 @@ struct Arithmetic {
   void (*causal_conv)(const CausalConvParams&, ParallelFor&);
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
   void (*fused_linear)(const FusedLinearParams&, ParallelFor&);
+  void (*qkv_rope_append)(const QkvRopeAppendParams&, ParallelFor&);
+  void (*rms_norm_add)(const RmsNormAddParams&, ParallelFor&);
+  void (*gate_mul)(const GateMulParams&, ParallelFor&);
+  void (*delta_gates)(const DeltaGatesParams&, ParallelFor&);
   LowBitArithmetic low_bit;
 };
 

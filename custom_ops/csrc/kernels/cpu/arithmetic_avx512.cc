@@ -4,7 +4,9 @@
 #include "experts_impl.h"
 #include "linear_impl.h"
 #include "low_bit_experts_impl.h"
+#include "qkv_impl.h"
 #include "recurrent_impl.h"
+#include "rows_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
@@ -15,6 +17,10 @@ const Arithmetic kArithmeticAvx512 = {isa_avx512::swa_attention,
                                       isa_avx512::causal_conv,
                                       isa_avx512::gated_delta_rule,
                                       isa_avx512::fused_linear,
+                                      isa_avx512::qkv_rope_append,
+                                      isa_avx512::rms_norm_add,
+                                      isa_avx512::gate_mul,
+                                      isa_avx512::delta_gates,
                                       {isa_avx512::low_bit_linear, isa_avx512::low_bit_experts}};
 
 }  // namespace ortolan::cpu

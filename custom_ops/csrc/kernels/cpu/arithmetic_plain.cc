@@ -4,7 +4,9 @@
 #include "experts_impl.h"
 #include "linear_impl.h"
 #include "low_bit_experts_impl.h"
+#include "qkv_impl.h"
 #include "recurrent_impl.h"
+#include "rows_impl.h"
 #include "score_impl.h"
 
 namespace ortolan::cpu {
@@ -15,6 +17,10 @@ const Arithmetic kArithmeticPlain = {isa_plain::swa_attention,
                                      isa_plain::causal_conv,
                                      isa_plain::gated_delta_rule,
                                      isa_plain::fused_linear,
+                                     isa_plain::qkv_rope_append,
+                                     isa_plain::rms_norm_add,
+                                     isa_plain::gate_mul,
+                                     isa_plain::delta_gates,
                                      {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
 
 }  // namespace ortolan::cpu

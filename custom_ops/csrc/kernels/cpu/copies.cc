@@ -1,5 +1,5 @@
-// RingKvAppend, SnapKvCapture and KvCompact on the CPU: row copies of any element size, bit for bit, and
-// codes of rows where a cache holds codes.
+// RingKvAppend, SnapKvCapture, KvCompact and GatherRows on the CPU: row copies of any element size, bit for
+// bit, and codes of rows where a cache holds codes. RopeAngles, too.
 #define ORTOLAN_ISA isa_plain
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,8 @@
 
 namespace ortolan::cpu {
 namespace {
+
+using isa_plain::append_codes;
 
 char* bytes(void* pointer) { return static_cast<char*>(pointer); }
 const char* bytes(const void* pointer) { return static_cast<const char*>(pointer); }
@@ -72,6 +74,30 @@ void snap_kv_capture(const SnapKvCaptureParams& params, ParallelFor& parallel) {
       const int64_t row = sequence * params.window_rows + (past + t) % params.window_rows;
       std::memcpy(bytes(params.capture) + row * row_bytes,
                   bytes(params.query) + (params.packing.first(sequence) + t) * row_bytes, row_bytes);
+    }
+  });
+}
+
+void gather_rows(const GatherRowsParams& params, ParallelFor& parallel) {
+  const int64_t row_bytes = params.row_size * element_bytes(params.element);
+  parallel.each(params.num_indices, [&](int64_t r) {
+    const int64_t index = params.row_indices[r];
+    char* target = bytes(params.output) + r * row_bytes;
+    if (index < 0 || index >= params.num_rows)
+      std::memset(target, 0, row_bytes);
+    else
+      std::memcpy(target, bytes(params.rows) + index * row_bytes, row_bytes);
+  });
+}
+
+void rope_angles(const RopeAnglesParams& params, ParallelFor& parallel) {
+  const int64_t pairs = params.rotary_pairs;
+  parallel.each(params.num_tokens, [&](int64_t token) {
+    const auto position = static_cast<float>(params.positions[token]);
+    for (int64_t r = 0; r < pairs; ++r) {
+      const float angle = position * params.inv_freq[r];
+      params.cosine[token * pairs + r] = params.factor * std::cos(angle);
+      params.sine[token * pairs + r] = params.factor * std::sin(angle);
     }
   });
 }

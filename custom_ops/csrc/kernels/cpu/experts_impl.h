@@ -13,10 +13,9 @@
 #include <type_traits>
 
 #include "aligned_floats.h"
-#include "element.h"
 #include "expert_lists.h"
 #include "kernels/cpu/operators.generated.h"
-#include "vec.h"
+#include "lanes.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
@@ -31,26 +30,8 @@ constexpr int64_t kDotRows = 4, kDotTokens = 1;
 
 inline const float* unpacked_rows(const float* rows, int64_t, float*) { return rows; }
 inline const float* unpacked_rows(const Half* rows, int64_t count, float* buffer) {
-  const int64_t whole = count / 8 * 8;
-  load_row(rows, whole, buffer);
-  for (int64_t i = whole; i < count; ++i) buffer[i] = to_float(rows[i]);
+  load_floats(rows, count, buffer);
   return buffer;
-}
-
-inline Vec load_lanes(const float* source) { return load(source); }
-inline Vec load_lanes(const Half* source) {
-#if defined(__F16C__)
-  __m128i low, high;
-  std::memcpy(&low, source, sizeof low);
-  std::memcpy(&high, source + kLanes / 2, sizeof high);
-  return __builtin_shufflevector(reinterpret_cast<Vec8>(_mm256_cvtph_ps(low)),
-                                 reinterpret_cast<Vec8>(_mm256_cvtph_ps(high)), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
-                                 10, 11, 12, 13, 14, 15);
-#else
-  float lanes[kLanes];
-  load_row(source, kLanes, lanes);
-  return load(lanes);
-#endif
 }
 
 // products[token][row] of kRows rows, one behind the other, and kTokens inputs.

@@ -7,11 +7,10 @@
 #include "kernels/low_bit_rows.h"
 #include "kernels/params.h"
 
-namespace ortolan::cpu {
+namespace ortolan::cpu::ORTOLAN_ISA {
 
 template <typename Element>
 void append_codes(const Element* values, int64_t size, ElementType type, uint8_t* codes, float* scale) {
-  using ORTOLAN_ISA::to_float;
   float largest = 0;
   bool is_nan = false;
   for (int64_t d = 0; d < size; ++d) {
@@ -32,7 +31,7 @@ inline void append_codes(const RingKvAppendParams& p, const void* source, int64_
   uint8_t* codes = static_cast<uint8_t*>(pool) + row * size;
   if (p.element == ElementType::kFloat32)
     return append_codes(static_cast<const float*>(source), size, p.cache_element, codes, scales + row);
-  append_codes(static_cast<const ORTOLAN_ISA::Half*>(source), size, p.cache_element, codes, scales + row);
+  append_codes(static_cast<const Half*>(source), size, p.cache_element, codes, scales + row);
 }
 
-}  // namespace ortolan::cpu
+}  // namespace ortolan::cpu::ORTOLAN_ISA

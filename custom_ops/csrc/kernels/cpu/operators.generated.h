@@ -4,9 +4,11 @@
 
 #include "kernels/expert_params.h"
 #include "kernels/fused_params.h"
+#include "kernels/gate_params.h"
 #include "kernels/low_bit_expert_params.h"
 #include "kernels/low_bit_params.h"
 #include "kernels/params.h"
+#include "kernels/qkv_params.h"
 #include "kernels/recurrent_params.h"
 #include "parallel.h"
 
@@ -25,5 +27,11 @@ void gated_delta_rule(const GatedDeltaRuleParams& params, ParallelFor& parallel)
 void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel);
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel);
 void fused_linear(const FusedLinearParams& params, ParallelFor& parallel);
+void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel);
+void rope_angles(const RopeAnglesParams& params, ParallelFor& parallel);
+void gather_rows(const GatherRowsParams& params, ParallelFor& parallel);
+void rms_norm_add(const RmsNormAddParams& params, ParallelFor& parallel);
+void gate_mul(const GateMulParams& params, ParallelFor& parallel);
+void delta_gates(const DeltaGatesParams& params, ParallelFor& parallel);
 
 }  // namespace ortolan::cpu

@@ -15,9 +15,8 @@
 #include <memory>
 #include <vector>
 
-#include "element.h"
 #include "kernels/cpu/operators.generated.h"
-#include "vec.h"
+#include "lanes.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
@@ -25,16 +24,6 @@ constexpr int64_t kConvBlock = 4 * kLanes;
 constexpr int64_t kConvHistory = kMaxConvTaps;  // a power of two
 constexpr int64_t kStateColumns = 2 * kLanes;
 constexpr int64_t kTokenBlock = 16;  // tokens whose keys and queries are normalised together
-
-template <typename Element>
-void load_floats(const Element* source, int64_t count, float* target) {
-  for (int64_t i = 0; i < count; ++i) target[i] = to_float(source[i]);
-}
-
-inline Vec silu(Vec x) {
-  const Vec small = exponential(select(x < 0.0f, x, -x));
-  return x * select(x < 0.0f, small, broadcast(1.0f)) / (1.0f + small);
-}
 
 // The features first .. first + count of one sequence.
 template <typename Element>
@@ -97,15 +86,6 @@ void causal_conv_of(const CausalConvParams& p, ParallelFor& parallel) {
 
 inline void causal_conv(const CausalConvParams& p, ParallelFor& parallel) {
   p.element == ElementType::kFloat16 ? causal_conv_of<Half>(p, parallel) : causal_conv_of<float>(p, parallel);
-}
-
-inline float dot(const float* a, const float* b, int64_t size) {
-  Vec sums{};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sums = sums + load(a + i) * load(b + i);
-  float sum = horizontal_sum(sums);
-  for (; i < size; ++i) sum = std::fma(a[i], b[i], sum);
-  return sum;
 }
 
 // A query or key row [Dk] as float32, of length 1 if asked for.
