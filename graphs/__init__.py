@@ -9,6 +9,7 @@ from ortolan.graphs.foreign.convert import Conversion, ConversionOptions, conver
 from ortolan.graphs.foreign.inputs import SourceNames
 from ortolan.graphs.foreign.prepare import ForeignBytes, foreign_bytes, is_small
 from ortolan.graphs.options import GraphOptions
+from ortolan.graphs.stages import Stage, cut_by_layer
 from ortolan.graphs.summary import ModelSummary, summarize_model
 from ortolan.graphs.verify import verify_model
 from ortolan.graphs.verify_fused import verify_fused_pair
@@ -22,6 +23,7 @@ __all__ = [
     "GraphOptions",
     "ModelSummary",
     "SourceNames",
+    "Stage",
     "StoredWeights",
     "attach_external_data",
     "build_evict_model",
@@ -29,6 +31,7 @@ __all__ = [
     "change_cache_dtype",
     "convert_model",
     "count_fusions",
+    "cut_by_layer",
     "foreign_bytes",
     "is_small",
     "make_batch_invariant",
