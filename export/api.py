@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ortolan.errors import ConfigError, check_progress, file_path, truth
-from ortolan.export.calibration import feedbacks, read_text
+from ortolan.export.calibration import Calibration, read_text, read_tokens
 from ortolan.export.caller import warn_caller
 from ortolan.export.checkpoint import Array, Checkpoint, checkpoint_folder, open_checkpoint
 from ortolan.export.draft_head import (
@@ -23,7 +25,7 @@ from ortolan.export.draft_head import (
 from ortolan.export.families.base import Family
 from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_sibling
 from ortolan.export.hf_config import HfConfig, read_hf_config
-from ortolan.export.model_files import ModelFiles, write_folder
+from ortolan.export.model_files import ModelFiles, Progress, write_folder
 from ortolan.export.options import DENSE, HEADS, ExportOptions
 from ortolan.export.packed import Published, read_quantization
 from ortolan.export.quantize import METHODS
@@ -43,8 +45,22 @@ from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import LowBit
 from ortolan.graphs.formats.plan import wished_formats
 from ortolan.graphs.parts import Formats
-from ortolan.graphs.weights import joint_weights
+from ortolan.graphs.weights import joint_weights, weight_shapes
 from ortolan.manifest import HEAD_WEIGHTS_FILE
+
+_DENSE_COPY = ExportOptions(
+    dtype="float32",
+    max_context=None,
+    chunk_size=None,
+    sink=0,
+    snapkv_window=0,
+    paged=False,
+    page_size=64,
+    weights="checkpoint",
+    fuse=False,
+    weight_format=DENSE,
+    cache_dtype=None,
+)
 
 
 def export(
@@ -87,7 +103,8 @@ def export(
         fuse: write model.fused.onnx and model.cpu.onnx too, which CUDA and the CPU run: fewer, larger operators over
             the same weights file.
         overwrite: replace `out_dir` where it is a model folder.
-        progress: called with (bytes written, bytes in all).
+        progress: called with (bytes written, bytes in all); with a `calibration`, both count a float32 copy of the
+            weights, too, twice: it is written, and it reads the text.
         page_size: slots of a page, 16, 32, 64, 128 or 256; kernels are fastest from 64 on, small pages waste least.
         weight_format: how linear weights are stored: "dense" (one element of `dtype` each), "int4", "int8", "fp8" or
             "mxfp4", and experts of mixtures likewise, while their routers stay dense; None: as the checkpoint
@@ -138,27 +155,47 @@ def export(
     check_progress(progress)
     check_target(target, truth("overwrite", overwrite))
     source = checkpoint_folder(hf_dir, weights=weights != "random")
-    model, head = _read(source, options)
-    if options.calibration is not None:
-        model = replace(model, feedbacks=_calibrated(source, target, read_text(options.calibration)))
-    with temporary_sibling(target, sum(placed_bytes(files.placed) for files in (model, head) if files)) as folder:
-        write_folder(folder, source, model, head, progress or (lambda done, total: None))
-        put_in_place(folder, target)
+    _write(source, target, options, Progress(progress))
     return target
 
 
-def _calibrated(source: Path, target: Path, text: str) -> dict[str, Array]:
-    """Measure a checkpoint's inputs of linear layers, by a dense export beside the target that is removed again."""
-    options = ExportOptions(
-        dtype="float32", max_context=None, chunk_size=None, sink=0, snapkv_window=0, paged=False, page_size=64,
-        weights="checkpoint", fuse=False, weight_format=DENSE, cache_dtype=None,
-    )  # fmt: skip
-    model, _ = _read(source, options)
-    with temporary_sibling(target, model.num_bytes) as folder:
-        write_folder(folder, source, model, None, lambda done, total: None)
-        found = feedbacks(folder, text)
-    joints = joint_weights(model.config)
-    return {member: factor for weight, factor in found.items() for member in joints.get(weight, (weight,))}
+def _write(source: Path, target: Path, options: ExportOptions, progress: Progress) -> None:
+    """Read and check a checkpoint, and write its model folder, or nothing."""
+    model, head = _read(source, options)
+    each = (model,) if head is None else (model, head)
+    for files in each:
+        progress.expect(files.num_bytes)
+    with contextlib.ExitStack() as stack:
+        if options.calibration is not None:
+            token_ids = read_tokens(source, read_text(options.calibration))
+            model = stack.enter_context(_calibrated(source, target, model, token_ids, progress))
+        folder = stack.enter_context(temporary_sibling(target, sum(placed_bytes(files.placed) for files in each)))
+        write_folder(folder, source, model, head, progress.advance)
+        put_in_place(folder, target)
+
+
+@contextlib.contextmanager
+def _calibrated(
+    source: Path, target: Path, model: ModelFiles, token_ids: Array, progress: Progress
+) -> Iterator[ModelFiles]:
+    """Calibrate what is written of a model by a dense copy, which lies beside the target until the end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model itself has warned
+        dense, _ = _read(source, _DENSE_COPY)
+    progress.expect(2 * dense.num_bytes)  # to write the copy, and to let the text through it
+    with temporary_sibling(target, dense.num_bytes + model.num_bytes) as folder:
+        write_folder(folder, source, dense, None, progress.advance)
+        calibration = Calibration(folder, token_ids, _quantized(model), dense.num_bytes, progress.advance)
+        yield replace(model, feedback=calibration.feedback)
+
+
+def _quantized(model: ModelFiles) -> dict[str, set[str]]:
+    """List the weights of layers that are quantized, by the weight of the graph that they are part of."""
+    config, formats = model.config, model.formats
+    layers = {name for name in weight_shapes(config) if name.startswith("layers.")}
+    quantized = {name for name in layers if isinstance(formats.stored(name), LowBit)}
+    whole = {name: (name,) for name in quantized} | joint_weights(config)
+    return {name: quantized.intersection(members) for name, members in whole.items()}
 
 
 def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles | None]:

@@ -119,6 +119,8 @@ def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
         raise StorageError(f"cannot write beside {target}: {error}") from error
     try:
         yield folder
+    except StorageError:  # of a folder inside
+        raise
     except OSError as error:
         raise StorageError(f"writing {target} failed, nothing was kept: {error}") from error
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx
@@ -12,7 +12,7 @@ from ortolan.element_types import CPU_TYPES, cache_type
 from ortolan.export.checkpoint import Array
 from ortolan.export.folder import complete_folder, describe_layer
 from ortolan.export.options import ExportOptions
-from ortolan.export.weights import WEIGHTS_FILE, WeightProvider, WeightsFile
+from ortolan.export.weights import WEIGHTS_FILE, WeightProvider, WeightsFile, no_feedback
 from ortolan.graphs import (
     ExternalTensor,
     attach_external_data,
@@ -51,7 +51,7 @@ class ModelFiles:
         placed: where each tensor of the weights file lies.
         formats: of linear weights.
         weight_format: what the manifest calls them.
-        feedbacks: of weights that are calibrated.
+        feedback: of weights that are calibrated, see `WeightsFile`.
     """
 
     config: ModelConfig
@@ -61,7 +61,7 @@ class ModelFiles:
     placed: dict[str, ExternalTensor]
     formats: Formats
     weight_format: str
-    feedbacks: Mapping[str, Array] = field(default_factory=dict)
+    feedback: Callable[[str], Array | None] = no_feedback
 
     @property
     def num_bytes(self) -> int:
@@ -131,7 +131,7 @@ class ModelFiles:
             placed=self.placed,
             dtype=self.options.dtype,
             method=self.options.quantizer,
-            feedbacks=self.feedbacks,
+            feedback=self.feedback,
         )
         file.write(self.provider, path, advance)
 
@@ -143,8 +143,25 @@ class ModelFiles:
         return {None: plain, **({device: fused[device] for device in devices} if self.options.fuse else {})}
 
 
+class Progress:
+    """Adds up the bytes of the parts of an export, and tells its caller of (bytes done, bytes in all)."""
+
+    def __init__(self, told: Callable[[int, int], object] | None) -> None:
+        self._done, self._total, self._told = 0, 0, told
+
+    def expect(self, count: int) -> None:
+        """Add to the bytes in all, before any is done."""
+        self._total += count
+
+    def advance(self, count: int) -> None:
+        """Tell of so many more bytes."""
+        self._done += count
+        if self._told is not None:
+            self._told(self._done, self._total)
+
+
 def write_folder(
-    folder: Path, source: Path, model: ModelFiles, head: ModelFiles | None, progress: Callable[[int, int], object]
+    folder: Path, source: Path, model: ModelFiles, head: ModelFiles | None, advance: Callable[[int], object]
 ) -> None:
     """Write a model folder.
 
@@ -153,20 +170,13 @@ def write_folder(
         source: folder of the checkpoint, whose tokenizer goes with the model.
         model: what to write.
         head: the same of its draft head; None where it has none.
-        progress: called with (bytes written, bytes in all).
+        advance: called with the number of bytes of weights written.
     """
     each = [model] if head is None else [model, head]
     manifests = [files.manifest() for files in each]
     for files, manifest in zip(each, manifests, strict=True):
         for name, graph in files.graphs(manifest, model.placed).items():
             (folder / name).write_bytes(graph.SerializeToString(deterministic=True))
-    total, written = sum(files.num_bytes for files in each), 0
-
-    def advance(count: int) -> None:
-        nonlocal written
-        written += count
-        progress(written, total)
-
     for files, name in zip(each, (WEIGHTS_FILE, HEAD_WEIGHTS_FILE), strict=False):
         files.write_weights(folder / name, advance)
     complete_folder(folder, replace(manifests[0], draft_head=manifests[1] if head else None), source)

@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,6 +242,10 @@ def placed_bytes(placed: Mapping[str, ExternalTensor]) -> int:
     return max((where.end for where in placed.values()), default=0)
 
 
+def no_feedback(name: str) -> None:
+    """Calibrate no weight."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFile:
     """What the weights file is to hold.
@@ -252,7 +256,8 @@ class WeightsFile:
         placed: where each tensor goes.
         dtype: element type of dense weights, and of int scales.
         method: of quantization, see `ortolan.export.quantize`.
-        feedbacks: of calibrated weights, by name.
+        feedback: asked once for each weight that is quantized, in the order of the file, see
+            `ortolan.export.calibration`.
     """
 
     config: ModelConfig
@@ -260,7 +265,7 @@ class WeightsFile:
     placed: Mapping[str, ExternalTensor]
     dtype: str
     method: str = METHODS[0]
-    feedbacks: Mapping[str, Array] = field(default_factory=dict)
+    feedback: Callable[[str], Array | None] = no_feedback
 
     def write(self, provider: WeightProvider, path: Path, advance: Callable[[int], object]) -> None:
         """Write all weights, one at a time.
@@ -301,8 +306,10 @@ class WeightsFile:
                 yield {f"{stem}.{port}": self._typed(port, values) for port, values in piece.items()}
             return
 
+        feedback = self.feedback(name)
+
         def rounded(rows: Array) -> dict[str, Array]:
-            arrays = quantize(name, rows, stored, self.dtype, self.method, self.feedbacks.get(name))
+            arrays = quantize(name, rows, stored, self.dtype, self.method, feedback)
             return {f"{stem}.{port}": values for port, values in arrays.items()}
 
         yield from _in_parallel(rounded, _quantized_rows(provider.slabs(name), shape))

@@ -24,6 +24,8 @@ SAME_TOKENS = 1e-5
 CHUNKED_DELTA_RELATIVE = {"float16": 0.003, "bfloat16": 0.02}
 # Scores of positions that two float32 implementations may rank either way, relative.
 SCORE_TIES = 1e-4
+# Factors of a calibration, relative to the largest: float32 sums of two graphs, after an inversion.
+FEEDBACK_RELATIVE = 1e-4
 # Frequencies of RoPE, relative: float32 powers of two libraries.
 FREQUENCIES_RELATIVE = 1e-6
 
