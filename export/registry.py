@@ -18,6 +18,7 @@ from ortolan.export.families import (
     laguna,
     llama,
     mellum,
+    mimo_v2_flash,
     ministral,
     ministral3,
     mistral,
@@ -43,8 +44,8 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.architecture: module.FAMILY
     for module in (
         *(cohere2, exaone4, gemma2, gemma3, gemma3_vision, gpt_oss, granite, granite_swa, granitemoe, granitemoe_swa),
-        *(laguna, llama, mellum, ministral, ministral3, mistral, mistral3_vision, mixtral, muse_glimmer, olmo2, olmo3),
-        *(olmo_hybrid, olmoe, phi3, qwen2, qwen3, qwen3_moe, qwen3_next, smollm3),
+        *(laguna, llama, mellum, mimo_v2_flash, ministral, ministral3, mistral, mistral3_vision, mixtral, muse_glimmer),
+        *(olmo2, olmo3, olmo_hybrid, olmoe, phi3, qwen2, qwen3, qwen3_moe, qwen3_next, smollm3),
     )
 } | {family.architecture: family for family in (*gemma4.FAMILIES, *qwen3_5.FAMILIES)}
 
@@ -70,7 +71,6 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": _GEMMA3N,
     "GraniteMoeHybridForCausalLM": _MAMBA2,
     "Mamba2ForCausalLM": _MAMBA2,
-    "MiMoV2FlashForCausalLM": "the heads of its values are smaller than those of its keys (v_head_dim, head_dim)",
     "NemotronHForCausalLM": _MAMBA2,
 }
 

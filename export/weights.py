@@ -72,7 +72,7 @@ class CheckpointWeights:
             if source.strides:
                 yield from _strided(tensor, source)
                 continue
-            step = max(1, source.interleaved)  # heads stay whole
+            step = source.padded_rows[0] if source.padded_rows else max(1, source.interleaved)  # heads stay whole
             rows = step * max(1, _SLAB_BYTES // (step * max(1, tensor.nbytes // max(1, len(tensor)))))
             for begin in range(0, len(tensor), rows):
                 slab = tensor[begin : begin + rows]
@@ -100,7 +100,8 @@ class CheckpointWeights:
             tensors = self._tensors(name)
             for source, each in zip(tensors, self._part_shapes(tensors, shape), strict=True):
                 used.add(source.name)
-                self._check_tensor(source, (*each[:-2], *each[:-3:-1]) if source.transposed else each)
+                given = _unpadded(source, each)
+                self._check_tensor(source, (*given[:-2], *given[:-3:-1]) if source.transposed else given)
         tied = {"lm_head.weight"} if config.tied_embeddings else set()
         left = sorted(n for n in set(self._checkpoint.entries) - used - tied if not _IGNORED.search(n))
         if left:
@@ -147,8 +148,30 @@ def _strided(tensor: Array, source: Source) -> Iterator[Array]:
             yield period[begin:end]
 
 
+def _unpadded(source: Source, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor that a weight of a shape is padded from."""
+    sizes = list(shape)
+    for axis, heads in enumerate((source.padded_rows, source.padded_columns)):
+        if heads is not None:
+            sizes[axis] = sizes[axis] // heads[1] * heads[0]
+    return tuple(sizes)
+
+
+def _padded(slab: Array, axis: int, heads: tuple[int, int]) -> Array:
+    """Put zeros behind each head of an axis."""
+    given, whole = heads
+    parted = slab.reshape(*slab.shape[:axis], -1, given, *slab.shape[axis + 1 :])
+    widths = [(0, whole - given) if place == axis + 1 else (0, 0) for place in range(parted.ndim)]
+    return np.pad(parted, widths).reshape(*slab.shape[:axis], -1, *slab.shape[axis + 1 :])
+
+
 def _arranged(slab: Array, source: Source) -> Array:
     """Turn leading rows of a tensor into those of the weight."""
+    if source.factor != 1.0:
+        slab = slab.astype(np.float32) * np.float32(source.factor)
+    for axis, sizes in enumerate((source.padded_rows, source.padded_columns)):
+        if sizes is not None:
+            slab = _padded(slab, axis, sizes)
     if source.squeezed:
         slab = slab.reshape(len(slab), *slab.shape[2:])
     if source.plus_one:

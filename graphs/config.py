@@ -87,6 +87,8 @@ class AttentionConfig:
             "projection" (over Hq*D, Hkv*D).
         value_norm: whether each value head is normalised by an RMSNorm without a weight.
         value_is_key: whether values are the key projection, as it is before its norm and RoPE.
+        value_size: features of a value head that are not always 0; 0: all D.
+        value_scale: factor of values, which their weights hold already.
         query_scale: a factor of queries by their position; None for none.
         output_gate: of a projection of the layer's input, a factor of what heads return; "none" for none.
         gate_per_head: whether that is one factor for each head, or one for each of its features.
@@ -105,6 +107,8 @@ class AttentionConfig:
     qk_norm: QkNorm = "none"
     value_norm: bool = False
     value_is_key: bool = False
+    value_size: int = 0
+    value_scale: float = 1.0
     query_bias: bool = False
     key_bias: bool = False
     value_bias: bool = False

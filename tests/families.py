@@ -248,6 +248,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
+    "mimo_v2_flash": {
+        "model_type": "mimo_v2_flash",
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "num_key_value_heads": 1,
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "sliding_window": 12,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
     "granitemoe_swa": {
         "model_type": "granitemoe_swa",
         "head_dim": None,

@@ -28,6 +28,10 @@ class Source:
         strides: half-open ranges of rows within every `period` rows of the tensor; those of the first range, in all
             periods, come first in the weight, and so on. Empty: all rows, as they are.
         period: of `strides`.
+        padded_rows: sizes of a head in the tensor's rows and, larger, in those of the weight, where zeros follow; None
+            where they are one.
+        padded_columns: the same of columns, the second axis.
+        factor: that the tensor is multiplied by.
         squeezed: whether the tensor has a second axis of one element that the weight does not have.
         parts: tensors whose rows, one tensor after the other, are those of the weight; they are read from checkpoints
             without the tensor `name`.
@@ -41,8 +45,17 @@ class Source:
     interleaved: int = 0
     strides: tuple[tuple[int, int], ...] = ()
     period: int = 0
+    padded_rows: tuple[int, int] | None = None
+    padded_columns: tuple[int, int] | None = None
+    factor: float = 1.0
     squeezed: bool = False
     parts: tuple[str, ...] = ()
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether the weight is more than the tensor's rows as they are."""
+        is_moved = self.transposed or self.alternating or bool(self.strides) or self.interleaved > 0
+        return is_moved or self.plus_one or self.factor != 1.0 or bool(self.padded_rows or self.padded_columns)
 
 
 Sources: TypeAlias = dict[str, Source]

@@ -160,8 +160,8 @@ class PublishedWeights:
         layout, stem = self._layout, self._stem(source)
         assert layout is not None
         assert stem is not None
-        if source.plus_one or source.transposed or source.alternating or source.strides or source.interleaved:
-            raise UnsupportedModelError(f"{source.name} cannot be read in low bits: its rows are arranged anew")
+        if source.is_rearranged:
+            raise UnsupportedModelError(f"{source.name} cannot be read in low bits: its values are arranged anew")
         tensors = Tensors(checkpoint, stem)
         stored, endings = layout.describe(tensors, _whole(tensors, source, shape, layout))
         if source.rows is not None and any(edge % stored.scale_rows for edge in source.rows):

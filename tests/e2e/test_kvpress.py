@@ -27,14 +27,14 @@ CASES = [(32, 5, 80), (32, 7, 120), (64, 5, 100), (64, 7, 200)]  # window, kerne
 def full_attention_checkpoint(family: str, folder: Path) -> Path:
     """Make a tiny checkpoint with sharp attention and no ties, whose layers all attend to everything.
 
-    Those of Gemma 4 stay as they are: its full layers have heads of their own.
+    Those of Gemma 4 and MiMo-V2-Flash stay as they are: their full layers have heads of their own.
     """
     overrides = {"query_pre_attn_scalar": 16} if family == "gemma3" else {}
     overrides |= {"num_key_value_heads": 2}
     tiny_checkpoint(family, folder, seed=5, **overrides)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    if "per_layer_config" in config:
+    if "per_layer_config" in config or family == "mimo_v2_flash":
         return folder
     if "layer_types" in config:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]

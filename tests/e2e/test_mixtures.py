@@ -17,6 +17,7 @@ MIXTURES = (
     "granitemoe_swa",
     "laguna",
     "mellum",
+    "mimo_v2_flash",
     "mixtral",
     "olmoe",
     "qwen3_moe",

@@ -18,7 +18,7 @@ from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 FAMILIES = (
     *("gpt_oss", "qwen3_moe", "mixtral", "olmoe", "granitemoe", "granitemoe_swa"),
-    *("gemma4_moe", "laguna", "mellum", "qwen3_next", "qwen3_5_moe"),
+    *("gemma4_moe", "laguna", "mellum", "mimo_v2_flash", "qwen3_next", "qwen3_5_moe"),
 )
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 SHARED_SIZES = {

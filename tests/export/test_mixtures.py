@@ -13,7 +13,7 @@ import ortolan
 from ortolan.errors import CheckpointError, UnsupportedModelError
 
 PROMPT = list(range(3, 40))
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "laguna", "mellum")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "granitemoe", "laguna", "mellum", "mimo_v2_flash")
 EXPERT = "model.layers.2.mlp.experts.4.up_proj.weight"
 
 

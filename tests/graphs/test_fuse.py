@@ -27,6 +27,7 @@ KEYS_AS_VALUES = ("gemma4_unified", "gemma4_moe")  # in full layers
 MIXTURES = dict.fromkeys(("mixtral", "olmoe", "granitemoe", "granitemoe_swa", "gpt_oss"), range(4)) | {
     "qwen3_moe": (0, 2, 3),
     "mellum": (1, 2, 3),
+    "mimo_v2_flash": (1, 2, 3),
     "laguna": (1, 2, 3),
 }
 BESIDE = ("gemma4_moe",)  # mixtures that have a gated MLP beside them
