@@ -12,7 +12,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 PROMPTS = [list(range(first, first + 1 + 2 * first)) for first in range(3, 43, 5)]
 # Largest and median relative differences of logits. Last bits of activations decide codes, which are an eighth of a
 # value apart; that grows from layer to layer, so elements of 16 bits end about as far away as rounding takes them.
-LIMITS = {"float32": (0.3, 1e-3), "float16": (1.0, 0.6), "bfloat16": (1.0, 0.6)}
+# Logits of another model would differ by four times their spread.
+LIMITS = {"float32": (0.3, 1e-3), "float16": (1.0, 0.6), "bfloat16": (2.0, 1.0)}
 
 
 def export(dtype, group_size):
