@@ -30,8 +30,9 @@ struct FewLanes {
   // Writes sums [tiles, 2] to `target` [tokens, stride] of a group, rows in the order of their places, in the
   // shared memory of a block of the cluster.
   static __device__ __forceinline__ void store(const float (&sums)[kTiles][2], const float* target,
-                                               int stride, int block) {
+                                               int tokens, int stride, int block) {
     const int lane = threadIdx.x % 32;
+    if (lane / 4 >= tokens) return;
     const uint32_t first = shared_address(target + lane / 4 * stride + lane % 4 * 2);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile)
@@ -199,7 +200,7 @@ struct FewOutputs {
       if (n == place) value = residual[n];
     return value;
   }
-  // `sums` [slices, kFewTokens, stride]: what the turn's units have left. One output after another: inlined
+  // `sums` [slices, tokens, stride]: what the turn's units have left. One output after another: inlined
   // as often as a thread has outputs, this is most of the kernel's code.
   __device__ __forceinline__ void finish_turn(int first_group, const float* sums) const {
     const int stride = p.stream.sums_stride();
@@ -210,7 +211,7 @@ struct FewOutputs {
       const auto sum_of_slices = [&](const float* slice) {
         float sum = *slice;
 #pragma unroll 2
-        for (int i = 1; i < p.stream.slices.count; ++i) sum += slice[i * kFewTokens * stride];
+        for (int i = 1; i < p.stream.slices.count; ++i) sum += slice[i * p.stream.tokens * stride];
         return sum;
       };
       const float gate = sum_of_slices(first);
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
   auto* norm = reinterpret_cast<uint4*>(ring + stream.norm_offset());
   auto* sums = reinterpret_cast<float*>(ring + stream.sums_offset());
   auto* barriers = reinterpret_cast<Barrier*>(ring + stream.barriers_offset());
-  Barrier& arrived = barriers[stream.rounds * kGemvWarps];
+  Barrier& arrived = barriers[stream.rounds * stream.warps];
   FewWeights<kTiles, kGated> weights(p, ring, barriers, rank);
   FewOutputs<Element, kTiles, kGated, kChain> outputs{p, weights, {}};
   weights.start();
@@ -253,7 +254,8 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
 
   using Products = FewProducts<Element, kTiles, kChain>;
   const int place = Products::lane_place();
-  const char* lane_input = inputs + threadIdx.x % 32 / 4 * stream.token_stride + Products::input_place();
+  const int lane_token = min(static_cast<int>(threadIdx.x) % 32 / 4, stream.tokens - 1);
+  const char* lane_input = inputs + lane_token * stream.token_stride + Products::input_place();
   int finisher = 0;                    // the block that finishes the turn
   int turn_sums = stream.turn_sums();  // from this turn's to the next one's
   for (int group = 0; group < weights.groups; group += stream.groups_per_turn) {
@@ -273,9 +275,10 @@ __global__ void __launch_bounds__(kGemvThreads, kTiles == 1 ? 2 : 1)
 #pragma unroll
       for (int n = 0; n < 2 * kTiles; ++n) unit_sums[n / 2][n % 2] = products.sum(n / 2, n % 2);
       FewLanes<kTiles>::store(unit_sums,
-                              sums + (weights.first_slice + unit.slice) * kFewTokens * stream.sums_stride() +
+                              sums +
+                                  (weights.first_slice + unit.slice) * stream.tokens * stream.sums_stride() +
                                   (unit.group - group) * kTiles * FewStream::kTileRows,
-                              stream.sums_stride(), finisher);
+                              stream.tokens, stream.sums_stride(), finisher);
     }
     if (stream.cluster > 1)
       cluster_sync();

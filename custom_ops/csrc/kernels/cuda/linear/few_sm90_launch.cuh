@@ -13,6 +13,8 @@ constexpr int kFewReservedBytes = 1024;
 // What a block takes where it can: half of a multiprocessor, so that the next layer's weights are on their
 // way before the last block of this one is done.
 constexpr int kFewSharedBytes = 115712;
+// What it takes at most where that holds all its weights.
+constexpr int kFewWholeBytes = 131072;
 // Of weights, from which on a block takes groups of two tiles.
 constexpr int64_t kFewLongBytes = 196608;
 
@@ -22,33 +24,53 @@ inline int64_t few_block_bytes(const FusedLinearParams& p, const Device& device)
   return rows * p.num_inputs * 2 / device.num_multiprocessors;
 }
 
+// Shares the shared memory of blocks in clusters of so many. Returns the buffers that hold all of a warp's
+// weights; those that there are may be fewer. `block_groups`: of a block that is its own cluster, at most;
+// how many clusters of several blocks there are is not known yet.
+template <int kTiles, bool kChain>
+int divide_few_memory(FewStream& stream, int block_groups, int limit, int cluster) {
+  constexpr int kMaxSumsBytes = 24576;
+  constexpr int kMostTurnGroups = FewStream::kMaxTurnRows / (kTiles * FewStream::kTileRows);
+  stream.cluster = cluster;
+  stream.block_slices = static_cast<int>(divide_up(stream.slices.count, cluster));
+  stream.token_stride = stream.block_slices * stream.slices.bytes + (kChain ? 32 : 64);
+  const int units = cluster == 1 ? block_groups * stream.block_slices : FewStream::kMaxRounds * kGemvWarps;
+  const int steps = stream.slices.bytes / RowSlices::kStepBytes;  // of a unit
+  const int all = std::max(static_cast<int>(divide_up(units, kGemvWarps)) * steps, FewStream::kMinRounds);
+  stream.warps = std::min(units, kGemvWarps);
+  stream.groups_per_turn = cluster == 1 ? std::min(kMostTurnGroups, block_groups) : kMostTurnGroups;
+  stream.rounds = 0;
+  const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(); };
+  while (stream.groups_per_turn > 1 && sums_bytes() > kMaxSumsBytes) --stream.groups_per_turn;
+  const int round_bytes = stream.warps * (kTiles * FewStream::kTileBytes + static_cast<int>(sizeof(Barrier)));
+  stream.rounds = std::min({(limit - stream.shared_bytes()) / round_bytes, FewStream::kMaxRounds, all});
+  return all;
+}
+
 // False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
 template <int kTiles, bool kChain>
-bool plan_few(const FusedLinearParams& p, const Device& device, FewStream& stream) {
-  constexpr int kMaxSumsBytes = 24576;
-  if (p.num_inputs % FewStream::kColumns != 0 || p.num_inputs > (1 << 20) || p.num_outputs > kMaxOutputs)
-    return false;
-  const int64_t row_bytes = p.num_inputs * 2;
+bool plan_few(const FusedLinearParams& p, int tokens, int groups, bool in_clusters, const Device& device,
+              FewStream& stream) {
+  if (p.num_inputs % FewStream::kColumns != 0 || p.num_inputs > (1 << 20)) return false;
+  const auto block_groups = static_cast<int>(divide_up(groups, std::min(groups, device.num_multiprocessors)));
   stream.tiles = kTiles;
-  stream.slices = RowSlices::of(row_bytes);
-  stream.norm_bytes = p.norm_weight ? static_cast<int>(row_bytes) : 0;
-  const int most = device.shared_bytes_per_block - kFewReservedBytes;
-  const auto plan = [&](int limit, int cluster, int min_rounds) {
-    stream.cluster = cluster;
-    stream.block_slices = static_cast<int>(divide_up(stream.slices.count, cluster));
-    stream.token_stride = stream.block_slices * stream.slices.bytes + (kChain ? 32 : 64);
-    stream.groups_per_turn = FewStream::kMaxTurnRows / (kTiles * FewStream::kTileRows);
-    stream.rounds = 0;
-    const auto sums_bytes = [&] { return 2 * static_cast<int>(sizeof(float)) * stream.turn_sums(); };
-    while (stream.groups_per_turn > 1 && sums_bytes() > kMaxSumsBytes) --stream.groups_per_turn;
-    const int round_bytes = kGemvWarps * (kTiles * FewStream::kTileBytes + static_cast<int>(sizeof(Barrier)));
-    stream.rounds = std::min((limit - stream.shared_bytes()) / round_bytes, FewStream::kMaxRounds);
-    const bool keeps_all_busy = kTiles == 1 || stream.groups_per_turn * stream.block_slices >= kGemvWarps;
-    return stream.rounds >= min_rounds && keeps_all_busy;
+  stream.tokens = tokens;
+  stream.slices = RowSlices::of(p.num_inputs * 2);
+  stream.norm_bytes = p.norm_weight ? stream.slices.row_bytes : 0;
+  const auto divide = [&](int limit, int cluster) {
+    return divide_few_memory<kTiles, kChain>(stream, block_groups, limit, cluster);
   };
-  if (kTiles == 1 && plan(kFewSharedBytes, 1, 2)) return true;
-  for (int cluster = 1; cluster <= std::min(FewStream::kMaxCluster, stream.slices.count); cluster *= 2)
-    if (plan(most, cluster, 2)) return true;
+  if (kTiles == 1 && !in_clusters) {
+    if (divide(kFewWholeBytes, 1) == stream.rounds) return true;
+    divide(kFewSharedBytes, 1);
+    if (stream.rounds >= FewStream::kMinRounds) return true;
+  }
+  const int largest = in_clusters ? std::min(FewStream::kMaxCluster, stream.slices.count) : 1;
+  for (int cluster = in_clusters ? 2 : 1; cluster <= largest; cluster *= 2) {
+    divide(device.shared_bytes_per_block - kFewReservedBytes, cluster);
+    const bool keeps_all_busy = kTiles == 1 || stream.groups_per_turn * stream.block_slices >= kGemvWarps;
+    if (stream.rounds >= FewStream::kMinRounds && keeps_all_busy) return true;
+  }
   return false;
 }
 
@@ -63,16 +85,18 @@ cudaError_t make_few_map(CUtensorMap& map, const FusedLinearParams& p) {
                            RowSlices::kStepBytes / (2 * FewStream::kColumns)}});
 }
 
-// Multiplies the tokens of a pass in groups of kTiles tiles. False, and nothing launched, where they must be
-// others.
+// Multiplies the tokens of a pass in groups of kTiles tiles, by clusters of several blocks or of one. False,
+// and nothing launched, where their inputs do not fit so.
 template <typename Element, int kTiles, bool kGated, bool kChain>
-bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
-                      cudaError_t& error) {
+bool launch_few_tiles(const FusedLinearParams& p, const GemvPass& pass, bool in_clusters,
+                      const Launch& launch, cudaError_t& error) {
   FewParams params{p, pass, {}, {}};
   FewStream& stream = params.stream;
-  if (!plan_few<kTiles, kChain>(p, launch.device, stream)) return false;
   constexpr auto kKernel = few_stream_kernel<Element, kTiles, kGated, kChain>;
-  const auto groups = static_cast<int>(divide_up(p.num_outputs, FewWeights<kTiles, kGated>::kOutputs));
+  const int64_t all_groups = divide_up(p.num_outputs, FewWeights<kTiles, kGated>::kOutputs);
+  if (p.num_outputs > kMaxOutputs) return false;
+  const auto groups = static_cast<int>(all_groups);
+  if (!plan_few<kTiles, kChain>(p, pass.num_tokens, groups, in_clusters, launch.device, stream)) return false;
   const dim3 block(kGemvThreads);
   int clusters = launch.device.num_multiprocessors;
   error = make_few_map<kGated>(params.weight, p);
@@ -97,10 +121,13 @@ template <typename Element, bool kGated, bool kChain>
 bool launch_few_stream(const FusedLinearParams& p, const GemvPass& pass, const Launch& launch,
                        cudaError_t& error) {
   if (launch.device.compute_capability != 90) return false;
-  if (few_block_bytes(p, launch.device) >= kFewLongBytes &&
-      launch_few_tiles<Element, 2, kGated, kChain>(p, pass, launch, error))
-    return true;
-  return launch_few_tiles<Element, 1, kGated, kChain>(p, pass, launch, error);
+  const bool is_long = few_block_bytes(p, launch.device) >= kFewLongBytes;
+  // Blocks of a cluster wait for each other at the end of each turn.
+  for (const bool in_clusters : {false, true})
+    if ((is_long && launch_few_tiles<Element, 2, kGated, kChain>(p, pass, in_clusters, launch, error)) ||
+        launch_few_tiles<Element, 1, kGated, kChain>(p, pass, in_clusters, launch, error))
+      return true;
+  return false;
 }
 
 }  // namespace ortolan::cuda

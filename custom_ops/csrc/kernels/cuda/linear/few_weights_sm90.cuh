@@ -12,7 +12,7 @@ struct FewStream {
   static constexpr int kColumns = 64;  // 128 swizzled bytes
   static constexpr int kTileBytes = kTileRows * RowSlices::kStepBytes;
   static constexpr int kMaxCluster = 8;
-  static constexpr int kMaxRounds = 16;
+  static constexpr int kMinRounds = 2, kMaxRounds = 16;
   static constexpr int kMaxTurnRows = 64;
 
   int tiles;               // of a group
@@ -22,7 +22,9 @@ struct FewStream {
   RowSlices slices;
   int block_slices;     // most that a block takes
   int groups_per_turn;  // parts wait in shared memory for the end of their turn
-  int rounds;           // buffers of a warp
+  int warps;            // that have units to take
+  int rounds;           // buffers of each of them
+  int tokens;           // of the pass
   int token_stride;     // bytes between tokens' inputs
   int norm_bytes;
 
@@ -31,15 +33,15 @@ struct FewStream {
   __host__ __device__ int slices_of(int rank) const { return first_slice(rank + 1) - first_slice(rank); }
   // Of sums of a token, apart by an odd multiple of eight: pairs that a warp stores lie in different banks.
   __host__ __device__ int sums_stride() const { return (groups_per_turn * tiles | 1) * kTileRows; }
-  __host__ __device__ int turn_sums() const { return slices.count * kFewTokens * sums_stride(); }
-  __host__ __device__ int inputs_offset() const { return rounds * kGemvWarps * tiles * kTileBytes; }
-  __host__ __device__ int norm_offset() const { return inputs_offset() + kFewTokens * token_stride; }
+  __host__ __device__ int turn_sums() const { return slices.count * tokens * sums_stride(); }
+  __host__ __device__ int inputs_offset() const { return rounds * warps * tiles * kTileBytes; }
+  __host__ __device__ int norm_offset() const { return inputs_offset() + tokens * token_stride; }
   __host__ __device__ int sums_offset() const { return norm_offset() + norm_bytes; }
   __host__ __device__ int barriers_offset() const {
     return sums_offset() + 2 * static_cast<int>(sizeof(float)) * turn_sums();  // of two turns
   }
   __host__ __device__ int shared_bytes() const {
-    return barriers_offset() + (rounds * kGemvWarps + 1) * static_cast<int>(sizeof(Barrier)) +
+    return barriers_offset() + (rounds * warps + 1) * static_cast<int>(sizeof(Barrier)) +
            1024;  // to align the ring
   }
 };
@@ -103,7 +105,7 @@ struct FewWeights {
 
   // For the whole warp, like what follows: starts to fill the ring.
   __device__ __forceinline__ void start() {
-    if (threadIdx.x % 32 < p.stream.rounds) full[threadIdx.x % 32].init(1);
+    if (threadIdx.x % 32 < p.stream.rounds && !all_fetched()) full[threadIdx.x % 32].init(1);
     fence_barriers();
     __syncwarp();
 #pragma unroll 1

@@ -44,8 +44,8 @@ void fill_shared(DecodeShape& shape, const Device& device) {
 }
 
 // Whether a block can tell its first tile from a length and its own number.
-inline bool can_guess(const SwaAttentionParams& params, const DecodeShape& shape, const Device& device) {
-  return device.compute_capability >= 90 && params.packing.num_sequences == 1 && shape.row_tiles == 1 &&
+inline bool can_guess(const SwaAttentionParams& params, const Device& device) {
+  return device.compute_capability >= 90 && params.packing.num_sequences == 1 &&
          params.past_len.head_stride == 0 && !params.cache.block_table && !params.prefix_end;
 }
 
@@ -72,7 +72,7 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   shape.max_spans = static_cast<int>(tiles >> span_tiles.shift) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
   while (1 << shape.tile_shift < tile_keys) ++shape.tile_shift;
-  shape.guesses = can_guess(params, shape, device);
+  shape.guesses = can_guess(params, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
   shape.by_sequences = Divisor::of(shape.sequences);

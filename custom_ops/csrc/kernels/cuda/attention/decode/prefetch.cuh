@@ -38,7 +38,7 @@ __device__ __forceinline__ void prefetch_first_tile(const SwaAttentionParams& pa
   if (tile >= cut.begin(piece + 1)) return;
   const int entry = block / pieces + tile / count;
   if (entry >= shape.entries) return;  // a length that no cache has
-  const KeyRows rows(params.cache, 0, entry);
+  const KeyRows rows(params.cache, 0, entry - shape.by_kv_heads.divide(entry) * shape.kv_heads);
   const int32_t first = tiles.at(tile % count) * shape.tile_keys, slot = rows.first_slot(first);
   const int32_t num_rows = min(min(shape.tile_keys, last + 1 - first), rows.capacity - slot);
   const auto* cache = static_cast<const char*>(thread == 0 ? params.key_cache : params.value_cache);
