@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from model_cuda import export_peer, query, source_of
-from model_shapes import SHAPES
+from model_shapes import SHAPES, text_config
 
 import ortolan
 
@@ -101,7 +101,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> dict[str, A
         "max_sequences": max([*options.batches, MIXED["running"]]),
     }
     command = [sys.executable, str(WORKER), name, str(folder), json.dumps(settings)]
-    vocab = {"vocab_size": SHAPES[options.shape]["vocab_size"]}
+    vocab = {"vocab_size": text_config(options.shape)["vocab_size"]}
     requests: dict[str, dict[str, Any]] = {
         f"decode {batch}": {"kind": "decode", "batch": batch, "context": options.context, "decode": options.decode}
         for batch in options.batches

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from model_shapes import SHAPES
+from model_shapes import SHAPES, text_config
 
 import ortolan
 import ortolan.runtime.eviction.evicting as evicting_module
@@ -89,7 +89,8 @@ def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.M
         config = config | {name: options.layers for name in LAYER_COUNTS if name in config}
     (work / "config.json").write_text(json.dumps(config))
     longest = max(options.prompt, options.context, options.budget) + options.decode + 2
-    sizes = f"{config['num_hidden_layers']}-{longest}-{options.chunk_size}"
+    layers = config.get("num_hidden_layers") or text_config(shape)["num_hidden_layers"]
+    sizes = f"{layers}-{longest}-{options.chunk_size}"
     folder = work / f"ortolan-{options.device.partition(':')[0]}-{sizes}"
     if not folder.exists():
         dtype = "float32" if options.device == "cpu" else "bfloat16"

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16, write_config
+from model_shapes import SHAPES, make_checkpoint, save_bfloat16, text_config, write_config
 
 import ortolan
 
@@ -110,7 +110,7 @@ def source_of(shape: str, checkpoint: Path, is_random: bool) -> tuple[Path, str]
 def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace, weights: str) -> Path:
     """Export by Ortolan."""
     if not folder.exists():
-        windows = SHAPES[options.shape].get("sliding_window")
+        windows = text_config(options.shape).get("sliding_window")
         ortolan.export(
             checkpoint,
             folder,
@@ -145,7 +145,7 @@ def measure(name: str, folder: Path, max_context: int, options: argparse.Namespa
     before = int(query("memory.used"))
     rows = []
     worker = None
-    vocab_size = SHAPES[options.shape]["vocab_size"]
+    vocab_size = text_config(options.shape)["vocab_size"]
     try:
         worker = Worker(name, folder, max_context)
         for prompt in sorted(options.prompts):

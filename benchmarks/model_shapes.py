@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ortolan.export.hf_config import read_hf_config
-from ortolan.export.registry import find_family
-from ortolan.graphs.weights import weight_shapes
 from ortolan.retrieval import shipped_model
 
 COMMON: dict[str, Any] = {
@@ -33,19 +30,43 @@ QWEN3: dict[str, Any] = COMMON | {
     "use_sliding_window": False,
     "sliding_window": None,
 }
-QWEN35: dict[str, Any] = COMMON | {
-    "vocab_size": 248320,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
-}
+
+
+def qwen35(model_type: str, architecture: str, **text: Any) -> dict[str, Any]:
+    """Return a config as Qwen 3.5 checkpoints have it, and as the peer's builder asks for it: beside one for images."""
+    layers, hidden, tied = text["num_hidden_layers"], text["hidden_size"], text["tie_word_embeddings"]
+    common = COMMON | {
+        "model_type": f"{model_type}_text",
+        "vocab_size": 248320,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+    images = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": hidden}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": common | text,
+        "vision_config": images,
+        "tie_word_embeddings": tied,
+        "eos_token_id": common["eos_token_id"],
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3
     | {
@@ -157,33 +178,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
-    "qwen3.5-4b": QWEN35
-    | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "hidden_size": 2560,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 32,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-    },
-    "qwen3.5-35b-a3b": QWEN35
-    | {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "num_hidden_layers": 40,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "tie_word_embeddings": False,
-    },
+    "qwen3.5-4b": qwen35(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-35b-a3b": qwen35(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    ),
     "tiny": COMMON  # for trying a benchmark out
     | {
         "architectures": ["LlamaForCausalLM"],
@@ -250,6 +267,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 Save = Callable[[dict[str, tuple[int, ...]], Path], None]
+BLOCKS, SCALES = "_blocks", "_scales"  # endings of tensors of mxfp4: of 32 codes each, and one number for each block
+BLOCK_SIZE = 32
+
+
+def text_config(shape: str) -> dict[str, Any]:
+    """Return the text decoder's part of a shape's config."""
+    config = SHAPES[shape]
+    return dict(config.get("text_config", config))
 
 
 def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
@@ -263,19 +288,40 @@ def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
     """
     if (folder / "model.safetensors").is_file():
         return folder
-    write_config(shape, folder, dtype)
-    hf_config = read_hf_config(folder)
-    family = find_family(hf_config)
-    config = family.read(family.text_config(hf_config), 4096)
-    sources = family.sources(config)
-    save({sources[name].name: size for name, size in weight_shapes(config).items()}, folder / "model.safetensors")
+    write_config(shape, folder, dtype, published=True)
+    save(checkpoint_shapes(folder), folder / "model.safetensors")
     return folder
 
 
-def write_config(shape: str, folder: Path, dtype: str) -> None:
-    """Write what a checkpoint of one shape has beside its weights."""
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors that transformers' model of a folder's config would save.
+
+    The experts of gpt-oss are those of its checkpoints: mxfp4, in the order of linear layers.
+    """
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])(config)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    if config.model_type != "gpt_oss":
+        return shapes
+    for name in [name for name in shapes if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = shapes.pop(name)
+        shapes[name + BLOCKS] = (experts, outputs, inputs // BLOCK_SIZE, BLOCK_SIZE // 2)
+        shapes[name + SCALES] = (experts, outputs, inputs // BLOCK_SIZE)
+    return shapes
+
+
+def write_config(shape: str, folder: Path, dtype: str, *, published: bool = False) -> None:
+    """Write what a checkpoint of one shape has beside its weights; `published`: which it has as they are published."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape] | {"torch_dtype": dtype}, indent=2))
+    config = SHAPES[shape] | {"torch_dtype": dtype}
+    if published and config["model_type"] == "gpt_oss":
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json"):  # the peer's builder asks for a tokenizer
         (folder / name).write_bytes((shipped_model() / name).read_bytes())
 
@@ -300,8 +346,14 @@ def save_bfloat16(shapes: dict[str, tuple[int, ...]], path: Path) -> None:
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
+    bytes_of = {BLOCKS: (0, 256), SCALES: (118, 122)}  # any codes; 2^-9 to 2^-6
     tensors = {}
     for name, size in shapes.items():
-        drawn = torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.02
-        tensors[name] = (drawn if len(size) > 1 else torch.ones_like(drawn)).cpu()
+        if limits := bytes_of.get("_" + name.rpartition("_")[2]):
+            drawn = torch.randint(*limits, size, device="cuda", dtype=torch.uint8)
+        elif len(size) > 1:
+            drawn = torch.randn(size, device="cuda", dtype=torch.bfloat16) * 0.02
+        else:
+            drawn = torch.ones(size, device="cuda", dtype=torch.bfloat16)
+        tensors[name] = drawn.cpu()
     save_file(tensors, str(path), metadata={"format": "pt"})
