@@ -95,7 +95,7 @@ def count_fusions(model: onnx.ModelProto) -> dict[str, int]:
 
 def _embed(parts: Parts, token_ids: Tensor) -> Tensor:
     if parts.formats.lookup is None:
-        hidden = parts.graph.node("embedding/Gather", "Gather", [parts.weight("embedding.weight"), token_ids])
+        hidden = parts.look_up("embedding", parts.weight("embedding.weight"), token_ids)
     else:
         hidden = parts.formats.lookup.rows(parts, "embedding", token_ids)
     if parts.config.embedding_scale != 1.0:

@@ -142,8 +142,14 @@ class CudaParts(FusedParts):
     """A decoder under construction for CUDA.
 
     1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
-    2. All else is as in FusedParts. The launch of GatherRows overlaps with its neighbours'.
+    2. A GatherRows looks embeddings up. Its launch overlaps with its neighbours', so the first layer's weights are on
+       their way.
+    3. All else is as in FusedParts.
     """
+
+    def look_up(self, path: str, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Pick the rows [T, features] of tokens in a table [V, features]."""
+        return self.rows(path, table, token_ids)
 
     def add_linear(self, linear: Linear) -> Tensor:
         """Add a linear layer as its weight's format has it for CUDA."""

@@ -268,6 +268,10 @@ class Parts:
         """Pick rows [R, features] of [T, features]."""
         return self.graph.node(f"{path}/Gather", "Gather", [x, indices])
 
+    def look_up(self, path: str, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Pick the rows [T, features] of tokens in a table [V, features]."""
+        return self.graph.node(f"{path}/Gather", "Gather", [table, token_ids])
+
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, path = cache.config, cache.path

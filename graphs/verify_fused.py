@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import onnx
 
-from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN
+from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, TOKEN_IDS
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
 
@@ -159,12 +159,14 @@ class _Checker:
         self._expect_columns(node, "beta_rows", betas, _attribute(node, "beta_offset", 0) + heads)
 
     def gather_rows(self, node: onnx.NodeProto) -> None:
-        """Check a GatherRows: it takes the rows that the caller wants."""
+        """Check a GatherRows: it takes the rows that the caller wants, or those of tokens in a table."""
         x, indices = _ports(node.input, 2)
-        if indices != LOGIT_ROWS:
-            raise _mismatch(node, f"row_indices is '{indices}', not the graph's input '{LOGIT_ROWS}'")
-        if x in self._features:
-            self._features[node.output[0]] = self._features[x]
+        wanted = TOKEN_IDS if x in self._dims else LOGIT_ROWS
+        if indices != wanted:
+            raise _mismatch(node, f"row_indices is '{indices}', not the graph's input '{wanted}'")
+        features = self._weight_dims(node, "rows", x, 2)[1] if x in self._dims else self._features.get(x)
+        if features is not None:
+            self._features[node.output[0]] = features
 
     def _weight_dims(self, node: onnx.NodeProto, port: str, name: str, rank: int) -> list[int]:
         dims = self._dims.get(name)

@@ -93,7 +93,7 @@ def two_rows_of_frequencies(model):
 
 
 def norm_of_a_value(model):
-    find(model, "attention_residual/RmsNormAdd").input[1] = find(model, "embedding/Gather").output[0]
+    find(model, "attention_residual/RmsNormAdd").input[1] = find(model, "embedding/GatherRows").output[0]
 
 
 def norm_of_an_input(model):
