@@ -674,6 +674,35 @@ def qkv_rope_append(
     return operator_node("QkvRopeAppend", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "value_norm": value_norm, "value_is_key": value_is_key, "sink": sink, "capacity": capacity})
 
 
+def norm_rope(
+    heads: str,
+    cosine: str,
+    sine: str,
+    norm_weight: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+    epsilon: float = 1e-06,
+) -> onnx.NodeProto:
+    """Build a NormRope node.
+
+    Heads as QkvRopeAppend makes them, where none is written to a cache: RMSNorm and RoPE (rotate-half, as
+    ONNX's RotaryEmbedding with interleaved = 0) in float32, rounded once.
+
+    Args:
+        heads: [T, H, D] T1. H heads of each token.
+        cosine: [1, T, R] tensor(float). Cosines of the tokens' angles; the first 2 * R elements of a head
+            are rotated.
+        sine: [1, T, R] tensor(float). Sines of the same angles.
+        norm_weight: [D] T1. Weight of the heads' RMSNorm; absent: no norm.
+        outputs: names of rotated [T, H, D].
+        name: name of the node.
+        epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
+    """
+    inputs = (heads, cosine, sine, norm_weight,)
+    return operator_node("NormRope", inputs, outputs, name, {"epsilon": epsilon})
+
+
 def rope_angles(
     positions: str,
     inv_freq: str,

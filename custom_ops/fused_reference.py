@@ -138,6 +138,14 @@ def _rotate(heads: Floats, cosine: Array, sine: Array) -> Floats:
     return np.concatenate([first * c - second * s, second * c + first * s, rest], axis=2)
 
 
+def norm_rope(
+    heads: Array, cosine: Array, sine: Array, norm_weight: Array | None = None, *, epsilon: float = 1e-6
+) -> Floats:
+    """Return heads [T, H, D] in float64, normalised where there is a weight, and rotated."""
+    wide = heads.astype(np.float64)
+    return _rotate(wide if norm_weight is None else _rms_norm(wide, norm_weight, epsilon), cosine, sine)
+
+
 def qkv_rope_append(
     qkv: Array,
     key_cache: Array,

@@ -182,6 +182,31 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         params_header="qkv_params.h",
     ),
     Operator(
+        name="NormRope",
+        doc="Heads as QkvRopeAppend makes them, where none is written to a cache: RMSNorm and RoPE (rotate-half, as "
+        "ONNX's RotaryEmbedding with interleaved = 0) in float32, rounded once.",
+        inputs=(
+            Port(name="heads", shape="[T, H, D]", type=ELEMENT, doc="H heads of each token."),
+            Port(
+                name="cosine",
+                shape="[1, T, R]",
+                type=FLOAT,
+                doc="Cosines of the tokens' angles; the first 2 * R elements of a head are rotated.",
+            ),
+            Port(name="sine", shape="[1, T, R]", type=FLOAT, doc="Sines of the same angles."),
+            Port(
+                name="norm_weight",
+                shape="[D]",
+                type=ELEMENT,
+                doc="Weight of the heads' RMSNorm; absent: no norm.",
+                optional=True,
+            ),
+        ),
+        outputs=(Port(name="rotated", shape="[T, H, D]", type=ELEMENT, doc="The heads, ready for attention."),),
+        attributes=(EPSILON,),
+        params_header="qkv_params.h",
+    ),
+    Operator(
         name="RopeAngles",
         doc="Cosines and sines of RoPE: cosine = factor * cos(positions * inv_freq), in float32, and sine likewise.",
         inputs=(

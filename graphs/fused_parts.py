@@ -7,10 +7,11 @@ from typing import Any
 
 import onnx_graphsurgeon as gs
 
-from ortolan.graphs.builder import FLOAT, MICROSOFT, Node, Tensor, emitters
+from ortolan.graphs.builder import MICROSOFT, Node, Tensor, emitters
 from ortolan.graphs.cached_attention import CachedAttention
+from ortolan.graphs.config import AttentionConfig
 from ortolan.graphs.gates import Gated, gate_mul
-from ortolan.graphs.parts import Columns, Linear, Normed, Parts, Rotation
+from ortolan.graphs.parts import Columns, Linear, Normed, Parts
 
 GATE_UP, GATE_UP_MEMBERS = "gate_up", ("gate", "up")
 
@@ -19,7 +20,7 @@ class FusedParts(Parts):
     """A decoder under construction for the CPU, whose linear layers stay ONNX Runtime's.
 
     1. Gate and up are one product, as query, key and value are in every graph. A QkvRopeAppend normalises heads,
-       rotates, appends and captures.
+       rotates, appends and captures; a NormRope normalises and rotates heads whose projections stay apart.
     2. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is any other norm. A residual
        and the norm of the sum are one SkipSimplifiedLayerNormalization.
     3. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
@@ -69,17 +70,24 @@ class FusedParts(Parts):
         cache.capture(query)
         return query
 
-    def rounded(self, rotation: Rotation) -> Rotation:
-        """Cast cosine and sine, which are float32 here, to the model's type."""
-        values = [self._rounded(tensor) for tensor in (rotation.cosine, rotation.sine)]
-        return Rotation(values[0], values[1], rotation.rotary_size)
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        if self.options.onnx_type == FLOAT:
-            return tensor
-        name = f"{tensor.name}/Cast"
-        known = next((node for node in tensor.outputs if node.name == name), None)
-        return self.cast(name, tensor) if known is None else known.outputs[0]
+    def heads(self, layer_path: str, config: AttentionConfig, name: str, flat: Tensor) -> Tensor:
+        """Normalise and rotate a projection in one operator, where it is rotated: [T, heads * D] -> [T, heads, D]."""
+        rotation = self.rotations.get(config.rope or "")
+        if rotation is None:
+            return super().heads(layer_path, config, name, flat)
+        path, size = f"{layer_path}/{name}", config.head_size
+        count = config.num_heads if name == "query" else config.num_kv_heads
+        if config.qk_norm == "projection":
+            flat = self.value(Normed(flat, f"{path}_norm", self.config.norm_epsilon))
+        ports = {"heads": self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))}
+        ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
+        if config.qk_norm == "head":
+            ports["norm_weight"] = self.weight(f"{path}_norm.weight".replace("/", "."))
+        elif config.qk_norm == "unit":
+            ports["norm_weight"] = self.ones(size)
+        epsilon = self.config.norm_epsilon
+        (rotated,) = self.graph.operator(f"{path}/NormRope", emitters.norm_rope, ports, epsilon=epsilon)
+        return rotated
 
     def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
         """Add residual + norm in one operator."""

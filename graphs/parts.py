@@ -298,7 +298,7 @@ class Parts:
             own = f"{path}_norm.weight".replace("/", ".")
             weight = self.ones(size) if config.qk_norm == "unit" else self.weight(own)
             flat = self.norm_heads(f"{path}_norm", flat, weight, (count, size))
-        return flat if rotation is None else self._rotate(path, self.rounded(rotation), flat, (count, size))
+        return flat if rotation is None else self._rotate(path, rotation, flat, (count, size))
 
     def scale_query(self, layer_path: str, config: AttentionConfig, query: Tensor) -> Tensor:
         """Multiply queries [T, Hq, D] by the factors of their positions, where the layer has such."""
@@ -329,10 +329,6 @@ class Parts:
         inputs = [flat, rotation.cosine, rotation.sine]
         rotated = self.graph.node(f"{path}/RotaryEmbedding", "RotaryEmbedding", inputs, attributes)
         return self.graph.reshape(f"{path}/rotated/Reshape", rotated, (-1, heads, size))
-
-    def rounded(self, rotation: Rotation) -> Rotation:
-        """Return cosine and sine in the model's type, as they are here."""
-        return rotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "FusedLinear": checker.linear,
         "LowBitLinear": checker.low_bit_linear,
         "QkvRopeAppend": checker.qkv,
+        "NormRope": checker.norm_rope,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
         "GatherRows": checker.gather_rows,
@@ -117,6 +118,14 @@ class _Checker:
         self._expect(node, "qkv", qkv, (heads + others) * size)
         self._expect_dims(node, "query_norm_weight", query_norm, [size])
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
+
+    def norm_rope(self, node: onnx.NodeProto) -> None:
+        """Check a NormRope: its angles, and that its norm is a weight."""
+        _, cosine, sine, weight = _ports(node.input, 4)
+        if not cosine or not sine:
+            raise _mismatch(node, "cosine and sine belong together; one is missing")
+        if weight:
+            self._weight_dims(node, "norm_weight", weight, 1)
 
     def angles(self, node: onnx.NodeProto) -> None:
         """Check a RopeAngles: one list of frequencies."""

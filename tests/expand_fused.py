@@ -48,10 +48,14 @@ class _Expander:
         self._sizes = {t.name: list(t.dims) for t in model.graph.initializer}
         for value in model.graph.input:
             self._sizes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
+        shapes = {t.name: t for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT64}
+        for node in model.graph.node:
+            if node.op_type == "Reshape" and node.input[1] in shapes:
+                self._sizes[node.output[0]] = numpy_helper.to_array(shapes[node.input[1]]).tolist()
 
     def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
-        by_name |= {"GatherRows": self._gather_rows}
+        by_name |= {"GatherRows": self._gather_rows, "NormRope": self._norm_rope}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         by_name |= {"GateMul": self._gate_mul, "DeltaGates": self._delta_gates}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -217,6 +221,13 @@ class _Expander:
             rows = (outputs[0], inputs[10], inputs[3], inputs[11])
             yield emitters.snap_kv_capture(*rows, outputs=(node.output[3],), name=f"{path}/capture")
 
+    def _norm_rope(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        heads, cosine, sine, weight = inputs[:4]
+        yield helper.make_node("Identity", [heads], [f"{node.name}/heads"], name=f"{node.name}/identity")
+        _, count, size = self._sizes[heads]
+        rotation, epsilon = [cosine, sine], attributes["epsilon"]
+        yield from self._heads(f"{node.name}/heads", count, size, weight, rotation, epsilon, node.output[0])
+
     def _heads(self, part, count, size, norm, rotation, epsilon, output) -> Iterator[onnx.NodeProto]:
         shape, last = self._constant(f"{part}/shape", [-1, count, size]), f"{part}/heads"
         yield helper.make_node("Reshape", [part, shape], [last], name=f"{part}/reshape")
@@ -239,7 +250,7 @@ class _Expander:
         """Read R from the cosine, where it is an input, or from the frequencies that it comes from."""
         if cosine in self._sizes:
             return self._sizes[cosine][-1]
-        rope = cosine.split("/")[0]
+        rope = cosine.removeprefix("readers/").split("/")[0]
         names = (f"{rope}/inv_freq", f"{rope}.cosine")  # of frequencies, or of a table
         found = [t.dims[-1] for t in self._graph.initializer if t.name in names]
         return found[0] if found else size // 2

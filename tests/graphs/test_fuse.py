@@ -99,16 +99,17 @@ def test_patterns_fuse_wherever_they_hold(exported):
     assert counts == {
         "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside + shared + gates - mixtures,
         "QkvRopeAppend": 0 if projection else layers - sharing,
+        "NormRope": 2 * layers if projection else sharing,
         "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
         "GatherRows": 2 + embedded,  # of tokens in a table, hidden states, and shares of per-layer embeddings
         "RmsNormAdd": ((2 + embedded) * layers + beside if family in SANDWICH_OR_POST_NORM else 0)
-        + (2 * layers if projection else sharing)
+        + (2 * layers if projection else 0)
         + norms,
         "GateMul": layers * embedded + gates,
         "DeltaGates": 0,
         "Gemm": 0,
         "RMSNormalization": embedded,  # of shares of per-layer embeddings
-        "RotaryEmbedding": 2 * layers if projection else sharing,
+        "RotaryEmbedding": 0,
         "RingKvAppend": layers if projection else 0,
     }
     assert json.loads(next(p.value for p in fused.metadata_props if p.key == "ortolan.fusions")) == counts
@@ -125,7 +126,7 @@ def test_the_graph_for_the_cpu_fuses_all_but_products(exported):
     assert cpu["GateMul"] == cuda["GateMul"] + gates
     assert sum(operators.count(name) for name in sums) >= cuda["RmsNormAdd"]
     assert cpu["GatherRows"] == cuda["GatherRows"] - 1, "ONNX Runtime looks tokens up on the CPU"
-    for name in ("QkvRopeAppend", "RopeAngles", "DeltaGates", "RotaryEmbedding", "RingKvAppend"):
+    for name in ("QkvRopeAppend", "NormRope", "RopeAngles", "DeltaGates", "RotaryEmbedding", "RingKvAppend"):
         assert cpu[name] == cuda[name], name
 
 
@@ -150,9 +151,9 @@ def expected_layer(family, index, layer):
     append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
-    head_norms = ["RmsNormAdd"] * (2 if family in PROJECTION_NORM else 0)
+    head_norms = ["RmsNormAdd", "RmsNormAdd", "NormRope", "NormRope"] if family in PROJECTION_NORM else []
     query = [f"{whole}{before}{qkv_bias}", *head_norms, append]
-    query = query if layer.cache_of is None else ["query norm", "RmsNormAdd"]
+    query = query if layer.cache_of is None else ["query norm", "NormRope"]
     query[1:1] = ["gate norm"] * (family in GATED_HEADS)
     gated = ["GateMul"] * (family in GATED_HEADS)
     attention = [*query, "SwaAttention", *gated, f"output{output_bias}{residual}", *after]
@@ -172,7 +173,7 @@ def expected_layer(family, index, layer):
 
 def expected_plain(family, index, layer):
     """List the standard operators that are left of a layer: heads are flattened, and little else."""
-    query = [] if layer.cache_of is None else ["Reshape"] * 5 + ["RotaryEmbedding"]
+    query = [] if layer.cache_of is None else ["Reshape"]
     is_mixture = index in MIXTURES.get(family, ())
     norms = ["LayerNormalization"] * (family in PARALLEL)
     sums = ["Mul", "Add", "Mul", *["Add"] * (not is_mixture)] if family in SCALED_RESIDUALS else []

@@ -41,4 +41,36 @@ struct QkvRopeAppendParams {
   void* capture = nullptr;                  // [B, Wq, Hq, D] or null
 };
 
+// Heads that are normalised, where they have a weight, and rotated as query heads are above.
+struct NormRopeParams {
+  ElementType element = ElementType::kFloat32;
+  int64_t num_tokens = 0;             // T
+  int64_t num_heads = 0;              // H
+  int64_t head_size = 0;              // D
+  int64_t rotary_pairs = 0;           // R
+  const void* heads = nullptr;        // [T, H, D]
+  const void* norm_weight = nullptr;  // [D] or null; no earlier kernel writes it
+  const float* cosine = nullptr;      // [T, R]
+  const float* sine = nullptr;        // [T, R]
+  float epsilon = 0.0f;
+  void* rotated = nullptr;  // [T, H, D]
+};
+
+// The same as query heads of tokens that belong to no sequence, beside no key and no value.
+inline QkvRopeAppendParams as_queries(const NormRopeParams& p) {
+  QkvRopeAppendParams queries{};
+  queries.element = p.element;
+  queries.cache.head_size = p.head_size;
+  queries.packing.num_tokens = p.num_tokens;
+  queries.num_heads = p.num_heads;
+  queries.rotary_pairs = p.rotary_pairs;
+  queries.epsilon = p.epsilon;
+  queries.qkv = p.heads;
+  queries.query_norm_weight = p.norm_weight;
+  queries.cosine = p.cosine;
+  queries.sine = p.sine;
+  queries.query = p.rotated;
+  return queries;
+}
+
 }  // namespace ortolan

@@ -536,6 +536,34 @@ struct QkvRopeAppend {
 }  // namespace ops
 QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call);
 
+inline constexpr Port kNormRopeInputs[] = {
+    {.name = "heads", .shape = "[T, H, D]", .type = PortType::kElement},
+    {.name = "cosine", .shape = "[1, T, R]", .type = PortType::kFloat32},
+    {.name = "sine", .shape = "[1, T, R]", .type = PortType::kFloat32},
+    {.name = "norm_weight", .shape = "[D]", .type = PortType::kElement, .optional = true},
+};
+inline constexpr Port kNormRopeOutputs[] = {
+    {.name = "rotated", .shape = "[T, H, D]", .type = PortType::kElement},
+};
+namespace ops {
+struct NormRope {
+  using Params = NormRopeParams;
+  struct In { enum : size_t { kHeads, kCosine, kSine, kNormWeight }; };
+  struct Out { enum : size_t { kRotated }; };
+  struct Attributes {
+    float epsilon = 1e-06f;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"NormRope", kNormRopeInputs, kNormRopeOutputs};
+};
+}  // namespace ops
+NormRopeParams read_params(const Call<ops::NormRope>& call);
+
 inline constexpr Port kRopeAnglesInputs[] = {
     {.name = "positions", .shape = "[T]", .type = PortType::kInt64},
     {.name = "inv_freq", .shape = "[1, R]", .type = PortType::kFloat32},

@@ -21,6 +21,10 @@ void read_linear_output(const Call<ops::FusedLinear>& call, FusedLinearParams& p
   params.output = exact.present ? exact.data : rounded.data;
 }
 
+// Sizes of heads that are normalised and rotated.
+constexpr char kHeadSizes[] = "with D a multiple of 8 up to 512";
+bool is_head_size(int64_t size) { return size >= 8 && size <= 512 && size % 8 == 0; }
+
 // Hq, from the attribute and the width of the joint projection.
 int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, const CacheLayout& cache) {
   using Op = ops::QkvRopeAppend;
@@ -38,17 +42,17 @@ int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, 
   return num_heads;
 }
 
-// Sets cosine, sine and R; both are given, or neither.
-void read_angles(const Call<ops::QkvRopeAppend>& call, int64_t num_tokens, QkvRopeAppendParams& params) {
-  using Op = ops::QkvRopeAppend;
+// Sets cosine, sine and R, of heads of D elements; both are given, or neither.
+template <typename Op, typename Params>
+void read_angles(const Call<Op>& call, int64_t num_tokens, int64_t head_size, Params& params) {
   const Tensor cosine = call.input(Op::In::kCosine, {1, num_tokens, -1});
   const Tensor sine = call.input(Op::In::kSine, {1, num_tokens, cosine.present ? cosine.dim(2) : -1});
   if (cosine.present != sine.present)
     call.node().fail(std::string("inputs 'cosine' and 'sine' must be given together; ") +
                      (cosine.present ? "'sine'" : "'cosine'") + " is missing");
   if (!cosine.present) return;
-  if (2 * cosine.dim(2) > params.cache.head_size)
-    call.bad_shape(Op::In::kCosine, cosine, "with 2 * R at most D = " + number(params.cache.head_size));
+  if (2 * cosine.dim(2) > head_size)
+    call.bad_shape(Op::In::kCosine, cosine, "with 2 * R at most D = " + number(head_size));
   params.rotary_pairs = cosine.dim(2);
   params.cosine = cosine.as<float>();
   params.sine = sine.as<float>();
@@ -112,8 +116,7 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
       read_cache(call, key_cache,
                  {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
                  params.packing.num_sequences);
-  if (head_size < 8 || head_size > 512 || head_size % 8 != 0)
-    call.bad_shape(Op::In::kKeyCache, key_cache, "with D a multiple of 8 up to 512");
+  if (!is_head_size(head_size)) call.bad_shape(Op::In::kKeyCache, key_cache, kHeadSizes);
   params.num_heads = read_num_heads(call, qkv, params.cache);
   params.epsilon = call.attributes().epsilon;
   params.value_norm = call.attributes().value_norm != 0;
@@ -121,7 +124,7 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
   params.qkv = qkv.data;
   params.query_norm_weight = call.input(Op::In::kQueryNormWeight, {head_size}).data;
   params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;
-  read_angles(call, num_tokens, params);
+  read_angles(call, num_tokens, head_size, params);
   params.query = call.output(Op::Out::kQuery, {num_tokens, params.num_heads, head_size}).data;
   const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
   const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
@@ -131,6 +134,23 @@ QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
   params.key_cache = caches.key;
   params.value_cache = caches.value;
   read_capture(call, head_size, params);
+  return params;
+}
+
+NormRopeParams read_params(const Call<ops::NormRope>& call) {
+  using Op = ops::NormRope;
+  const Tensor heads = call.input(Op::In::kHeads, {-1, -1, -1});
+  if (!is_head_size(heads.dim(2))) call.bad_shape(Op::In::kHeads, heads, kHeadSizes);
+  NormRopeParams params{};
+  params.element = call.node().element;
+  params.num_tokens = heads.dim(0);
+  params.num_heads = heads.dim(1);
+  params.head_size = heads.dim(2);
+  params.heads = heads.data;
+  params.norm_weight = call.input(Op::In::kNormWeight, {params.head_size}).data;
+  read_angles(call, params.num_tokens, params.head_size, params);
+  params.epsilon = call.attributes().epsilon;
+  params.rotated = call.output(Op::Out::kRotated, {heads.dim(0), heads.dim(1), heads.dim(2)}).data;
   return params;
 }
 

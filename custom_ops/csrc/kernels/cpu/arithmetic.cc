@@ -85,6 +85,10 @@ void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel) {
   arithmetic().qkv_rope_append(params, parallel);
 }
 
+void norm_rope(const NormRopeParams& params, ParallelFor& parallel) {
+  arithmetic().norm_rope(params, parallel);
+}
+
 void rms_norm_add(const RmsNormAddParams& params, ParallelFor& parallel) {
   arithmetic().rms_norm_add(params, parallel);
 }

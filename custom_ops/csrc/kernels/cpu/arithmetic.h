@@ -19,6 +19,7 @@ struct Arithmetic {
   void (*gated_delta_rule)(const GatedDeltaRuleParams&, ParallelFor&);
   void (*fused_linear)(const FusedLinearParams&, ParallelFor&);
   void (*qkv_rope_append)(const QkvRopeAppendParams&, ParallelFor&);
+  void (*norm_rope)(const NormRopeParams&, ParallelFor&);
   void (*rms_norm_add)(const RmsNormAddParams&, ParallelFor&);
   void (*gate_mul)(const GateMulParams&, ParallelFor&);
   void (*delta_gates)(const DeltaGatesParams&, ParallelFor&);

@@ -11,16 +11,12 @@
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticAvx2 = {isa_avx2::swa_attention,
-                                    isa_avx2::snap_kv_score,
-                                    isa_avx2::moe_experts,
-                                    isa_avx2::causal_conv,
-                                    isa_avx2::gated_delta_rule,
-                                    isa_avx2::fused_linear,
-                                    isa_avx2::qkv_rope_append,
-                                    isa_avx2::rms_norm_add,
-                                    isa_avx2::gate_mul,
-                                    isa_avx2::delta_gates,
-                                    {isa_avx2::low_bit_linear, isa_avx2::low_bit_experts}};
+const Arithmetic kArithmeticAvx2 = {
+    isa_avx2::swa_attention,    isa_avx2::snap_kv_score,
+    isa_avx2::moe_experts,      isa_avx2::causal_conv,
+    isa_avx2::gated_delta_rule, isa_avx2::fused_linear,
+    isa_avx2::qkv_rope_append,  isa_avx2::norm_rope,
+    isa_avx2::rms_norm_add,     isa_avx2::gate_mul,
+    isa_avx2::delta_gates,      {isa_avx2::low_bit_linear, isa_avx2::low_bit_experts}};
 
 }  // namespace ortolan::cpu

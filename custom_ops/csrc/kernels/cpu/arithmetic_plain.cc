@@ -11,16 +11,12 @@
 
 namespace ortolan::cpu {
 
-const Arithmetic kArithmeticPlain = {isa_plain::swa_attention,
-                                     isa_plain::snap_kv_score,
-                                     isa_plain::moe_experts,
-                                     isa_plain::causal_conv,
-                                     isa_plain::gated_delta_rule,
-                                     isa_plain::fused_linear,
-                                     isa_plain::qkv_rope_append,
-                                     isa_plain::rms_norm_add,
-                                     isa_plain::gate_mul,
-                                     isa_plain::delta_gates,
-                                     {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
+const Arithmetic kArithmeticPlain = {
+    isa_plain::swa_attention,    isa_plain::snap_kv_score,
+    isa_plain::moe_experts,      isa_plain::causal_conv,
+    isa_plain::gated_delta_rule, isa_plain::fused_linear,
+    isa_plain::qkv_rope_append,  isa_plain::norm_rope,
+    isa_plain::rms_norm_add,     isa_plain::gate_mul,
+    isa_plain::delta_gates,      {isa_plain::low_bit_linear, isa_plain::low_bit_experts}};
 
 }  // namespace ortolan::cpu

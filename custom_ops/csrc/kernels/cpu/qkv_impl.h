@@ -1,5 +1,5 @@
-// QkvRopeAppend on the CPU: a task is a token. A head is normalised and rotated in float32, rounded once, and
-// put where it belongs; what is neither normalised nor rotated keeps its bits.
+// QkvRopeAppend and NormRope on the CPU: a task is a token. A head is normalised and rotated in float32,
+// rounded once, and put where it belongs; what is neither normalised nor rotated keeps its bits.
 #pragma once
 
 #include "kernels/cpu/operators.generated.h"
@@ -34,6 +34,7 @@ class TokenHeads {
  private:
   // The sequence that owns a row; -1 where none does.
   static int64_t sequence_of(const Packing& packing, int64_t row) {
+    if (packing.num_sequences == 0) return -1;
     const int32_t* end = packing.query_start + packing.num_sequences + 1;
     const int32_t* next = std::upper_bound(packing.query_start, end, row);
     return next == end ? -1 : next - packing.query_start - 1;
@@ -122,6 +123,10 @@ inline void qkv_rope_append(const QkvRopeAppendParams& p, ParallelFor& parallel)
   parallel.each(p.packing.num_tokens, [&](int64_t token) {
     is_half ? TokenHeads<Half>(p, token).move() : TokenHeads<float>(p, token).move();
   });
+}
+
+inline void norm_rope(const NormRopeParams& p, ParallelFor& parallel) {
+  ORTOLAN_ISA::qkv_rope_append(as_queries(p), parallel);
 }
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA

@@ -1,5 +1,5 @@
-// QkvRopeAppend on CUDA: head norms, RoPE, the append of keys and values and the capture of queries on the
-// way from the joint projection. Caches of codes get those of the rounded keys and values.
+// QkvRopeAppend and NormRope on CUDA: head norms, RoPE, the append of keys and values and the capture of
+// queries on the way from the joint projection. Caches of codes get those of the rounded keys and values.
 //
 // Layout: kLanes neighbouring threads own one head of one token. A lane owns two vectors of it (a Pair),
 // those which RoPE mixes, so that no element travels between lanes; elements that are not rotated are paired
@@ -307,15 +307,23 @@ bool is_supported(const QkvRopeAppendParams& p) {
          2 * p.rotary_pairs <= head_size && angles;
 }
 
-}  // namespace
-
-cudaError_t qkv_rope_append(const QkvRopeAppendParams& p, const Launch& launch) {
+cudaError_t move_all_heads(const QkvRopeAppendParams& p, const Launch& launch) {
   if (!is_supported(p)) return cudaErrorInvalidValue;
-  if (p.packing.num_tokens == 0 || p.packing.num_sequences == 0) return cudaSuccess;
+  if (p.packing.num_tokens == 0) return cudaSuccess;
   const int bytes = vector_bytes(16, {p.qkv, p.query_norm_weight, p.key_norm_weight, p.cosine, p.sine,
                                       p.query, p.key_cache, p.value_cache, p.capture});
   if (bytes < 16) return cudaErrorMisalignedAddress;
   return with_element(p.element, [&]<typename Element>() { return launch_element<Element>(p, launch); });
+}
+
+}  // namespace
+
+cudaError_t qkv_rope_append(const QkvRopeAppendParams& p, const Launch& launch) {
+  return p.packing.num_sequences == 0 ? cudaSuccess : move_all_heads(p, launch);
+}
+
+cudaError_t norm_rope(const NormRopeParams& p, const Launch& launch) {
+  return p.num_heads == 0 ? cudaSuccess : move_all_heads(as_queries(p), launch);
 }
 
 }  // namespace ortolan::cuda
