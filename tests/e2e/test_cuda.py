@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -247,7 +248,8 @@ def test_the_memory_report_adds_up(pair):
     assert report.used_bytes == sum(named) + report.other_session_bytes + report.arena_bytes
     assert all(size > 0 for size in named)
     assert report.cache_bytes < report.planned_cache_bytes == session.plan.bytes
-    assert abs(report.used_bytes - pair.device.memory.used_bytes()) < 64 * 2**20
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the driver counts what other processes hold, too
+        assert abs(report.used_bytes - pair.device.memory.used_bytes()) < 64 * 2**20
     assert 0 < report.free_bytes < report.total_bytes
 
 
