@@ -284,6 +284,13 @@ def qkv_feeds(case: QkvCase, seed: int = 0) -> Feeds:
     return feeds
 
 
+def norm_rope_feeds(case: QkvCase, qkv: Feeds) -> Feeds:
+    """Take the query heads of a joint projection, and what is done to them, as NormRope does it."""
+    heads = qkv["qkv"][:, : case.heads * case.size].reshape(-1, case.heads, case.size)
+    names = {"cosine": "cosine", "sine": "sine", "query_norm_weight": "norm_weight"}
+    return {"heads": heads, **{ours: qkv[theirs] for theirs, ours in names.items() if theirs in qkv}}
+
+
 def qkv_outputs(case: QkvCase, feeds: Feeds) -> Outputs:
     """All outputs of the operator."""
     element = feeds["qkv"].dtype

@@ -17,7 +17,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import devices
 import numpy as np
 from attention_cases import Shape, attention_feeds, run_attention
-from fused_cases import LinearCase, QkvCase, linear_feeds, linear_outputs, qkv_feeds, qkv_outputs, run_fused
+from fused_cases import (
+    LinearCase,
+    QkvCase,
+    linear_feeds,
+    linear_outputs,
+    norm_rope_feeds,
+    qkv_feeds,
+    qkv_outputs,
+    run_fused,
+)
 from harness import empty_caches, random_batch, run_in_place, run_op
 
 
@@ -69,6 +78,8 @@ def heads() -> None:
         case = QkvCase(tokens=(40, 0, 3), past=(0, 5, 30), sink=2, **options)
         feeds = qkv_feeds(case)
         run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+        heads = norm_rope_feeds(case, feeds)
+        run_fused("NormRope", heads, {"rotated": (heads["heads"].shape, devices.element())}, epsilon=1e-6)
 
 
 def gathered_rows() -> None:

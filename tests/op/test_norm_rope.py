@@ -3,7 +3,7 @@
 import devices
 import numpy as np
 import pytest
-from fused_cases import QkvCase, plain_heads, qkv_feeds, qkv_outputs, run_expanded, run_fused
+from fused_cases import QkvCase, norm_rope_feeds, plain_heads, qkv_feeds, qkv_outputs, run_expanded, run_fused
 from tolerances import assert_as_good_as_plain
 
 from ortolan.custom_ops import fused_reference
@@ -20,13 +20,6 @@ CASES = {
 }
 
 
-def rope_feeds(case: QkvCase, qkv: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Take the query heads of a joint projection, and what is done to them."""
-    heads = qkv["qkv"][:, : case.heads * case.size].reshape(-1, case.heads, case.size)
-    names = {"cosine": "cosine", "sine": "sine", "query_norm_weight": "norm_weight"}
-    return {"heads": heads, **{ours: qkv[theirs] for theirs, ours in names.items() if theirs in qkv}}
-
-
 def run(feeds: dict[str, np.ndarray]) -> np.ndarray:
     return run_fused("NormRope", feeds, {"rotated": (feeds["heads"].shape, devices.element())}, epsilon=1e-6)["rotated"]
 
@@ -35,19 +28,19 @@ def run(feeds: dict[str, np.ndarray]) -> np.ndarray:
 def test_heads_have_the_bits_of_queries_that_are_appended_with(name, isa):
     feeds = qkv_feeds(CASES[name])
     queries = run_fused("QkvRopeAppend", feeds, qkv_outputs(CASES[name], feeds), **CASES[name].attributes)["query"]
-    devices.assert_same_bits(run(rope_feeds(CASES[name], feeds)), queries)
+    devices.assert_same_bits(run(norm_rope_feeds(CASES[name], feeds)), queries)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "nothing"])
 def test_heads_are_as_good_as_plain_operators(name):
     feeds = qkv_feeds(CASES[name])
-    own = rope_feeds(CASES[name], feeds)
+    own = norm_rope_feeds(CASES[name], feeds)
     assert_as_good_as_plain(run(own), plain_heads(CASES[name], feeds)[0], fused_reference.norm_rope(**own))
 
 
 @pytest.mark.parametrize("name", ["normed", "partial-rotary"])
 def test_the_reference_is_that_of_standard_operators(name):
-    feeds = rope_feeds(CASES[name], {k: v.astype(np.float32) for k, v in qkv_feeds(CASES[name]).items()})
+    feeds = norm_rope_feeds(CASES[name], {k: v.astype(np.float32) for k, v in qkv_feeds(CASES[name]).items()})
     rotated = run_expanded("NormRope", feeds, {"rotated": (feeds["heads"].shape, np.dtype(np.float32))}, epsilon=1e-6)
     np.testing.assert_allclose(rotated["rotated"], fused_reference.norm_rope(**feeds), rtol=1e-4, atol=1e-4)
 
