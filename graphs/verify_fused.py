@@ -120,10 +120,8 @@ class _Checker:
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
 
     def norm_rope(self, node: onnx.NodeProto) -> None:
-        """Check a NormRope: its angles, and that its norm is a weight."""
-        _, cosine, sine, weight = _ports(node.input, 4)
-        if not cosine or not sine:
-            raise _mismatch(node, "cosine and sine belong together; one is missing")
+        """Check a NormRope: what it multiplies by is a weight."""
+        weight = _ports(node.input, 4)[3]
         if weight:
             self._weight_dims(node, "norm_weight", weight, 1)
 

@@ -153,3 +153,15 @@ def test_a_fused_graph_stands_for_its_plain_one(graphs):
     other.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
     with pytest.raises(ContractMismatchError, match=r"outputs \['logits'\]"):
         verify_fused_pair(plain, other)
+
+
+def test_a_norm_of_heads_is_a_weight():
+    folder = shared_model(shared_checkpoint("gemma4", seed=5), max_context=512, chunk_size=16)
+    broken = onnx.load(folder / FUSED_FILE, load_external_data=False)
+    verify_model(broken)
+    node = find(broken, "NormRope")
+    (size,) = next(t.dims for t in broken.graph.initializer if t.name == node.input[3])
+    broken.graph.input.append(onnx.helper.make_tensor_value_info("vector", onnx.TensorProto.FLOAT, [size]))
+    node.input[3] = "vector"
+    with pytest.raises(ContractMismatchError, match=r"rule 7.*NormRope: norm_weight 'vector' must be a weight"):
+        verify_model(broken)
