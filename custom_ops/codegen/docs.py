@@ -30,10 +30,10 @@ def render_docs(operators: tuple[Operator, ...]) -> str:
         "ONNX Runtime accepts attributes of any name. After `ortolan.custom_ops.register_schemas()`, `onnx.checker`",
         "refuses attributes that are not listed here.",
         "",
-        "On CUDA, QkvRopeAppend, SnapKvScore, and SwaAttention of 16-bit elements move 16 bytes at a time. The buffers",
-        "of their ports of type T1, and of `cosine` and `sine`, must start at a multiple of 16 bytes; otherwise the",
-        "node fails with cudaErrorMisalignedAddress. The other operators accept any buffer that is aligned to its",
-        "elements. Memory that ONNX Runtime allocates is aligned for all of them.",
+        "On CUDA, NormRope, QkvRopeAppend, SnapKvScore, and SwaAttention of 16-bit elements move 16 bytes at a time.",
+        "The buffers of their ports of type T1, and of `cosine` and `sine`, must start at a multiple of 16 bytes;",
+        "otherwise the node fails with cudaErrorMisalignedAddress. The other operators accept any buffer that is",
+        "aligned to its elements. Memory that ONNX Runtime allocates is aligned for all of them.",
         "",
     ]
     for operator in operators:
