@@ -86,10 +86,12 @@ def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.M
     work.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
     if options.layers:
+        if "layer_types" in text_config(shape):
+            raise SystemExit(f"--layers: the layers of {shape} are not all alike")
         config = config | {name: options.layers for name in LAYER_COUNTS if name in config}
     (work / "config.json").write_text(json.dumps(config))
     longest = max(options.prompt, options.context, options.budget) + options.decode + 2
-    layers = config.get("num_hidden_layers") or text_config(shape)["num_hidden_layers"]
+    layers = options.layers or text_config(shape)["num_hidden_layers"]
     sizes = f"{layers}-{longest}-{options.chunk_size}"
     folder = work / f"ortolan-{options.device.partition(':')[0]}-{sizes}"
     if not folder.exists():

@@ -316,7 +316,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def write_config(shape: str, folder: Path, dtype: str, *, published: bool = False) -> None:
-    """Write what a checkpoint of one shape has beside its weights; `published`: which it has as they are published."""
+    """Write what a checkpoint has beside its weights; `published`: these are in the format that is published."""
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape] | {"torch_dtype": dtype}
     if published and config["model_type"] == "gpt_oss":

@@ -9,9 +9,8 @@ import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import MICROSOFT, Node, Tensor, emitters
 from ortolan.graphs.cached_attention import CachedAttention
-from ortolan.graphs.config import AttentionConfig
 from ortolan.graphs.gates import Gated, gate_mul
-from ortolan.graphs.parts import Columns, Linear, Normed, Parts
+from ortolan.graphs.parts import Columns, Linear, Normed, Parts, Rotation
 
 GATE_UP, GATE_UP_MEMBERS = "gate_up", ("gate", "up")
 
@@ -56,12 +55,7 @@ class FusedParts(Parts):
             return super().append(cache, x)
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")
-        names = ("query_norm", "key_norm")
-        ports = {}
-        if config.qk_norm == "head":
-            ports = {f"{name}_weight": self.weight(f"{stem}.{name}.weight") for name in names}
-        elif config.qk_norm == "unit":
-            ports = {f"{name}_weight": self.ones(config.head_size) for name in names}
+        ports = {f"{name}_norm_weight": self.head_norm(f"{cache.path}/{name}", config) for name in ("query", "key")}
         if rotation is not None:
             ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
         scaled = config.query_scale is not None  # such queries are captured once they are scaled
@@ -70,21 +64,14 @@ class FusedParts(Parts):
         cache.capture(query)
         return query
 
-    def heads(self, layer_path: str, config: AttentionConfig, name: str, flat: Tensor) -> Tensor:
-        """Normalise and rotate a projection in one operator, where it is rotated: [T, heads * D] -> [T, heads, D]."""
-        rotation = self.rotations.get(config.rope or "")
+    def norm_rope(
+        self, path: str, flat: Tensor, weight: Tensor | None, rotation: Rotation | None, shape: tuple[int, int]
+    ) -> Tensor:
+        """Normalise and rotate (heads, D) in one operator, where they are rotated: [T, heads * D] -> [T, heads, D]."""
         if rotation is None:
-            return super().heads(layer_path, config, name, flat)
-        path, size = f"{layer_path}/{name}", config.head_size
-        count = config.num_heads if name == "query" else config.num_kv_heads
-        if config.qk_norm == "projection":
-            flat = self.value(Normed(flat, f"{path}_norm", self.config.norm_epsilon))
-        ports = {"heads": self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))}
-        ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
-        if config.qk_norm == "head":
-            ports["norm_weight"] = self.weight(f"{path}_norm.weight".replace("/", "."))
-        elif config.qk_norm == "unit":
-            ports["norm_weight"] = self.ones(size)
+            return super().norm_rope(path, flat, weight, rotation, shape)
+        heads = self.graph.reshape(f"{path}/Reshape", flat, (0, *shape))
+        ports = {"heads": heads, "cosine": rotation.cosine, "sine": rotation.sine, "norm_weight": weight}
         epsilon = self.config.norm_epsilon
         (rotated,) = self.graph.operator(f"{path}/NormRope", emitters.norm_rope, ports, epsilon=epsilon)
         return rotated

@@ -286,19 +286,28 @@ class Parts:
 
     def heads(self, layer_path: str, config: AttentionConfig, name: str, flat: Tensor) -> Tensor:
         """Normalise and rotate a projection, "query" or "key": [T, heads * D] -> [T, heads, D]."""
-        path, size = f"{layer_path}/{name}", config.head_size
+        path = f"{layer_path}/{name}"
         count = config.num_heads if name == "query" else config.num_kv_heads
-        rotation = self.rotations.get(config.rope or "")
-        epsilon = self.config.norm_epsilon
         if config.qk_norm == "projection":
-            flat = self.value(Normed(flat, f"{path}_norm", epsilon))
-        if rotation is None or config.qk_norm in ("head", "unit"):
-            flat = self.graph.reshape(f"{path}/Reshape", flat, (0, count, size))
-        if config.qk_norm in ("head", "unit"):
-            own = f"{path}_norm.weight".replace("/", ".")
-            weight = self.ones(size) if config.qk_norm == "unit" else self.weight(own)
-            flat = self.norm_heads(f"{path}_norm", flat, weight, (count, size))
-        return flat if rotation is None else self._rotate(path, rotation, flat, (count, size))
+            flat = self.value(Normed(flat, f"{path}_norm", self.config.norm_epsilon))
+        weight, rotation = self.head_norm(path, config), self.rotations.get(config.rope or "")
+        return self.norm_rope(path, flat, weight, rotation, (count, config.head_size))
+
+    def head_norm(self, path: str, config: AttentionConfig) -> Tensor | None:
+        """Return the weight [D] of the norm of each head of a projection; None where heads are not normalised."""
+        if config.qk_norm == "unit":
+            return self.ones(config.head_size)
+        return self.weight(f"{path}_norm.weight".replace("/", ".")) if config.qk_norm == "head" else None
+
+    def norm_rope(
+        self, path: str, flat: Tensor, weight: Tensor | None, rotation: Rotation | None, shape: tuple[int, int]
+    ) -> Tensor:
+        """Normalise and rotate (heads, D) where there is a weight, and a rotation: [T, heads * D] -> [T, heads, D]."""
+        if rotation is None or weight is not None:
+            flat = self.graph.reshape(f"{path}/Reshape", flat, (0, *shape))
+        if weight is not None:
+            flat = self.norm_heads(f"{path}_norm", flat, weight, shape)
+        return flat if rotation is None else self._rotate(path, rotation, flat, shape)
 
     def scale_query(self, layer_path: str, config: AttentionConfig, query: Tensor) -> Tensor:
         """Multiply queries [T, Hq, D] by the factors of their positions, where the layer has such."""

@@ -14,8 +14,8 @@ QUICK = ["--decode", "6", "--repeats", "1"]
 pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="a source distribution has no benchmarks")
 
 
-def run(*arguments):
-    command = [sys.executable, str(SCRIPT), "tiny", *SMALL, *QUICK, *arguments]
+def run(*arguments, shape="tiny"):
+    command = [sys.executable, str(SCRIPT), shape, *SMALL, *QUICK, *arguments]
     return subprocess.run(command, text=True, capture_output=True)
 
 
@@ -39,6 +39,12 @@ def test_it_takes_only_so_many_layers(tmp_path):
         (row,) = json.loads((tmp_path / layers).read_text())["shapes"].values()
         held[layers] = row["decode"]["evicted_cache_bytes"]
     assert held["3"] == 3 * held["1"]
+
+
+def test_it_takes_no_part_of_layers_that_differ():
+    result = run("--layers", "3", shape="qwen3.5-4b")
+    assert result.returncode == 1
+    assert result.stderr == "--layers: the layers of qwen3.5-4b are not all alike\n"
 
 
 def test_it_refuses_a_prompt_within_the_budget():
