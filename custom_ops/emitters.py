@@ -748,6 +748,37 @@ def gather_rows(
     return operator_node("GatherRows", inputs, outputs, name, {})
 
 
+def narrow_step(
+    query_start: str,
+    past_len: str,
+    row_indices: str,
+    positions: str = "",
+    *,
+    outputs: tuple[str, ...],
+    name: str,
+) -> onnx.NodeProto:
+    """Build a NarrowStep node.
+
+    What the inputs of a step become where some rows go on and the others do not. The wanted rows are the
+    last ones of their sequences, so these are sequences that begin later: past_len_out = past_len + the
+    rows that a sequence drops.
+
+    Args:
+        query_start: [B+1] tensor(int32). Sequence b owns the packed rows query_start[b] ..
+            query_start[b+1].
+        past_len: [B] or [B, Hkv] tensor(int32). Tokens already in this cache before the step, per sequence
+            or per kv head.
+        row_indices: [R] tensor(int64). Index of each wanted row, in ascending order. Where every row of the
+            sequences is wanted, indices of any rows may follow; they belong to no sequence.
+        positions: [T] tensor(int64). Logical position of each row; given exactly where positions_out is
+            asked for.
+        outputs: names of query_start_out [B+1], past_len_out [B] or [B, Hkv], positions_out [R].
+        name: name of the node.
+    """
+    inputs = (query_start, past_len, row_indices, positions,)
+    return operator_node("NarrowStep", inputs, outputs, name, {})
+
+
 def rms_norm_add(
     x: str,
     norm_weight: str,

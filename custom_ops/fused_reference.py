@@ -121,6 +121,18 @@ def gather_rows(rows: Array, row_indices: Array) -> Array:
     return gathered
 
 
+def narrow_step(
+    query_start: Array, past_len: Array, row_indices: Array, positions: Array | None = None
+) -> tuple[Array, ...]:
+    """Return query_start [B+1] and past_len [B] or [B, Hkv] of the wanted rows, and their positions [R] if given."""
+    starts = np.array([min((row_indices < edge).sum(), edge) for edge in query_start], np.int32)
+    dropped = np.diff(query_start) - np.diff(starts)
+    lengths = past_len + dropped.reshape(-1, *[1] * (past_len.ndim - 1)).astype(np.int32)
+    if positions is None:
+        return starts, lengths
+    return starts, lengths, gather_rows(positions[:, None], row_indices)[:, 0]
+
+
 def rms_norm_add(
     x: Array, norm_weight: Array, residual: Array | None = None, scale: Array | None = None, *, epsilon: float = 1e-6
 ) -> Floats:

@@ -236,6 +236,52 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         sizes=(("T", "num_rows"), ("H", "row_size"), ("R", "num_indices")),
     ),
     Operator(
+        name="NarrowStep",
+        doc="What the inputs of a step become where some rows go on and the others do not. The wanted rows are the "
+        "last ones of their sequences, so these are sequences that begin later: past_len_out = past_len + the rows "
+        "that a sequence drops.",
+        inputs=(
+            QUERY_START,
+            PAST_LEN,
+            Port(
+                name="row_indices",
+                shape="[R]",
+                type=INT64,
+                doc="Index of each wanted row, in ascending order. Where every row of the sequences is wanted, indices "
+                "of any rows may follow; they belong to no sequence.",
+            ),
+            Port(
+                name="positions",
+                shape="[T]",
+                type=INT64,
+                doc="Logical position of each row; given exactly where positions_out is asked for.",
+                optional=True,
+            ),
+        ),
+        outputs=(
+            Port(
+                name="query_start_out",
+                shape="[B+1]",
+                type=INT32,
+                doc="Sequence b owns the wanted rows query_start_out[b] .. query_start_out[b+1].",
+            ),
+            Port(
+                name="past_len_out",
+                shape="[B] or [B, Hkv]",
+                type=INT32,
+                doc="Tokens in the cache before the wanted rows, as past_len has them.",
+            ),
+            Port(
+                name="positions_out",
+                shape="[R]",
+                type=INT64,
+                doc="Positions of the wanted rows; 0 where an index is not in 0 .. T - 1.",
+                optional=True,
+            ),
+        ),
+        params_header="fused_params.h",
+    ),
+    Operator(
         name="RmsNormAdd",
         doc="A norm, and what follows it: y = (residual + RMSNorm(x)) * scale, in float32 and rounded once.",
         inputs=(

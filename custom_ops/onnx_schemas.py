@@ -9,8 +9,20 @@ import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
 from ortolan.custom_ops.schema import OPERATORS
-from ortolan.custom_ops.schema_parts import CACHE, CACHE_TYPES, ELEMENT, ELEMENT_TYPES, INT32, Attribute, Operator, Port
+from ortolan.custom_ops.schema_parts import (
+    CACHE,
+    CACHE_TYPES,
+    ELEMENT,
+    ELEMENT_TYPES,
+    FLOAT,
+    INT32,
+    INT64,
+    Attribute,
+    Operator,
+    Port,
+)
 
+_FIXED_TYPES = {INT32: onnx.TensorProto.INT32, INT64: onnx.TensorProto.INT64, FLOAT: onnx.TensorProto.FLOAT}
 _Option = onnx.defs.OpSchema.FormalParameterOption
 
 
@@ -75,9 +87,8 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
                 continue
             result.tensor_type.elem_type = element
         else:
-            is_int32 = port.type == INT32
-            result.tensor_type.elem_type = onnx.TensorProto.INT32 if is_int32 else onnx.TensorProto.FLOAT
-        for symbol in _symbols(port):
+            result.tensor_type.elem_type = _FIXED_TYPES[port.type]
+        for symbol in _symbols(port) if _has_one_rank(port) else ():
             dimension = result.tensor_type.shape.dim.add()
             if symbol in known:
                 dimension.CopyFrom(known[symbol])
@@ -100,7 +111,7 @@ def _known_dimensions(
     known: dict[str, onnx.TensorShapeProto.Dimension] = {}
     for index, port in enumerate(operator.inputs[: context.get_num_inputs()]):
         given = context.get_input_type(index)
-        if given is None or not given.tensor_type.HasField("shape") or " or " in port.shape:
+        if given is None or not given.tensor_type.HasField("shape") or not _has_one_rank(port):
             continue
         dimensions = given.tensor_type.shape.dim
         if len(dimensions) != len(_symbols(port)):
@@ -111,6 +122,10 @@ def _known_dimensions(
             if dimension.HasField("dim_value") or symbol not in known:
                 known[symbol] = dimension
     return known
+
+
+def _has_one_rank(port: Port) -> bool:
+    return "] or [" not in port.shape
 
 
 def _symbols(port: Port) -> list[str]:

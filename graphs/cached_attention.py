@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from ortolan import contract
 from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor, emitters
 from ortolan.graphs.config import AttentionConfig, MixerConfig
@@ -150,19 +148,14 @@ class CachedAttention:
         inputs["past_len"] = self.step.past_len
         (self._captured,) = self.graph.operator(f"{self.path}/SnapKvCapture", emitters.snap_kv_capture, inputs)
 
-    def begin_later(self, query_start: Tensor, dropped: Tensor) -> None:
+    def begin_later(self, query_start: Tensor, past: Tensor) -> None:
         """Let what reads the cache from now on ask for the last rows of each sequence alone.
 
         Args:
             query_start: of those rows, [B+1] int32.
-            dropped: how many rows of each sequence come before them, [B] int32.
+            past: tokens in the cache before them, [B] or [B, Hkv] int32.
         """
-        path = f"readers/past_of_{self.index}"
-        if self.evictable:
-            axis = self.graph.constant("axes/last", [1], np.int64)
-            dropped = self.graph.node(f"{path}/Unsqueeze", "Unsqueeze", [dropped, axis])
-        self.past = self.graph.node(f"{path}/Add", "Add", [self.past, dropped])
-        self._query_start = query_start
+        self._query_start, self.past = query_start, past
 
     def declare_outputs(self) -> None:
         """Declare what the step updated as outputs of the graph."""

@@ -22,8 +22,8 @@ from ortolan.graphs.mixers import MIXERS
 from ortolan.graphs.mlps import MLPS
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.parts import Formats, Linear, Normed, Parts
-from ortolan.graphs.readers import drop_rows, first_reader
-from ortolan.graphs.rope import add_rotations, list_angles_late
+from ortolan.graphs.readers import NARROW, drop_rows, first_reader
+from ortolan.graphs.rope import ANGLES, add_rotations, list_late
 from ortolan.graphs.weights import joint_shapes, shared_shapes, weight_shapes
 
 FUSIONS_METADATA = "ortolan.fusions"
@@ -81,7 +81,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
         cache.declare_outputs()
     model = graph.finish()
     if options.fused:
-        list_angles_late(model.graph)
+        list_late(model.graph, (ANGLES, NARROW))
         model.metadata_props.add(key=FUSIONS_METADATA, value=json.dumps(count_fusions(model)))
     return model
 

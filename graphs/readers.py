@@ -9,15 +9,19 @@ Source: transformers' modeling_gemma4.py, `_maybe_slice_kv_shared_inputs`, for t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ortolan.graphs.builder import FLOAT, INT32, INT64, Tensor
-from ortolan.graphs.config import ModelConfig
-from ortolan.graphs.parts import Parts
+from ortolan.graphs.builder import FLOAT, INT32, INT64, Tensor, emitters, producer
+from ortolan.graphs.cached_attention import CachedAttention
+from ortolan.graphs.config import ModelConfig, Rope, RopeTable
+from ortolan.graphs.parts import Parts, Rotation
+from ortolan.graphs.rope import ANGLES, angles
 
 PATH = "readers"
+NARROW = "NarrowStep"
 
 
 def first_reader(config: ModelConfig) -> int:
@@ -37,24 +41,54 @@ def drop_rows(parts: Parts, tensors: list[Tensor]) -> list[Tensor]:
         Their wanted rows, [R, features] each.
     """
     wanted, layers = parts.step.logit_rows, parts.config.layers[first_reader(parts.config) :]
-    ropes = {layer.mixer.rope for layer in layers}
-    parts.rotations = {
-        name: replace(
-            rotation,
-            cosine=parts.graph.node(f"{PATH}/{name}/cosine/Gather", "Gather", [rotation.cosine, wanted], {"axis": 1}),
-            sine=parts.graph.node(f"{PATH}/{name}/sine/Gather", "Gather", [rotation.sine, wanted], {"axis": 1}),
-        )
-        for name, rotation in parts.rotations.items()
-        if name in ropes
-    }
-    starts = _wanted_starts(parts)
-    dropped = _dropped_rows(parts, starts)
-    read = {layer.mixer.shares_cache_with for layer in layers}
-    for owner, cache in parts.attentions.items():
-        if owner in read:
-            cache.begin_later(starts, dropped)
+    read, named = {layer.mixer.shares_cache_with for layer in layers}, {layer.mixer.rope for layer in layers}
+    caches = [cache for owner, cache in parts.attentions.items() if owner in read]
+    ropes = [rope for rope in parts.config.ropes if rope.name in named]
+    if parts.options.fused:
+        _narrow(parts, caches, ropes)
+    else:
+        starts = _wanted_starts(parts)
+        dropped = _dropped_rows(parts, starts)
+        for cache in caches:
+            cache.begin_later(starts, _later(parts, cache, dropped))
+        parts.rotations = {rope.name: _of_rows(parts, rope.name) for rope in ropes}
     parts.row_axis = "R"
     return [parts.rows(f"{PATH}/{index}", tensor, wanted) for index, tensor in enumerate(tensors)]
+
+
+def _narrow(parts: Parts, caches: Sequence[CachedAttention], ropes: Sequence[Rope | RopeTable]) -> None:
+    """Let caches begin later and rotate the wanted rows, by one operator for each tensor of lengths and each rope."""
+    nodes = {rope.name: producer(parts.rotations[rope.name].cosine) for rope in ropes}
+    positions = {name: node.inputs[0] for name, node in nodes.items() if node is not None and node.op == ANGLES}
+    asked = next(iter(positions.values()), None)
+    narrowed: dict[str, list[Tensor]] = {}
+    for cache in caches:
+        lengths = cache.past.name
+        if lengths not in narrowed:
+            inputs = {"query_start": parts.step.query_start, "past_len": cache.past}
+            inputs |= {"row_indices": parts.step.logit_rows, "positions": None if narrowed else asked}
+            narrowed[lengths] = parts.graph.operator(
+                f"{PATH}/{lengths}/{NARROW}", emitters.narrow_step, inputs, 2 if inputs["positions"] is None else 3
+            )
+        starts, past, *_ = narrowed[lengths]
+        cache.begin_later(starts, past)
+    wanted = next(iter(narrowed.values()))[-1]
+    parts.rotations = {
+        rope.name: angles(parts, rope, wanted, f"{PATH}/{rope.name}")
+        if isinstance(rope, Rope) and rope.name in positions
+        else _of_rows(parts, rope.name)
+        for rope in ropes
+    }
+
+
+def _of_rows(parts: Parts, name: str) -> Rotation:
+    """Pick the wanted rows of cosine and sine."""
+    rotation, wanted = parts.rotations[name], parts.step.logit_rows
+    return replace(
+        rotation,
+        cosine=parts.graph.node(f"{PATH}/{name}/cosine/Gather", "Gather", [rotation.cosine, wanted], {"axis": 1}),
+        sine=parts.graph.node(f"{PATH}/{name}/sine/Gather", "Gather", [rotation.sine, wanted], {"axis": 1}),
+    )
 
 
 def _wanted_starts(parts: Parts) -> Tensor:
@@ -83,3 +117,13 @@ def _dropped_rows(parts: Parts, starts: Tensor) -> Tensor:
     after = graph.node(f"{PATH}/after/Slice", "Slice", [dropped, first, end, zero])
     before = graph.node(f"{PATH}/before/Slice", "Slice", [dropped, zero, last, zero])
     return graph.node(f"{PATH}/Sub", "Sub", [after, before])
+
+
+def _later(parts: Parts, cache: CachedAttention, dropped: Tensor) -> Tensor:
+    """Return the tokens in a cache before the wanted rows, as many as it counts."""
+    path = f"{PATH}/past_of_{cache.index}"
+    if cache.evictable:
+        dropped = parts.graph.node(
+            f"{path}/Unsqueeze", "Unsqueeze", [dropped, parts.graph.constant("axes/last", [1], np.int64)]
+        )
+    return parts.graph.node(f"{path}/Add", "Add", [cache.past, dropped])

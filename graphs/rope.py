@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 
@@ -35,7 +37,7 @@ def _rotations(parts: Parts, positions: Tensor) -> dict[str, Rotation]:
         if isinstance(rope, RopeTable):
             rotations[rope.name] = _looked_up(parts, rope, positions, variant)
         elif variant is None and parts.options.fused:
-            rotations[rope.name] = _angles(parts, rope, positions)
+            rotations[rope.name] = angles(parts, rope, positions, f"rope.{rope.name}")
         else:
             column = _column(parts, positions) if column is None else column
             rotations[rope.name] = _computed(parts, rope, column, variant)
@@ -65,14 +67,13 @@ def _column(parts: Parts, positions: Tensor) -> Tensor:
     return parts.graph.node("rope/Unsqueeze", "Unsqueeze", [wide, parts.graph.constant("axes/last", [1], np.int64)])
 
 
-def _angles(parts: Parts, rope: Rope, positions: Tensor) -> Rotation:
-    """Compute one variant in one operator."""
+def angles(parts: Parts, rope: Rope, positions: Tensor, path: str) -> Rotation:
+    """Compute cosine and sine of a rope's only variant in one operator."""
     chosen = rope.variants[0]
     frequencies = parts.graph.constant(f"rope.{rope.name}/inv_freq", [chosen.inv_freq], np.float32)
     inputs = {"positions": positions, "inv_freq": frequencies}
     factor = float(np.float32(chosen.attention_factor))
-    path = f"rope.{rope.name}/{ANGLES}"
-    cosine, sine = parts.graph.operator(path, emitters.rope_angles, inputs, 2, factor=factor)
+    cosine, sine = parts.graph.operator(f"{path}/{ANGLES}", emitters.rope_angles, inputs, 2, factor=factor)
     return Rotation(cosine, sine, rope.rotary_size)
 
 
@@ -116,15 +117,16 @@ def _with_batch(parts: Parts, path: str, value: Tensor) -> Tensor:
     return parts.graph.node(f"{path}/Unsqueeze", "Unsqueeze", [value, axis])
 
 
-def list_angles_late(graph: onnx.GraphProto) -> None:
-    """List each RopeAngles right before its first reader.
+def list_late(graph: onnx.GraphProto, operators: Sequence[str]) -> None:
+    """List each node of some operators right before its first reader; an operator comes after those that read it.
 
     Of a node's inputs ONNX Runtime computes the one that is listed last first. So angles come before the first layer,
     and no kernel of another kind stands between a projection and its QkvRopeAppend, whose launches overlap.
     """
     nodes = list(graph.node)
-    for angles in [node for node in nodes if node.op_type == ANGLES]:
-        nodes.remove(angles)
-        nodes.insert(next(i for i, n in enumerate(nodes) if set(n.input) & set(angles.output)), angles)
+    for operator in operators:
+        for moved in [node for node in nodes if node.op_type == operator]:
+            nodes.remove(moved)
+            nodes.insert(next(i for i, n in enumerate(nodes) if set(n.input) & set(moved.output)), moved)
     del graph.node[:]
     graph.node.extend(nodes)

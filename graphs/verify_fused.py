@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import onnx
 
-from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, TOKEN_IDS
+from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
 
@@ -29,6 +29,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
         "GatherRows": checker.gather_rows,
+        "NarrowStep": checker.narrow_step,
         "GateMul": checker.gate_mul,
         "DeltaGates": checker.delta_gates,
     }
@@ -174,6 +175,16 @@ class _Checker:
         features = self._weight_dims(node, "rows", x, 2)[1] if x in self._dims else self._features.get(x)
         if features is not None:
             self._features[node.output[0]] = features
+
+    def narrow_step(self, node: onnx.NodeProto) -> None:
+        """Check a NarrowStep: it narrows the step's own inputs to the rows that the caller wants."""
+        starts, _, indices, positions = _ports(node.input, 4)
+        given = {"query_start": (starts, QUERY_START), "row_indices": (indices, LOGIT_ROWS)}
+        for port, (name, wanted) in (given | {"positions": (positions or POSITIONS, POSITIONS)}).items():
+            if name != wanted:
+                raise _mismatch(node, f"{port} is '{name}', not the graph's input '{wanted}'")
+        if bool(positions) != bool(_ports(node.output, 3)[2]):
+            raise _mismatch(node, "positions and positions_out belong together; one is missing")
 
     def _weight_dims(self, node: onnx.NodeProto, port: str, name: str, rank: int) -> list[int]:
         dims = self._dims.get(name)

@@ -55,7 +55,7 @@ class _Expander:
 
     def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
         by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
-        by_name |= {"GatherRows": self._gather_rows, "NormRope": self._norm_rope}
+        by_name |= {"GatherRows": self._gather_rows, "NormRope": self._norm_rope, "NarrowStep": self._narrow}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         by_name |= {"GateMul": self._gate_mul, "DeltaGates": self._delta_gates}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
@@ -188,6 +188,33 @@ class _Expander:
 
     def _gather_rows(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         yield helper.make_node("Gather", inputs[:2], list(node.output), name=f"{node.name}/gather")
+
+    def _narrow(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        path, (starts, lengths, rows, positions) = node.name, inputs[:4]
+        to_int32, to_int64 = {"to": onnx.TensorProto.INT32}, {"to": onnx.TensorProto.INT64}
+        zero, one, last, end = (self._constant(f"{path}/{n}", [n]) for n in (0, 1, -1, 2**31))
+        column, kept = f"{path}/column", node.output[0]
+        steps = [
+            ("Unsqueeze", [starts, one], f"{path}/edges", {}),
+            ("Cast", [f"{path}/edges"], column, to_int64),
+            ("Less", [rows, column], f"{path}/less", {}),
+            ("Cast", [f"{path}/less"], f"{path}/before", to_int32),
+            ("ReduceSum", [f"{path}/before", one], f"{path}/count", {"keepdims": 0}),
+            ("Min", [f"{path}/count", starts], kept, {}),
+            ("Sub", [starts, kept], f"{path}/gone", {}),
+            ("Slice", [f"{path}/gone", one, end, zero], f"{path}/gone_after", {}),
+            ("Slice", [f"{path}/gone", zero, last, zero], f"{path}/gone_before", {}),
+            ("Sub", [f"{path}/gone_after", f"{path}/gone_before"], f"{path}/dropped", {}),
+        ]
+        dropped = f"{path}/dropped"
+        if len(self._sizes[lengths]) == 2:  # a length for each kv head
+            steps.append(("Unsqueeze", [dropped, one], f"{dropped}/column", {}))
+            dropped = f"{dropped}/column"
+        steps.append(("Add", [lengths, dropped], node.output[1], {}))
+        if positions:
+            steps.append(("Gather", [positions, rows], node.output[2], {}))
+        for op, given, output, options in steps:
+            yield helper.make_node(op, given, [output], name=f"{output}/{op}", **options)
 
     def _qkv(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         path, caches = node.name, inputs[1:6]

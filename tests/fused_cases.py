@@ -124,6 +124,15 @@ def angle_outputs(feeds: Feeds) -> Outputs:
     return dict.fromkeys(("cosine", "sine"), (shape, np.dtype(np.float32)))
 
 
+def narrow_outputs(feeds: Feeds) -> Outputs:
+    """The outputs of a NarrowStep, with positions where it has them."""
+    sources = {"query_start_out": "query_start", "past_len_out": "past_len", "positions_out": "row_indices"}
+    given = {port: feeds[source] for port, source in sources.items()}
+    if "positions" not in feeds:
+        del given["positions_out"]
+    return {port: (array.shape, array.dtype) for port, array in given.items()}
+
+
 def rounded(values: np.ndarray, element: np.dtype) -> np.ndarray:
     """Round float32 values to the element type, as between the operators of a plain graph."""
     return values.astype(element).astype(np.float32)

@@ -22,6 +22,7 @@ from fused_cases import (
     QkvCase,
     linear_feeds,
     linear_outputs,
+    narrow_outputs,
     norm_rope_feeds,
     qkv_feeds,
     qkv_outputs,
@@ -90,6 +91,18 @@ def gathered_rows() -> None:
         run_fused("GatherRows", feeds, {"output": ((5, size), devices.element())})
 
 
+def narrowed_steps() -> None:
+    """More wanted rows than a block has threads, and one."""
+    for starts, indices in (([0, 150, 300], np.arange(100, 300)), ([0, 1], np.zeros(1, np.int64))):
+        feeds = {
+            "query_start": np.array(starts, np.int32),
+            "past_len": np.zeros((len(starts) - 1, 3), np.int32),
+            "row_indices": indices,
+            "positions": np.arange(starts[-1]),
+        }
+        run_fused("NarrowStep", feeds, narrow_outputs(feeds))
+
+
 def scores() -> None:
     """Scores of lengths around the window."""
     rng = np.random.default_rng(0)
@@ -129,6 +142,7 @@ def main() -> None:
                 products()
                 heads()
                 gathered_rows()
+                narrowed_steps()
                 scores()
                 selections()
             print(name, flush=True)

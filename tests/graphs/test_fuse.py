@@ -100,7 +100,8 @@ def test_patterns_fuse_wherever_they_hold(exported):
         "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside + shared + gates - mixtures,
         "QkvRopeAppend": 0 if projection else layers - sharing,
         "NormRope": 2 * layers if projection else sharing,
-        "RopeAngles": len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0,
+        "RopeAngles": (len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0) * (2 if sharing else 1),
+        "NarrowStep": 2 if sharing else 0,  # lengths of layers with a window, and of those that can be evicted
         "GatherRows": 2 + embedded,  # of tokens in a table, hidden states, and shares of per-layer embeddings
         "RmsNormAdd": ((2 + embedded) * layers + beside if family in SANDWICH_OR_POST_NORM else 0)
         + (2 * layers if projection else 0)
@@ -126,7 +127,8 @@ def test_the_graph_for_the_cpu_fuses_all_but_products(exported):
     assert cpu["GateMul"] == cuda["GateMul"] + gates
     assert sum(operators.count(name) for name in sums) >= cuda["RmsNormAdd"]
     assert cpu["GatherRows"] == cuda["GatherRows"] - 1, "ONNX Runtime looks tokens up on the CPU"
-    for name in ("QkvRopeAppend", "NormRope", "RopeAngles", "DeltaGates", "RotaryEmbedding", "RingKvAppend"):
+    equal = ("QkvRopeAppend", "NormRope", "RopeAngles", "NarrowStep", "DeltaGates")
+    for name in (*equal, "RotaryEmbedding", "RingKvAppend"):
         assert cpu[name] == cuda[name], name
 
 
@@ -272,6 +274,14 @@ def test_angles_are_computed_before_the_first_layer(exported):
         assert order[node.name] == reader - 1
         inputs = [producers[name] for name in fused.graph.node[reader].input if name in producers]
         assert max(inputs) == order[node.name], "of a node's inputs the last listed is computed first"
+
+
+def test_no_standard_operator_stands_where_rows_are_dropped(exported):
+    _, folder = exported
+    fused = load_graphs(folder)[1]
+    operators = {node.op_type for node in fused.graph.node if node.name.startswith("readers/")}
+    sharing = any(layer.cache_of is not None for layer in read_manifest(folder).layers)
+    assert operators == ({"GatherRows", "NarrowStep", "RopeAngles"} if sharing else set())
 
 
 def test_bindings_and_metadata_stay(exported):

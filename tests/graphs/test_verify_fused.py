@@ -155,13 +155,46 @@ def test_a_fused_graph_stands_for_its_plain_one(graphs):
         verify_fused_pair(plain, other)
 
 
-def test_a_norm_of_heads_is_a_weight():
+@pytest.fixture(scope="module")
+def readers():
+    """A fused graph whose last layers read other layers' caches."""
     folder = shared_model(shared_checkpoint("gemma4", seed=5), max_context=512, chunk_size=16)
-    broken = onnx.load(folder / FUSED_FILE, load_external_data=False)
-    verify_model(broken)
-    node = find(broken, "NormRope")
-    (size,) = next(t.dims for t in broken.graph.initializer if t.name == node.input[3])
-    broken.graph.input.append(onnx.helper.make_tensor_value_info("vector", onnx.TensorProto.FLOAT, [size]))
+    return onnx.load(folder / FUSED_FILE, load_external_data=False)
+
+
+def norm_of_heads_is_an_input(model):
+    node = find(model, "NormRope")
+    (size,) = next(t.dims for t in model.graph.initializer if t.name == node.input[3])
+    model.graph.input.append(onnx.helper.make_tensor_value_info("vector", onnx.TensorProto.FLOAT, [size]))
     node.input[3] = "vector"
-    with pytest.raises(ContractMismatchError, match=r"rule 7.*NormRope: norm_weight 'vector' must be a weight"):
+
+
+def rows_of_positions(model):
+    find(model, "NarrowStep").input[2] = "positions"
+
+
+def other_starts(model):
+    find(model, "NarrowStep").input[0] = "past_len"
+
+
+def drop_positions(model):
+    node = next(n for n in model.graph.node if n.op_type == "NarrowStep" and len(n.output) == 3)
+    del node.input[3]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (rows_of_positions, "rule 7.*NarrowStep: row_indices is 'positions'"),
+        (other_starts, "rule 7.*NarrowStep: query_start is 'past_len'"),
+        (drop_positions, "rule 7.*NarrowStep: positions and positions_out belong together"),
+        (norm_of_heads_is_an_input, "rule 7.*NormRope: norm_weight 'vector' must be a weight"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_readers_are_refused(readers, break_it, message):
+    verify_model(readers)
+    broken = copy.deepcopy(readers)
+    break_it(broken)
+    with pytest.raises(ContractMismatchError, match=message):
         verify_model(broken)

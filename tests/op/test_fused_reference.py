@@ -10,6 +10,7 @@ from fused_cases import (
     angle_outputs,
     linear_feeds,
     linear_outputs,
+    narrow_outputs,
     norm_feeds,
     plain_heads,
     plain_linear,
@@ -53,6 +54,27 @@ def test_an_index_outside_the_rows_gives_zeros():
     rows = np.ones((3, 2), np.float32)
     gathered = fused_reference.gather_rows(rows, np.array([-1, 3, 2], np.int64))
     np.testing.assert_array_equal(gathered, [[0, 0], [0, 0], [1, 1]])
+
+
+NARROWED = {  # query_start, past_len and row_indices; query_start_out and past_len_out
+    "last-rows": (([0, 7, 10, 10], [[5, 2], [0, 9], [1, 1]], [4, 5, 6, 9]), ([0, 3, 4, 4], [[9, 6], [2, 11], [1, 1]])),
+    "rows-of-nobody": (([0, 1, 2, 2], [7, 8, 0], [0, 1, 0, 0]), ([0, 1, 2, 2], [7, 8, 0])),
+}
+
+
+@pytest.mark.parametrize("positioned", [True, False])
+@pytest.mark.parametrize("name", NARROWED)
+def test_narrow_step(name, positioned):
+    (starts, lengths, rows), expected = NARROWED[name]
+    feeds = {"query_start": np.array(starts, np.int32), "past_len": np.array(lengths, np.int32)}
+    feeds["row_indices"] = np.array(rows, np.int64)
+    if positioned:
+        feeds["positions"], expected = 10 * np.arange(10), (*expected, [10 * row for row in rows])
+    reference = fused_reference.narrow_step(**feeds)
+    standard = run_expanded("NarrowStep", feeds, narrow_outputs(feeds)).values()
+    for ours, theirs, wanted in zip(reference, standard, expected, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+        np.testing.assert_array_equal(theirs, wanted)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

@@ -8,6 +8,7 @@ from fused_cases import (
     angle_feeds,
     angle_outputs,
     build_fused_model,
+    narrow_outputs,
     norm_feeds,
     plain_norm_add,
     run_fused,
@@ -107,3 +108,52 @@ def test_angles_refuse_two_rows_of_frequencies():
     with pytest.raises(Exception, match="inv_freq' has shape") as error:
         run_fused("RopeAngles", feeds, dict.fromkeys(("cosine", "sine"), ((1, 3, 4), np.dtype(np.float32))))
     assert "RopeAngles" in str(error.value)
+
+
+STEPS = {  # query_start, past_len, row_indices, of how many rows
+    "decode": ([0, 1], [700], [0], 1),
+    "last-of-each": ([0, 7, 10, 10], [5, 0, 3], [6, 9], 10),
+    "some-of-each": ([0, 7, 10], [5, 2**30], [4, 5, 6, 8, 9], 10),
+    "nothing-of-the-first": ([0, 7, 10], [5, 0], [9], 10),
+    "every": ([0, 150, 300], [0, 9], list(range(300)), 300),
+    "rows-of-nobody": ([0, 1, 2, 2, 2], [7, 8, 0, 0], [0, 1, 0, 0], 4),
+    "per-head": ([0, 3, 4], [[9, 2, 5], [0, 33, 1]], [2, 3], 4),
+    "many-heads": ([0, 3], [list(range(300))], [1, 2], 3),
+    "no-sequences": ([0], [], [], 0),
+    "outside": ([0, 4], [2], [3, -1, 4, 2**40], 4),
+}
+
+
+def narrow_feeds(name, *, positioned=True):
+    starts, past, indices, rows = STEPS[name]
+    feeds = {"query_start": np.array(starts, np.int32), "past_len": np.array(past, np.int32)}
+    feeds["row_indices"] = np.array(indices, np.int64)
+    return feeds | ({"positions": 2**33 + 3 * np.arange(rows)} if positioned else {})
+
+
+@pytest.mark.parametrize("positioned", [True, False])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_narrowed_to_its_last_rows(name, positioned):
+    feeds = narrow_feeds(name, positioned=positioned)
+    outputs = narrow_outputs(feeds)
+    results = run_fused("NarrowStep", feeds, outputs)
+    for port, expected in zip(outputs, fused_reference.narrow_step(**feeds), strict=True):
+        np.testing.assert_array_equal(results[port], expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"past_len": np.zeros(3, np.int32)}, "past_len' has shape"),
+        ({"query_start": np.zeros(0, np.int32)}, "query_start' has shape"),
+        ({"positions": None}, "'positions' must be given exactly where"),
+    ],
+    ids=["lengths", "starts", "positions"],
+)
+def test_narrowing_refuses(changed, message):
+    feeds = narrow_feeds("some-of-each")
+    outputs = narrow_outputs(feeds)
+    feeds = {name: array for name, array in (feeds | changed).items() if array is not None}
+    with pytest.raises(Exception, match=message) as error:
+        run_fused("NarrowStep", feeds, outputs)
+    assert "NarrowStep" in str(error.value)

@@ -58,6 +58,29 @@ struct GatherRowsParams {
   void* output = nullptr;                // [R, H]
 };
 
+// query_start_out[b] is the number of wanted rows that come before sequence b's first one, and at most
+// query_start[b]: where all rows are wanted, what follows them, such as row 0 again, is nobody's.
+// past_len_out is past_len and, for each sequence, the rows of it that are not wanted.
+struct NarrowStepParams {
+  int64_t num_tokens = 0;                // T
+  int64_t num_sequences = 0;             // B
+  int64_t num_indices = 0;               // R
+  int64_t lengths = 0;                   // of a sequence: Hkv, or 1
+  const int32_t* query_start = nullptr;  // [B+1]
+  const int32_t* past_len = nullptr;     // [B, lengths]
+  const int64_t* row_indices = nullptr;  // [R]
+  const int64_t* positions = nullptr;    // [T] or null
+  int32_t* query_start_out = nullptr;    // [B+1]
+  int32_t* past_len_out = nullptr;       // [B, lengths]
+  int64_t* positions_out = nullptr;      // [R] or null
+
+  // Of a wanted row.
+  ORTOLAN_HOST_DEVICE int64_t position(int64_t r) const {
+    const int64_t row = row_indices[r];
+    return row >= 0 && row < num_tokens ? positions[row] : 0;
+  }
+};
+
 // y = residual + x * rsqrt(mean(x^2) + epsilon) * norm_weight, in float32, rounded once.
 struct RmsNormAddParams {
   ElementType element = ElementType::kFloat32;

@@ -25,6 +25,7 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::NormRope, cpu::norm_rope>(),
       cpu_operator<ops::RopeAngles, cpu::rope_angles>(),
       cpu_operator<ops::GatherRows, cpu::gather_rows>(),
+      cpu_operator<ops::NarrowStep, cpu::narrow_step>(),
       cpu_operator<ops::RmsNormAdd, cpu::rms_norm_add>(),
       cpu_operator<ops::GateMul, cpu::gate_mul>(),
       cpu_operator<ops::DeltaGates, cpu::delta_gates>(),

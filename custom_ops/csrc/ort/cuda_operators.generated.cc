@@ -25,6 +25,7 @@ std::vector<OperatorKernel> cuda_operators() {
       cuda_operator<ops::NormRope, cuda::norm_rope>(),
       cuda_operator<ops::RopeAngles, cuda::rope_angles>(),
       cuda_operator<ops::GatherRows, cuda::gather_rows>(),
+      cuda_operator<ops::NarrowStep, cuda::narrow_step>(),
       cuda_operator<ops::RmsNormAdd, cuda::rms_norm_add>(),
       cuda_operator<ops::GateMul, cuda::gate_mul>(),
       cuda_operator<ops::DeltaGates, cuda::delta_gates>(),

@@ -611,6 +611,30 @@ struct GatherRows {
 }  // namespace ops
 GatherRowsParams read_params(const Call<ops::GatherRows>& call);
 
+inline constexpr Port kNarrowStepInputs[] = {
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "row_indices", .shape = "[R]", .type = PortType::kInt64},
+    {.name = "positions", .shape = "[T]", .type = PortType::kInt64, .optional = true},
+};
+inline constexpr Port kNarrowStepOutputs[] = {
+    {.name = "query_start_out", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len_out", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "positions_out", .shape = "[R]", .type = PortType::kInt64, .optional = true},
+};
+namespace ops {
+struct NarrowStep {
+  using Params = NarrowStepParams;
+  struct In { enum : size_t { kQueryStart, kPastLen, kRowIndices, kPositions }; };
+  struct Out { enum : size_t { kQueryStartOut, kPastLenOut, kPositionsOut }; };
+  struct Attributes {
+    static Attributes read(const AttributeReader&) { return {}; }
+  };
+  static constexpr Schema kSchema{"NarrowStep", kNarrowStepInputs, kNarrowStepOutputs};
+};
+}  // namespace ops
+NarrowStepParams read_params(const Call<ops::NarrowStep>& call);
+
 inline constexpr Port kRmsNormAddInputs[] = {
     {.name = "x", .shape = "[T, I]", .type = PortType::kElement},
     {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement},

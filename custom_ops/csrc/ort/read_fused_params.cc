@@ -154,4 +154,31 @@ NormRopeParams read_params(const Call<ops::NormRope>& call) {
   return params;
 }
 
+NarrowStepParams read_params(const Call<ops::NarrowStep>& call) {
+  using Op = ops::NarrowStep;
+  const Tensor starts = call.input(Op::In::kQueryStart, {-1});
+  if (starts.dim(0) < 1) call.bad_shape(Op::In::kQueryStart, starts, "with B >= 0");
+  const Tensor past_len = call.input(Op::In::kPastLen), rows = call.input(Op::In::kRowIndices, {-1});
+  const Tensor positions = call.input(Op::In::kPositions, {-1});
+  NarrowStepParams params{};
+  params.num_sequences = starts.dim(0) - 1;
+  params.num_indices = rows.dim(0);
+  const bool per_head = past_len.shape.size() == 2;
+  params.lengths = per_head ? past_len.dim(1) : 1;
+  params.query_start = starts.as<int32_t>();
+  params.past_len =
+      read_lengths(call, Op::In::kPastLen, params.num_sequences, per_head ? params.lengths : 0).values;
+  params.row_indices = rows.as<int64_t>();
+  params.query_start_out = call.output(Op::Out::kQueryStartOut, starts.shape).as<int32_t>();
+  params.past_len_out = call.output(Op::Out::kPastLenOut, past_len.shape).as<int32_t>();
+  const Tensor wanted = call.output(Op::Out::kPositionsOut, {params.num_indices});
+  if (positions.present != wanted.present)
+    call.node().fail("input 'positions' must be given exactly where output 'positions_out' is requested");
+  if (!positions.present) return params;
+  params.num_tokens = positions.dim(0);
+  params.positions = positions.as<int64_t>();
+  params.positions_out = wanted.as<int64_t>();
+  return params;
+}
+
 }  // namespace ortolan

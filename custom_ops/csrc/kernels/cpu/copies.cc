@@ -1,5 +1,5 @@
 // RingKvAppend, SnapKvCapture, KvCompact and GatherRows on the CPU: row copies of any element size, bit for
-// bit, and codes of rows where a cache holds codes. RopeAngles, too.
+// bit, and codes of rows where a cache holds codes. RopeAngles and NarrowStep, too.
 #define ORTOLAN_ISA isa_plain
 #include <algorithm>
 #include <cmath>
@@ -100,6 +100,25 @@ void rope_angles(const RopeAnglesParams& params, ParallelFor& parallel) {
       params.sine[token * pairs + r] = params.factor * std::sin(angle);
     }
   });
+}
+
+void narrow_step(const NarrowStepParams& params, ParallelFor&) {
+  const int64_t* indices = params.row_indices;
+  const auto wanted_before = [&](int32_t edge) {
+    const auto count =
+        std::count_if(indices, indices + params.num_indices, [&](int64_t row) { return row < edge; });
+    return std::min(static_cast<int32_t>(count), edge);
+  };
+  for (int64_t b = 0; b <= params.num_sequences; ++b)
+    params.query_start_out[b] = wanted_before(params.query_start[b]);
+  for (int64_t b = 0; b < params.num_sequences; ++b) {
+    const int32_t rows = params.query_start[b + 1] - params.query_start[b];
+    const int32_t dropped = rows - (params.query_start_out[b + 1] - params.query_start_out[b]);
+    for (int64_t i = b * params.lengths; i < (b + 1) * params.lengths; ++i)
+      params.past_len_out[i] = params.past_len[i] + dropped;
+  }
+  for (int64_t r = 0; params.positions && r < params.num_indices; ++r)
+    params.positions_out[r] = params.position(r);
 }
 
 void kv_compact(const KvCompactParams& params, ParallelFor& parallel) {

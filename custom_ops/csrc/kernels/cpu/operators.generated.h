@@ -31,6 +31,7 @@ void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel);
 void norm_rope(const NormRopeParams& params, ParallelFor& parallel);
 void rope_angles(const RopeAnglesParams& params, ParallelFor& parallel);
 void gather_rows(const GatherRowsParams& params, ParallelFor& parallel);
+void narrow_step(const NarrowStepParams& params, ParallelFor& parallel);
 void rms_norm_add(const RmsNormAddParams& params, ParallelFor& parallel);
 void gate_mul(const GateMulParams& params, ParallelFor& parallel);
 void delta_gates(const DeltaGatesParams& params, ParallelFor& parallel);

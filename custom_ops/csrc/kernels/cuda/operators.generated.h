@@ -38,6 +38,7 @@ cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& lau
 cudaError_t norm_rope(const NormRopeParams& params, const Launch& launch);
 cudaError_t rope_angles(const RopeAnglesParams& params, const Launch& launch);
 cudaError_t gather_rows(const GatherRowsParams& params, const Launch& launch);
+cudaError_t narrow_step(const NarrowStepParams& params, const Launch& launch);
 cudaError_t rms_norm_add(const RmsNormAddParams& params, const Launch& launch);
 cudaError_t gate_mul(const GateMulParams& params, const Launch& launch);
 cudaError_t delta_gates(const DeltaGatesParams& params, const Launch& launch);
