@@ -573,37 +573,42 @@ def fused_linear(
     norm_weight: str = "",
     bias: str = "",
     residual: str = "",
+    factor: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
     epsilon: float = 1e-06,
     activation: str = "none",
+    factor_offset: int = 0,
     batch_invariant: int = 0,
 ) -> onnx.NodeProto:
     """Build a FusedLinear node.
 
     A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32;
     the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight
-    and bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for.
-    In a step of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate.
-    Up to 8 rows get the same bits whatever their number: in float32, and on compute capability 9.0 in 16
-    bits where a row of weight has 2 to 16 KB.
+    and bias are the gate, the last O the factor: act(gate) * factor. Or all rows are the gate, and the
+    factor is an input. One of the two outputs is asked for. In a step of many tokens that asks for y, the
+    product too is rounded to T1 before its bias and its gate. Up to 8 rows get the same bits whatever their
+    number: in float32, and on compute capability 9.0 in 16 bits where a row of weight has 2 to 16 KB.
 
     Args:
         x: [T, I] T1. Rows of I features.
-        weight: [O, I] or [2 * O, I] T1. Weight; 2 * O rows if gated.
+        weight: [O, I] or [2 * O, I] T1. Weight; 2 * O rows if gated without a factor.
         norm_weight: [I] T1. Weight of an RMSNorm of x; absent: x is used as it is.
         bias: [O] or [2 * O] T1. Added to the product.
         residual: [T, O] T1. Added to the result.
+        factor: [T, X] T1. Rows that hold the factor of a gated activation; not with a residual. Absent:
+            weight gives the factor.
         outputs: names of y [T, O], y_float32 [T, O].
         name: name of the node.
         epsilon: Added to the mean square of an RMSNorm. Allowed: 0 or more.
         activation: Gated activation. Allowed: "none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul".
+        factor_offset: With factor: its first column. Allowed: 0 or more.
         batch_invariant: 1: a row of the result has the same bits whatever rows stand beside it, and however
             many. Allowed: 0 or 1.
     """
-    inputs = (x, weight, norm_weight, bias, residual,)
-    return operator_node("FusedLinear", inputs, outputs, name, {"epsilon": epsilon, "activation": activation, "batch_invariant": batch_invariant})
+    inputs = (x, weight, norm_weight, bias, residual, factor,)
+    return operator_node("FusedLinear", inputs, outputs, name, {"epsilon": epsilon, "activation": activation, "factor_offset": factor_offset, "batch_invariant": batch_invariant})
 
 
 def qkv_rope_append(

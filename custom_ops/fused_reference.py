@@ -39,15 +39,19 @@ def fused_linear(
     norm_weight: Array | None = None,
     bias: Array | None = None,
     residual: Array | None = None,
+    factor: Array | None = None,
     *,
     epsilon: float = 1e-6,
     activation: str = "none",
+    factor_offset: int = 0,
 ) -> Floats:
-    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]."""
+    """Return residual + act(RMSNorm(x) @ weight^T + bias), [T, O], of x [T, I]; of a gate, times the given factor."""
     y = x.astype(np.float64) if norm_weight is None else _rms_norm(x, norm_weight, epsilon)
     y = y @ weight.astype(np.float64).T
     if bias is not None:
         y = y + bias.astype(np.float64)
+    if factor is not None:
+        return GATES[activation](y) * factor.astype(np.float64)[:, factor_offset : factor_offset + y.shape[1]]
     if activation != "none":
         half = y.shape[1] // 2
         y = GATES[activation](y[:, :half]) * y[:, half:]

@@ -32,13 +32,18 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         name="FusedLinear",
         doc="A linear layer with what stands around it: y = residual + act(RMSNorm(x) @ weight^T + bias), in float32; "
         "the normalised rows and the result are rounded to T1. With a gated activation the first O rows of weight and "
-        "bias are the gate, the last O the factor: act(gate) * factor. One of the two outputs is asked for. In a step "
-        "of many tokens that asks for y, the product too is rounded to T1 before its bias and its gate. Up to 8 rows "
-        "get the same bits whatever their number: in float32, and on compute capability 9.0 in 16 bits where a row of "
-        "weight has 2 to 16 KB.",
+        "bias are the gate, the last O the factor: act(gate) * factor. Or all rows are the gate, and the factor is an "
+        "input. One of the two outputs is asked for. In a step of many tokens that asks for y, the product too is "
+        "rounded to T1 before its bias and its gate. Up to 8 rows get the same bits whatever their number: in float32, "
+        "and on compute capability 9.0 in 16 bits where a row of weight has 2 to 16 KB.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
-            Port(name="weight", shape="[O, I] or [2 * O, I]", type=ELEMENT, doc="Weight; 2 * O rows if gated."),
+            Port(
+                name="weight",
+                shape="[O, I] or [2 * O, I]",
+                type=ELEMENT,
+                doc="Weight; 2 * O rows if gated without a factor.",
+            ),
             Port(
                 name="norm_weight",
                 shape="[I]",
@@ -48,6 +53,14 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
             ),
             Port(name="bias", shape="[O] or [2 * O]", type=ELEMENT, doc="Added to the product.", optional=True),
             Port(name="residual", shape="[T, O]", type=ELEMENT, doc="Added to the result.", optional=True),
+            Port(
+                name="factor",
+                shape="[T, X]",
+                type=ELEMENT,
+                doc="Rows that hold the factor of a gated activation; not with a residual. Absent: weight gives the "
+                "factor.",
+                optional=True,
+            ),
         ),
         outputs=(
             Port(name="y", shape="[T, O]", type=ELEMENT, doc="The result.", optional=True, spends=4),
@@ -68,6 +81,9 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
                 enumeration="GatedActivation",
                 allowed='"none", "silu_mul", "gelu_mul" (erf) or "gelu_tanh_mul"',
                 doc="Gated activation.",
+            ),
+            Attribute(
+                name="factor_offset", default=0, least=0, allowed="0 or more", doc="With factor: its first column."
             ),
             Attribute(
                 name="batch_invariant",

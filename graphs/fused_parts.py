@@ -47,6 +47,11 @@ class FusedParts(Parts):
         size = self.shapes[f"{path}/up.weight".replace("/", ".")][0]
         return gate_mul(self, path, Gated(x=up, gates=gate, size=size, activation=activation))
 
+    def open_gate(self, path: str, x: Tensor, factor: Columns, size: int, activation: str) -> Tensor:
+        """Add activation(gate(x)) * factor, of `size` columns."""
+        gate = Columns(self.linear(f"{path}/gate", x))
+        return gate_mul(self, path, Gated(x=factor, gates=gate, size=size, activation=activation))
+
     def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
         """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
         config, stem = cache.config, cache.path.replace("/", ".")
@@ -157,3 +162,12 @@ class CudaParts(FusedParts):
         if not self.joins(stem, members) or not self.format(stem).folds:
             return super().gated(path, x, activation)
         return self.add_linear(Linear(path=f"{path}/{GATE_UP}", stem=stem, x=x, activation=f"{activation}_mul"))
+
+    def open_gate(self, path: str, x: Tensor, factor: Columns, size: int, activation: str) -> Tensor:
+        """Add activation(gate(x)) * factor, of `size` columns."""
+        stem = f"{path}/gate".replace("/", ".")
+        if not self.format(stem).takes_factors:
+            return super().open_gate(path, x, factor, size, activation)
+        return self.add_linear(
+            Linear(path=f"{path}/gate", stem=stem, x=x, activation=f"{activation}_mul", factor=factor)
+        )

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from ortolan import contract
 from ortolan.graphs.builder import Tensor
 from ortolan.graphs.config import ModelConfig
-from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.kinds import Shapes, linear_shapes
 from ortolan.graphs.parts import Columns, Normed, Parts
 
@@ -73,10 +70,6 @@ def _times(parts: Parts, name: str, tensor: Tensor, factor: float) -> Tensor:
     return parts.graph.node(f"{STEM}/{name}/Mul", "Mul", [tensor, parts.scalar(f"{STEM}/{name}/scale", factor)])
 
 
-def _edge(parts: Parts, feature: int) -> Tensor:
-    return parts.graph.constant(f"{STEM}/edges/{feature}", [feature], np.int64)
-
-
 def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) -> Tensor:
     """Add what a layer makes of its share.
 
@@ -91,18 +84,7 @@ def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) ->
     """
     options, path = parts.config.layer_inputs, f"layers.{index}/layer_input"
     assert options is not None, "a model without per-layer embeddings has no shares"
-    gate = parts.linear(f"{path}/gate", hidden)
-    if parts.options.fused:
-        share = Columns(shares, index * options.size)
-        opened = Gated(x=share, gates=Columns(gate), size=options.size, activation=options.activation)
-        return _with_residual(parts, index, gate_mul(parts, path, opened), hidden)
-    begin, end = (_edge(parts, number * options.size) for number in (index, index + 1))
-    axis = parts.graph.constant("axes/last", [1], np.int64)
-    taken = parts.graph.node(f"{path}/Slice", "Slice", [shares, begin, end, axis])  # [T, size]
-    return _with_residual(parts, index, parts.gate(path, gate, taken, options.activation), hidden)
-
-
-def _with_residual(parts: Parts, index: int, gated: Tensor, hidden: Tensor) -> Tensor:
-    path = f"layers.{index}/layer_input"
+    share = Columns(shares, index * options.size)
+    gated = parts.open_gate(path, hidden, share, options.size, options.activation)
     branch = Normed(parts.linear(f"{path}/out", gated), f"layers.{index}/{NORM}", parts.config.norm_epsilon)
     return parts.norm_add(f"{path}_residual", branch, hidden)

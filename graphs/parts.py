@@ -60,6 +60,7 @@ class Linear:
         x: [T, in], a tensor or a Normed.
         residual: [T, out]; None for none.
         activation: of a fused gate: "none", "silu_mul", "gelu_mul" or "gelu_tanh_mul".
+        factor: of the gate, where the weight does not give it.
         in_float32: whether y is float32 whatever the model's type.
     """
 
@@ -68,6 +69,7 @@ class Linear:
     x: Tensor | Normed
     residual: Tensor | None = None
     activation: str = "none"
+    factor: Columns | None = None
     in_float32: bool = False
 
 
@@ -77,6 +79,10 @@ class WeightFormat(Protocol):
     @property
     def folds(self) -> bool:
         """Whether its fused product takes norms, gates and residuals."""
+
+    @property
+    def takes_factors(self) -> bool:
+        """Whether its fused product takes the factor of a gate."""
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors that a weight of a shape is stored as: element type and shape by name."""
@@ -259,6 +265,15 @@ class Parts:
             approximate = "tanh" if activation == "gelu_tanh" else "none"
             active = self.graph.node(f"{path}/Gelu", "Gelu", [gate], {"approximate": approximate})
         return self.graph.node(f"{path}/Mul", "Mul", [active, factor])
+
+    def open_gate(self, path: str, x: Tensor, factor: Columns, size: int, activation: str) -> Tensor:
+        """Add activation(gate(x)) * factor, of `size` columns."""
+        gate = self.linear(f"{path}/gate", x)
+        edges = (factor.offset, factor.offset + size)
+        begin, end = (self.graph.constant(f"{path}/edges/{edge}", [edge], np.int64) for edge in edges)
+        axis = self.graph.constant("axes/last", [1], np.int64)
+        taken = self.graph.node(f"{path}/Slice", "Slice", [factor.rows, begin, end, axis])  # [T, size]
+        return self.gate(path, gate, taken, activation)
 
     def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
         """Add residual + norm."""

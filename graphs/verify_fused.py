@@ -65,9 +65,10 @@ class _Checker:
 
     def linear(self, node: onnx.NodeProto) -> None:
         """Check a FusedLinear: weights, activation, and that one output is asked for."""
-        x, weight, norm_weight, bias, residual = _ports(node.input, 5)
+        x, weight, norm_weight, bias, residual, factor = _ports(node.input, 6)
         rows, columns = self._weight_dims(node, "weight", weight, 2)
-        self._product(node, (rows, columns), {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual})
+        given = {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual, "factor": factor}
+        self._product(node, (rows, columns), given)
 
     def low_bit_linear(self, node: onnx.NodeProto) -> None:
         """Check a LowBitLinear: codes and what belongs to them, and all that a FusedLinear has."""
@@ -78,17 +79,23 @@ class _Checker:
             raise _mismatch(node, problem)
 
         rows, columns = coded_shape(node, ports, self._dims, 2, fail)
-        self._product(node, (rows, columns), {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual})
+        given = {"x": x, "norm_weight": norm_weight, "bias": bias, "residual": residual, "factor": ""}
+        self._product(node, (rows, columns), given)
 
     def _product(self, node: onnx.NodeProto, shape: tuple[int, int], ports: Mapping[str, str]) -> None:
         rows, columns = shape
         activation = _attribute(node, "activation", b"none").decode(errors="replace")
         if activation not in ACTIVATIONS:
             raise _mismatch(node, f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        gated = activation != "none"
-        if gated and rows % 2:
+        factor = ports["factor"]
+        if factor and (activation == "none" or ports["residual"]):
+            raise _mismatch(node, "factor needs a gated activation, and no residual")
+        two_part = activation != "none" and not factor
+        if two_part and rows % 2:
             raise _mismatch(node, f"weight '{node.input[1]}' has {rows} rows; a gated activation needs an even number")
-        size = rows // 2 if gated else rows
+        size = rows // 2 if two_part else rows
+        if factor:
+            self._expect_columns(node, "factor", factor, _attribute(node, "factor_offset", 0) + size)
         self._expect(node, "x", ports["x"], columns)
         self._expect(node, "residual", ports["residual"], size)
         self._expect_dims(node, "norm_weight", ports["norm_weight"], [columns])

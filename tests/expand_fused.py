@@ -73,7 +73,7 @@ class _Expander:
 
     def _linear(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         path = node.name
-        x, weight, norm_weight, bias, residual = inputs[:5]
+        x, weight, norm_weight, bias, residual, factor = inputs[:6]
         if norm_weight:
             yield self._norm(path, x, norm_weight, attributes["epsilon"])
             x = f"{path}/normed"
@@ -83,7 +83,14 @@ class _Expander:
         )
         activation = attributes["activation"].decode()
         if activation != "none":
-            yield from self._gate(path, last, self._sizes[weight][0] // 2, activation)
+            gate, up, size = f"{path}/gate", f"{path}/up", self._sizes[weight][0]
+            if factor:
+                yield helper.make_node("Identity", [last], [gate], name=gate)
+                yield from self._columns(up, factor, attributes["factor_offset"], size, [size])
+            else:
+                sizes = self._constant(f"{path}/sizes", [size // 2, size // 2])
+                yield helper.make_node("Split", [last, sizes], [gate, up], name=f"{path}/split", axis=1)
+            yield from self._gate(path, gate, up, activation)
             last = f"{path}/gated"
         output = next(name for name in node.output if name)
         if residual:
@@ -91,10 +98,8 @@ class _Expander:
         else:
             yield helper.make_node("Identity", [last], [output], name=f"{path}/identity")
 
-    def _gate(self, path: str, joint: str, size: int, activation: str) -> Iterator[onnx.NodeProto]:
-        sizes = self._constant(f"{path}/sizes", [size, size])
-        gate, up, active = f"{path}/gate", f"{path}/up", f"{path}/active"
-        yield helper.make_node("Split", [joint, sizes], [gate, up], name=f"{path}/split", axis=1)
+    def _gate(self, path: str, gate: str, up: str, activation: str) -> Iterator[onnx.NodeProto]:
+        active = f"{path}/active"
         if activation == "silu_mul":
             yield helper.make_node("Sigmoid", [gate], [f"{path}/sigmoid"], name=f"{path}/sigmoid")
             yield helper.make_node("Mul", [gate, f"{path}/sigmoid"], [active], name=f"{path}/silu")

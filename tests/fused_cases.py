@@ -21,6 +21,7 @@ from ortolan.custom_ops.codegen import snake_case
 
 Feeds = dict[str, np.ndarray]
 Outputs = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by port
+FACTOR_OFFSET = 3  # first column of a FusedLinear's factor
 SUM_STEP = 16  # products that a tensor core sums at once
 
 
@@ -169,21 +170,28 @@ class LinearCase:
     residual: bool = False
     activation: str = "none"
     float32: bool = False
+    factor: bool = False
 
     @property
     def attributes(self) -> dict[str, object]:
         """Attributes of the node."""
-        return {"epsilon": 1e-5, "activation": self.activation}
+        offset = {"factor_offset": FACTOR_OFFSET} if self.factor else {}
+        return {"epsilon": 1e-5, "activation": self.activation, **offset}
+
+    @property
+    def is_two_part(self) -> bool:
+        """Whether the weight has rows of gates and as many of factors."""
+        return self.activation != "none" and not self.factor
 
     def __str__(self) -> str:
-        given = [name for name in ("norm", "bias", "residual", "float32") if getattr(self, name)]
+        given = [name for name in ("norm", "bias", "residual", "factor", "float32") if getattr(self, name)]
         return "-".join([self.activation, *given])
 
 
 def linear_feeds(case: LinearCase, tokens: int, size: int, outputs: int, seed: int = 0) -> Feeds:
     """Draw x [T, I], weights and what else the case takes; results are about 1."""
     rng, element = np.random.default_rng([seed, tokens, size, outputs]), devices.element()
-    rows = outputs if case.activation == "none" else 2 * outputs
+    rows = 2 * outputs if case.is_two_part else outputs
 
     def draw(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (rng.standard_normal(shape) * scale).astype(element)
@@ -193,6 +201,7 @@ def linear_feeds(case: LinearCase, tokens: int, size: int, outputs: int, seed: i
         "norm_weight": (case.norm, (size,)),
         "bias": (case.bias, (rows,)),
         "residual": (case.residual, (tokens, outputs)),
+        "factor": (case.factor, (tokens, FACTOR_OFFSET + outputs + 2)),
     }
     return feeds | {name: draw(*shape) for name, (given, shape) in optional.items() if given}
 
@@ -200,7 +209,7 @@ def linear_feeds(case: LinearCase, tokens: int, size: int, outputs: int, seed: i
 def linear_outputs(case: LinearCase, feeds: Feeds) -> Outputs:
     """The one output that the case asks for."""
     rows = len(feeds["weight"])
-    shape = (len(feeds["x"]), rows if case.activation == "none" else rows // 2)
+    shape = (len(feeds["x"]), rows // 2 if case.is_two_part else rows)
     return {"y_float32": (shape, np.dtype(np.float32))} if case.float32 else {"y": (shape, feeds["x"].dtype)}
 
 
@@ -226,7 +235,9 @@ def plain_linear(case: LinearCase, feeds: Feeds) -> np.ndarray:
     if case.bias:
         y = y + feeds["bias"].astype(np.float32)
     if case.activation != "none":
-        gate, factor = np.split(rounded(y, element), 2, axis=1)
+        gate, factor = np.split(rounded(y, element), 2, axis=1) if case.is_two_part else (rounded(y, element), None)
+        if factor is None:
+            factor = feeds["factor"][:, FACTOR_OFFSET : FACTOR_OFFSET + y.shape[1]].astype(np.float32)
         y = (
             rounded(fused_reference.GATES[case.activation](gate.astype(np.float64)).astype(np.float32), element)
             * factor

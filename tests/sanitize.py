@@ -63,10 +63,10 @@ def copies() -> None:
 
 
 def products() -> None:
-    """One, two and more tokens times gated and plain weights, with rows of several lengths."""
-    plain = LinearCase(norm=True, residual=True)
+    """One, two and more tokens times gated and plain weights, with rows of several lengths, and a given factor."""
+    plain, opened = LinearCase(norm=True, residual=True), LinearCase(activation="gelu_tanh_mul", factor=True)
     for size, outputs in ((64, 300), (2048, 300), (2056, 40)):
-        for case in (plain, LinearCase(norm=True, bias=True, activation="silu_mul")):
+        for case in (plain, LinearCase(norm=True, bias=True, activation="silu_mul"), opened):
             for tokens in (1, 2, 5):
                 feeds = linear_feeds(case, tokens, size, outputs)
                 run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes)

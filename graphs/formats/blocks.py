@@ -25,6 +25,7 @@ class Blocks:
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
 
     folds = False
+    takes_factors = False
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors."""

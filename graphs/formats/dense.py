@@ -15,6 +15,7 @@ class Dense:
     """One element of the model's type for each weight."""
 
     folds = True
+    takes_factors = True
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors: the weight itself."""
@@ -52,10 +53,12 @@ class Dense:
                 "norm_weight": None if norm is None else parts.weight(norm.weight),
                 "bias": parts.bias(linear.stem),
                 "residual": linear.residual,
+                "factor": None if linear.factor is None else linear.factor.rows,
             },
             skipped_outputs=(0,) if linear.in_float32 and parts.options.onnx_type != FLOAT else (),
             epsilon=parts.config.norm_epsilon if norm is None else norm.epsilon,
             activation=linear.activation,
+            factor_offset=0 if linear.factor is None else linear.factor.offset,
         )
         if linear.residual is not None:
             rows = parts.shapes[f"{linear.stem}.weight"][0]

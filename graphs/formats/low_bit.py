@@ -43,6 +43,7 @@ class LowBit:
     input_scale: float = 0.0
 
     folds = True
+    takes_factors = False
 
     @property
     def bits(self) -> int:

@@ -182,9 +182,26 @@ def drop_positions(model):
     del node.input[3]
 
 
+def factor_without_gate(model):
+    attribute(find(model, "layer_input/gate/FusedLinear"), "activation").s = b"none"
+
+
+def factor_beside_a_residual(model):
+    node = find(model, "layer_input/gate/FusedLinear")
+    node.input[4] = node.input[0]
+
+
+def factor_of_few_columns(model):
+    narrow = find(model, "layer_input/gate/FusedLinear").output[0]
+    find(model, "layers.1/layer_input/gate/FusedLinear").input[5] = narrow
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
+        (factor_without_gate, "rule 7.*gate/FusedLinear.*factor needs a gated activation, and no residual"),
+        (factor_beside_a_residual, "rule 7.*gate/FusedLinear.*factor needs a gated activation, and no residual"),
+        (factor_of_few_columns, "rule 7.*layers.1.*gate/FusedLinear.*: factor '.*' has .* features, expected"),
         (rows_of_positions, "rule 7.*NarrowStep: row_indices is 'positions'"),
         (other_starts, "rule 7.*NarrowStep: query_start is 'past_len'"),
         (drop_positions, "rule 7.*NarrowStep: positions and positions_out belong together"),

@@ -15,6 +15,8 @@ CASES = [
     LinearCase(activation="silu_mul", norm=True),
     LinearCase(activation="gelu_mul", bias=True),
     LinearCase(activation="gelu_tanh_mul", norm=True, residual=True),
+    LinearCase(activation="gelu_tanh_mul", norm=True, bias=True, factor=True),
+    LinearCase(activation="silu_mul", factor=True, float32=True),
 ]
 SIZES = [(50, 37), (104, 40), (1152, 131), (2176, 72)]
 ROWS = 300
@@ -34,7 +36,7 @@ def test_a_row_does_not_depend_on_the_others(isa, case, size):
     every = multiply(case, feeds)
     assert_as_good_as_plain(every, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
     for first, count in PLACES:
-        rows = {name: feeds[name][first : first + count] for name in ("x", "residual") if name in feeds}
+        rows = {name: feeds[name][first : first + count] for name in ("x", "residual", "factor") if name in feeds}
         devices.assert_same_bits(multiply(case, feeds | rows), every[first : first + count])
 
 

@@ -18,6 +18,7 @@ from ortolan.custom_ops import fused_reference
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
 
+ROWS = ("x", "residual", "factor")  # inputs that have a row for each token
 TOKENS = (1, 2, 5, 8, 16, 17, 32, 64, 128, 129, 300)
 # (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
 SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
@@ -35,6 +36,9 @@ LINEARS = [
     LinearCase(activation="gelu_mul", norm=True),
     LinearCase(activation="gelu_tanh_mul", norm=True),
     LinearCase(activation="gelu_tanh_mul", bias=True, residual=True),
+    LinearCase(activation="gelu_tanh_mul", factor=True),
+    LinearCase(activation="silu_mul", factor=True, norm=True, bias=True),
+    LinearCase(activation="gelu_mul", factor=True, float32=True),
 ]
 
 LINEARS_OF_SIZES = [
@@ -53,7 +57,7 @@ def test_linear_is_as_good_as_plain_operators(case, size, outputs):
         assert_as_good_as_plain(y, plain_linear(case, feeds), expected)
 
 
-GATES = [c for c in LINEARS if c.activation != "none" and not c.bias and not c.residual]
+GATES = [c for c in LINEARS if c.is_two_part and not c.bias and not c.residual]
 
 
 @pytest.mark.parametrize("tokens", [240, 241, 255, 256, 257, 482, 511, 723, 1000, 4099])  # two tiles have 256 rows
@@ -99,7 +103,7 @@ def test_two_tokens_get_what_each_gets_alone(case, size):
     feeds = linear_feeds(case, 2, size, 131)
     (both,) = run_fused("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
     for token in range(2):
-        rows = {name: feeds[name][token : token + 1] for name in ("x", "residual") if name in feeds}
+        rows = {name: feeds[name][token : token + 1] for name in ROWS if name in feeds}
         alone = feeds | rows
         (y,) = run_fused("FusedLinear", alone, linear_outputs(case, alone), **case.attributes).values()
         devices.assert_same_bits(both[token : token + 1], y)
@@ -108,7 +112,7 @@ def test_two_tokens_get_what_each_gets_alone(case, size):
 
 def rows_of(feeds, rows):
     """Feeds of some rows of a layer."""
-    return feeds | {name: np.ascontiguousarray(feeds[name][rows]) for name in ("x", "residual") if name in feeds}
+    return feeds | {name: np.ascontiguousarray(feeds[name][rows]) for name in ROWS if name in feeds}
 
 
 def assert_rows_do_not_know_each_other(case, size, outputs):
@@ -215,6 +219,18 @@ REFUSALS = {
     "norm_weight' has shape": ({"norm_weight": (8,)}, {"y": (2, 8)}, {}),
     "bias' has shape": ({"bias": (4,)}, {"y": (2, 8)}, {}),
     "residual' has shape": ({"residual": (1, 8)}, {"y": (2, 8)}, {}),
+    "'factor' needs a gated activation": ({"factor": (2, 8)}, {"y": (2, 8)}, {}),
+    "'factor' needs .* no residual": (
+        {"factor": (2, 8), "residual": (2, 8)},
+        {"y": (2, 8)},
+        {"activation": "silu_mul"},
+    ),
+    "factor' has shape .*1 \\+ 8 columns": (
+        {"factor": (2, 8)},
+        {"y": (2, 8)},
+        {"activation": "silu_mul", "factor_offset": 1},
+    ),
+    "factor' has shape .*T = 2 rows": ({"factor": (1, 8)}, {"y": (2, 8)}, {"activation": "silu_mul"}),
     "activation = 'relu' is not allowed": ({}, {"y": (2, 8)}, {"activation": "relu"}),
     "epsilon = -1": ({}, {"y": (2, 8)}, {"epsilon": -1.0}),
 }

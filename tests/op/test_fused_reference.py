@@ -33,6 +33,15 @@ def test_linear(activation, around):
     assert_as_good_as_plain(y, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
+@pytest.mark.parametrize("activation", ["silu_mul", "gelu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("around", [{}, {"norm": True, "bias": True}])
+def test_linear_with_a_factor(activation, around):
+    case = LinearCase(activation=activation, factor=True, **around)
+    feeds = linear_feeds(case, 5, 104, 40)
+    (y,) = run_expanded("FusedLinear", feeds, linear_outputs(case, feeds), **case.attributes).values()
+    assert_as_good_as_plain(y, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
+
+
 @pytest.mark.parametrize("follows", [("residual",), ("scale",), ("residual", "scale"), ()])
 def test_norm_add(follows):
     rng = np.random.default_rng(0)

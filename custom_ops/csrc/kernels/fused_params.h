@@ -17,23 +17,28 @@ enum class GatedActivation { kNone, kSiluMul, kGeluMul, kGeluTanhMul, kClampedSi
 // output = epilogue(normalised(input) * weight^T + bias) + residual.
 // The normalised rows, where norm_weight is given, are input * rsqrt(mean(input^2) + epsilon) * norm_weight:
 // computed in float32 and rounded once to the element type. With an activation, rows 0 .. N of weight and
-// bias are the gate and rows N .. 2N the factor it scales.
+// bias are the gate and rows N .. 2N the factor it scales; or all rows are the gate, and the factor is given.
 struct FusedLinearParams {
   ElementType element = ElementType::kFloat32;
-  int64_t num_tokens = 0;             // T
-  int64_t num_outputs = 0;            // N
-  int64_t num_inputs = 0;             // K
-  const void* input = nullptr;        // [T, K]
-  const void* weight = nullptr;       // [N, K], or [2N, K] with an activation; no earlier kernel writes it
+  int64_t num_tokens = 0;        // T
+  int64_t num_outputs = 0;       // N
+  int64_t num_inputs = 0;        // K
+  const void* input = nullptr;   // [T, K]
+  const void* weight = nullptr;  // [N, K], or [2N, K] where it has two parts; no earlier kernel writes it
   const void* norm_weight = nullptr;  // [K] or null; no earlier kernel writes it
   float epsilon = 0.0f;
-  const void* bias = nullptr;      // [N], or [2N] with an activation, or null
+  const void* bias = nullptr;      // [N], or [2N] where weight has two parts, or null
   const void* residual = nullptr;  // [T, N] or null; may be the output itself
+  const void* factor = nullptr;    // row t's are N from t * factor_stride on; null, or there is no residual
+  int64_t factor_stride = 0;
   GatedActivation activation = GatedActivation::kNone;
   bool output_float32 = false;     // else the element type
   bool batch_invariant = false;    // a row's bits do not depend on the other rows, nor on their number
   void* output = nullptr;          // [T, N]
   cuda::Cublas* cublas = nullptr;  // for many tokens; null: own kernels, correct but slow there
+
+  // Whether weight has rows of gates and as many of factors.
+  ORTOLAN_HOST_DEVICE bool is_two_part() const { return activation != GatedActivation::kNone && !factor; }
 };
 
 // cosine[t, r] = factor * cos(positions[t] * inv_freq[r]), sine likewise, in float32.

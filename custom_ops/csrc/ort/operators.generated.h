@@ -455,6 +455,7 @@ inline constexpr Port kFusedLinearInputs[] = {
     {.name = "norm_weight", .shape = "[I]", .type = PortType::kElement, .optional = true},
     {.name = "bias", .shape = "[O] or [2 * O]", .type = PortType::kElement, .optional = true},
     {.name = "residual", .shape = "[T, O]", .type = PortType::kElement, .optional = true},
+    {.name = "factor", .shape = "[T, X]", .type = PortType::kElement, .optional = true},
 };
 inline constexpr Port kFusedLinearOutputs[] = {
     {.name = "y", .shape = "[T, O]", .type = PortType::kElement, .optional = true, .spends = 4},
@@ -463,17 +464,19 @@ inline constexpr Port kFusedLinearOutputs[] = {
 namespace ops {
 struct FusedLinear {
   using Params = FusedLinearParams;
-  struct In { enum : size_t { kX, kWeight, kNormWeight, kBias, kResidual }; };
+  struct In { enum : size_t { kX, kWeight, kNormWeight, kBias, kResidual, kFactor }; };
   struct Out { enum : size_t { kY, kYFloat32 }; };
   struct Attributes {
     float epsilon = 1e-06f;
     GatedActivation activation = GatedActivation::kNone;
+    int64_t factor_offset = 0;
     int64_t batch_invariant = 0;
 
     static Attributes read(const AttributeReader& reader) {
       Attributes attributes;
       attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
       attributes.activation = reader.choice<GatedActivation>({"activation", "", "'none', 'silu_mul', 'gelu_mul' (erf) or 'gelu_tanh_mul'"}, GatedActivation::kNone, {{"none", GatedActivation::kNone}, {"silu_mul", GatedActivation::kSiluMul}, {"gelu_mul", GatedActivation::kGeluMul}, {"gelu_tanh_mul", GatedActivation::kGeluTanhMul}});
+      attributes.factor_offset = reader.integer({.name = "factor_offset", .symbol = "", .allowed = "0 or more", .least = 0}, 0);
       attributes.batch_invariant = reader.integer({.name = "batch_invariant", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
       return attributes;
     }

@@ -25,6 +25,20 @@ void read_linear_output(const Call<ops::FusedLinear>& call, FusedLinearParams& p
 constexpr char kHeadSizes[] = "with D a multiple of 8 up to 512";
 bool is_head_size(int64_t size) { return size >= 8 && size <= 512 && size % 8 == 0; }
 
+// Sets where the factor of each row begins.
+void read_factor(const Call<ops::FusedLinear>& call, const Tensor& factor, FusedLinearParams& params) {
+  using Op = ops::FusedLinear;
+  const int64_t offset = call.attributes().factor_offset;
+  if (params.activation == GatedActivation::kNone || params.residual)
+    call.node().fail("input 'factor' needs a gated activation, and no residual");
+  if (factor.dim(0) != params.num_tokens || factor.dim(1) < offset + params.num_outputs)
+    call.bad_shape(Op::In::kFactor, factor,
+                   "of T = " + number(params.num_tokens) + " rows, with " + number(offset) + " + " +
+                       number(params.num_outputs) + " columns or more");
+  params.factor_stride = factor.dim(1);
+  params.factor = factor.as<char>() + offset * static_cast<int64_t>(element_bytes(params.element));
+}
+
 // Hq, from the attribute and the width of the joint projection.
 int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, const CacheLayout& cache) {
   using Op = ops::QkvRopeAppend;
@@ -77,17 +91,19 @@ void read_capture(const Call<ops::QkvRopeAppend>& call, int64_t head_size, QkvRo
 
 FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
   using Op = ops::FusedLinear;
+  const Tensor factor = call.input(Op::In::kFactor, {-1, -1});
   const bool gated = call.attributes().activation != GatedActivation::kNone;
+  const bool two_part = gated && !factor.present;
   const Tensor input = call.input(Op::In::kX, {-1, -1});
   const Tensor weight = call.input(Op::In::kWeight, {-1, input.dim(1)});
   if (input.dim(1) == 0) call.bad_shape(Op::In::kX, input, "with at least one feature");
-  if (gated && weight.dim(0) % 2 != 0)
+  if (two_part && weight.dim(0) % 2 != 0)
     call.bad_shape(Op::In::kWeight, weight, "with an even number of rows: the gate's, then the factor's");
   FusedLinearParams params{};
   params.element = call.node().element;
   params.num_tokens = input.dim(0);
   params.num_inputs = input.dim(1);
-  params.num_outputs = gated ? weight.dim(0) / 2 : weight.dim(0);
+  params.num_outputs = two_part ? weight.dim(0) / 2 : weight.dim(0);
   params.input = input.data;
   params.weight = weight.data;
   params.norm_weight = call.input(Op::In::kNormWeight, {params.num_inputs}).data;
@@ -95,6 +111,7 @@ FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
   params.bias = call.input(Op::In::kBias, {weight.dim(0)}).data;
   params.residual = call.input(Op::In::kResidual, {params.num_tokens, params.num_outputs}).data;
   params.activation = call.attributes().activation;
+  if (factor.present) read_factor(call, factor, params);
   params.batch_invariant = call.attributes().batch_invariant != 0;
   read_linear_output(call, params);
   return params;

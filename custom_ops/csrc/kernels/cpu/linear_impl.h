@@ -107,6 +107,13 @@ class LinearLayer {
       products(first, count, [&](int64_t t, int64_t row, float sum) { put(t, row, sum); });
       return;
     }
+    if constexpr (std::is_same_v<Params, FusedLinearParams>)
+      if (p_.factor) {
+        products(first, count, [&](int64_t t, int64_t row, float sum) {
+          put(t, row, plain_gate(p_.activation, sum, element_at(p_.factor, t * p_.factor_stride + row)));
+        });
+        return;
+      }
     std::unique_ptr<float[]> gates(new float[p_.num_tokens * count]);
     products(first, count, [&](int64_t t, int64_t row, float sum) { gates[t * count + row - first] = sum; });
     products(p_.num_outputs + first, count, [&](int64_t t, int64_t row, float sum) {

@@ -187,10 +187,10 @@ struct FewOutputs {
     }
   }
   __device__ __forceinline__ void fetch_residual(int first_group) {
-    if (!p.linear.residual) return;
+    if (!has_beside(p.linear)) return;
     each<kMost>(first_group, [&](int n, int token, int group, int line) {
       residual[n] =
-          load_residual<Element>(p.linear, p.pass.first_token + token, weights.first_output(group) + line);
+          load_beside<Element>(p.linear, p.pass.first_token + token, weights.first_output(group) + line);
     });
   }
   __device__ __forceinline__ Element residual_of(int place) const {

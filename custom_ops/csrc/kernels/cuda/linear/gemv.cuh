@@ -137,23 +137,29 @@ struct GemvRows {
   }
 };
 
+__device__ __forceinline__ bool has_beside(const FusedLinearParams& p) { return p.residual || p.factor; }
+
+// What stands beside an output: its residual, or the factor that its gate lets through.
 template <typename Element>
-__device__ __forceinline__ Element load_residual(const FusedLinearParams& p, int64_t token, int64_t output) {
-  return static_cast<const Element*>(p.residual)[token * p.num_outputs + output];
+__device__ __forceinline__ Element load_beside(const FusedLinearParams& p, int64_t token, int64_t output) {
+  const void* beside = p.factor ? p.factor : p.residual;
+  const int64_t stride = p.factor ? p.factor_stride : p.num_outputs;
+  return static_cast<const Element*>(beside)[token * stride + output];
 }
 
-// `kNearly`: activations of results of 16 bits are those of rows_sm90.cuh.
+// `kNearly`: activations of results of 16 bits are those of rows_sm90.cuh. `factor`: the second part's
+// product.
 template <typename Element, bool kNearly = false>
 __device__ __forceinline__ void store_output(const FusedLinearParams& p, int64_t token, int64_t output,
-                                             float gate, float factor, Element residual) {
+                                             float gate, float factor, Element beside) {
   const auto* bias = static_cast<const Element*>(p.bias);
   const int64_t index = token * p.num_outputs + output;
   if (bias) gate += to_float(bias[output]);
   float y = gate;
   if (p.activation != GatedActivation::kNone)
     y = (kNearly && !p.output_float32 ? activate_nearly(p.activation, gate) : activate(p.activation, gate)) *
-        (factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
-  if (p.residual) y += to_float(residual);
+        (p.factor ? to_float(beside) : factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
+  if (p.residual) y += to_float(beside);
   if (p.output_float32)
     static_cast<float*>(p.output)[index] = y;
   else
@@ -193,11 +199,11 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
 
   while (output < p.num_outputs) {
     const int64_t finished = output;
-    Element residual[kOutputs];  // of the lane's token
+    Element beside[kOutputs];  // of the lane's token
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n)
-      if (p.residual && lane < pass.num_tokens && finished + n < p.num_outputs)
-        residual[n] = load_residual<Element>(p, pass.first_token + lane, finished + n);
+      if (has_beside(p) && lane < pass.num_tokens && finished + n < p.num_outputs)
+        beside[n] = load_beside<Element>(p, pass.first_token + lane, finished + n);
     rows.multiply(inputs, [&] {
       output += stride;
       return aim();
@@ -209,7 +215,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
         const float gate = warp_sum(rows.sums[n][token]);
         const float factor = kGated ? warp_sum(rows.sums[kLines - kOutputs + n][token]) : 0.0f;
         if (lane == token && token < pass.num_tokens && finished + n < p.num_outputs)
-          store_output<Element>(p, pass.first_token + token, finished + n, gate, factor, residual[n]);
+          store_output<Element>(p, pass.first_token + token, finished + n, gate, factor, beside[n]);
       }
   }
 }
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   }
   __syncthreads();
   if (output >= p.num_outputs) return;
-  const bool gated = p.activation != GatedActivation::kNone;
+  const bool gated = p.is_two_part();
   const auto* line = static_cast<const Element*>(p.weight) + output * size;
   float gate = 0, factor = 0;
   for (int i = lane; i < size; i += 32) {
@@ -250,8 +256,8 @@ __global__ void __launch_bounds__(kGemvThreads, 2)
   gate = warp_sum(gate);
   factor = warp_sum(factor);
   if (lane > 0) return;
-  const Element residual = p.residual ? load_residual<Element>(p, pass.first_token, output) : Element{};
-  store_output<Element>(p, pass.first_token, output, gate, factor, residual);
+  const Element beside = has_beside(p) ? load_beside<Element>(p, pass.first_token, output) : Element{};
+  store_output<Element>(p, pass.first_token, output, gate, factor, beside);
 }
 
 template <typename Element, auto kKernel>

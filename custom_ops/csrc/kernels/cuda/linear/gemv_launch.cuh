@@ -66,8 +66,8 @@ cudaError_t launch_chain_steps(const FusedLinearParams& p, const Launch& launch)
 
 template <typename Element>
 cudaError_t launch_chains(const FusedLinearParams& p, const Launch& launch) {
-  return p.activation == GatedActivation::kNone ? launch_chain_steps<Element, false>(p, launch)
-                                                : launch_chain_steps<Element, true>(p, launch);
+  return p.is_two_part() ? launch_chain_steps<Element, true>(p, launch)
+                         : launch_chain_steps<Element, false>(p, launch);
 }
 
 template <typename Element>
@@ -76,8 +76,8 @@ cudaError_t launch_gemvs(const FusedLinearParams& p, const Launch& launch) {
   for (int first = 0, taken = 1; first < p.num_tokens; first += taken) {
     const cudaError_t error =
         !regular ? launch_gemv_kernel<Element, odd_gemv_kernel<Element>>(kGemvWarps, p, {first, 1}, launch)
-        : p.activation == GatedActivation::kNone ? launch_gemv_step<Element, false>(p, first, taken, launch)
-                                                 : launch_gemv_step<Element, true>(p, first, taken, launch);
+        : p.is_two_part() ? launch_gemv_step<Element, true>(p, first, taken, launch)
+                          : launch_gemv_step<Element, false>(p, first, taken, launch);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -243,7 +243,7 @@ struct GemvOutputs {
   const int64_t token;
   const int place = threadIdx.x % kTokenThreads;  // in a turn
   int group = place / Weights::kOutputs;
-  Element residual;
+  Element beside;
 
   __device__ __forceinline__ GemvOutputs(const FusedLinearParams& p, const GemvPass& pass,
                                          const GemvStream& stream)
@@ -256,8 +256,8 @@ struct GemvOutputs {
   __device__ __forceinline__ bool exists() const {
     return group < stream.block_groups() && output() < p.num_outputs;
   }
-  __device__ __forceinline__ void fetch_residual() {
-    if (p.residual && exists()) residual = load_residual<Element>(p, token, output());
+  __device__ __forceinline__ void fetch_beside() {
+    if (has_beside(p) && exists()) beside = load_beside<Element>(p, token, output());
   }
   // `parts`: what the turn's units have left.
   __device__ __forceinline__ void finish_turn(const float* parts) {
@@ -267,9 +267,9 @@ struct GemvOutputs {
     const float* row = parts + threadIdx.x / kTokenThreads * count * stride + line;
     const float gate = sum_of_parts(row, stream.slices, stride);
     const float factor = kGated ? sum_of_parts(row + Weights::kOutputs, stream.slices, stride) : 0.0f;
-    store_output<Element>(p, token, output(), gate, factor, residual);
+    store_output<Element>(p, token, output(), gate, factor, beside);
     group += stream.groups_per_turn;
-    fetch_residual();
+    fetch_beside();
   }
 };
 
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
   wait_for_previous_kernel();
   // Not before: what the kernel in front still reads would have to wait for two layers' weights.
   if (weights.all_fetched()) launch_dependents();
-  outputs.fetch_residual();
+  outputs.fetch_beside();
   load_inputs<Element, kTokens>(p, pass, reinterpret_cast<uint4*>(inputs), norm);
 
   auto* parts = reinterpret_cast<float*>(shared + stream.parts_offset(kTokens * weights.row_bytes));

@@ -28,7 +28,7 @@ constexpr int64_t kRowTile = 128;                   // rows that cuBLAS takes to
 constexpr int64_t kGatedRowTile = 256;              // rows that our gated product takes together
 constexpr int kThreads = 256;
 
-// What an output becomes after its product; `factor` is the gated layer's second product.
+// What an output becomes after its product; `factor` is the gated layer's second product, or given.
 template <typename Output>
 __device__ __forceinline__ float finish(GatedActivation activation, float product, float factor) {
   if (activation == GatedActivation::kNone) return product;
@@ -47,12 +47,15 @@ __global__ void __launch_bounds__(kThreads)
   const unsigned place = blockIdx.x * kThreads + threadIdx.x;
   if (place >= rows * outputs) return;
   const unsigned row = place / outputs, column = place % outputs;
-  const bool gated = p.activation != GatedActivation::kNone;
+  const bool two_part = p.is_two_part();
   const auto* bias = static_cast<const Element*>(p.bias);
-  const Output* line = products + row * p.num_outputs * (gated ? 2 : 1) + column;
+  const Output* line = products + row * p.num_outputs * (two_part ? 2 : 1) + column;
   const float product = to_float(line[0]) + (bias ? to_float(bias[column]) : 0.0f);
   float factor = 0;
-  if (gated) factor = to_float(line[p.num_outputs]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f);
+  if (p.factor)
+    factor = to_float(static_cast<const Element*>(p.factor)[(first_row + row) * p.factor_stride + column]);
+  if (two_part)
+    factor = to_float(line[p.num_outputs]) + (bias ? to_float(bias[p.num_outputs + column]) : 0.0f);
   float y = finish<Output>(p.activation, product, factor);
   const int64_t index = first_row * p.num_outputs + place;
   if (p.residual) y += to_float(static_cast<const Element*>(p.residual)[index]);
@@ -91,8 +94,7 @@ cudaError_t finish_slice(const FusedLinearParams& p, const Output* products, int
   if constexpr (sizeof(Element) == sizeof(Output)) {
     auto* output = static_cast<Element*>(p.output) + first_row * p.num_outputs;
     const auto row_bytes = static_cast<int64_t>(p.num_outputs * sizeof(Element));
-    if (p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
-        has_whole_pieces(row_bytes, {p.output})) {
+    if (p.is_two_part() && !p.bias && !p.residual && has_whole_pieces(row_bytes, {p.output})) {
       const int64_t row_pieces = p.num_outputs / kPieceSize<Element>;
       return launch_overlapped(gate_kernel<Element>, dim3(blocks_of(rows * row_pieces)), dim3(kThreads), 0,
                                launch, p.activation, products, output, static_cast<unsigned>(row_pieces),
@@ -123,7 +125,7 @@ bool multiplies_gates(const FusedLinearParams& p, const Device& device) {
   const int64_t row_bits = (p.num_inputs | p.num_outputs) * 2;  // of rows of either size
   const int64_t rows = (p.num_tokens + kGatedRowTile - 1) / kGatedRowTile * kGatedRowTile;
   return device.compute_capability == 90 && p.element != ElementType::kFloat32 && !p.output_float32 &&
-         p.activation != GatedActivation::kNone && !p.bias && !p.residual &&
+         p.is_two_part() && !p.bias && !p.residual &&
          has_whole_pieces(row_bits, {p.input, p.weight, p.output}) &&
          (rows - p.num_tokens) * 16 <= p.num_tokens;
 }
@@ -153,9 +155,9 @@ struct Slices {
     const bool gates = multiplies_gates(p, device);
     const bool waits_apart = gates || !waits_in_output(p);  // outputs of our product come in no order
     const int64_t normalised = p.norm_weight && waits_apart ? p.num_inputs * bytes : 0;
-    const int64_t products = gates || is_direct(p) ? 0
-                                                   : p.num_outputs * (p.output_float32 ? 4 : bytes) *
-                                                         (p.activation == GatedActivation::kNone ? 1 : 2);
+    const int64_t products = gates || is_direct(p)
+                                 ? 0
+                                 : p.num_outputs * (p.output_float32 ? 4 : bytes) * (p.is_two_part() ? 2 : 1);
     if (normalised + products == 0) return {p.num_tokens, 0, 0};
     // Slices of about equal size: a small last one would read all weights for a few rows.
     const int64_t tile = gates ? kGatedRowTile : kRowTile;
@@ -189,11 +191,10 @@ cudaError_t multiply_slice(const FusedLinearParams& p, int64_t first_row, int64_
   auto* workspace = static_cast<unsigned char*>(launch.workspace);
   auto* normalised = workspace + Cublas::kWorkspaceBytes;
   void* products = normalised + slices.normalised_bytes;
-  const bool gated = p.activation != GatedActivation::kNone;
   CublasProduct product{};
   product.element = p.element;
   product.rows = rows;
-  product.columns = gated ? 2 * p.num_outputs : p.num_outputs;
+  product.columns = p.is_two_part() ? 2 * p.num_outputs : p.num_outputs;
   product.inner = p.num_inputs;
   product.input = static_cast<const Element*>(waiting ? waiting : p.input) + first_row * p.num_inputs;
   product.weight = p.weight;
@@ -237,6 +238,7 @@ cudaError_t multiply_rows(const FusedLinearParams& p, int64_t most_rows, void* n
     const int64_t offset = first * p.num_outputs;
     slice.output = static_cast<unsigned char*>(p.output) + offset * (p.output_float32 ? 4 : sizeof(Element));
     if (p.residual) slice.residual = static_cast<const Element*>(p.residual) + offset;
+    if (p.factor) slice.factor = static_cast<const Element*>(p.factor) + first * p.factor_stride;
     cudaError_t error = cudaSuccess;
     if (p.norm_weight) {
       error = normalise<Element>(p, first, slice.num_tokens, normalised, launch);
@@ -252,7 +254,7 @@ cudaError_t multiply_rows(const FusedLinearParams& p, int64_t most_rows, void* n
 // rows_sm90.cuh.
 bool chains_many(const FusedLinearParams& p, const Device& device) {
   constexpr int64_t kMany = 17;
-  const bool plain = p.activation == GatedActivation::kNone;
+  const bool plain = !p.is_two_part();
   const bool whole =
       has_whole_pieces(plain ? p.num_outputs % 2 * 2 : p.num_outputs * 2, {p.output, p.bias, p.residual});
   return takes_chain(p, device) && p.num_tokens >= kMany && whole &&
@@ -269,11 +271,10 @@ template <typename Element>
 cudaError_t multiply_invariantly(const FusedLinearParams& p, const Launch& launch) {
   if constexpr (sizeof(Element) == 2) {
     if (chains_many(p, launch.device))
-      return multiply_rows<Element>(p, chain_slice_rows(p), launch.workspace,
-                                    p.activation == GatedActivation::kNone
-                                        ? launch_rows_sm90<Element, false, true>
-                                        : launch_rows_sm90<Element, true, true>,
-                                    launch);
+      return multiply_rows<Element>(
+          p, chain_slice_rows(p), launch.workspace,
+          p.is_two_part() ? launch_rows_sm90<Element, true, true> : launch_rows_sm90<Element, false, true>,
+          launch);
     if (takes_chain(p, launch.device)) return launch_chains<Element>(p, launch);
   }
   return launch_gemvs<Element>(p, launch);

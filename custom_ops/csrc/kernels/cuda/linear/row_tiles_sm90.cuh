@@ -195,7 +195,22 @@ struct RowsSm90Outputs {
       if (kWhole || column + piece * 8 + threadIdx.x % 4 * 2 < p.num_outputs)
         visit(*reinterpret_cast<float2*>(&sums[0][piece * 4 + half * 2]), piece * 8);
   }
-  // Adds bias and residual.
+  // Opens the gates of rows from the thread's first one on for a given factor, whose elements need not lie in
+  // pairs.
+  template <bool kWhole>
+  __device__ __forceinline__ void open_gates(int64_t first, int row, int column, int half) {
+    const FusedLinearParams& p = block.p.linear;
+    const Element* factors = static_cast<const Element*>(p.factor) + first;
+    each_pair<kWhole>(row, column, half, [&](float2& y, int place) {
+      const auto open = [&](float gate, int i) {
+        const float opened =
+            p.output_float32 ? activate(p.activation, gate) : activate_nearly(p.activation, gate);
+        return opened * to_float(factors[place + i]);
+      };
+      y = {open(y.x, 0), open(y.y, 1)};
+    });
+  }
+  // Adds bias and residual, and opens gates.
   template <bool kWhole>
   __device__ __forceinline__ void add_rest(int row, int column) {
     const FusedLinearParams& p = block.p.linear;
@@ -212,6 +227,8 @@ struct RowsSm90Outputs {
       const int64_t first = column + threadIdx.x % 4 * 2;
       if (p.bias) add_from(p.bias, first, half);
       if (p.residual) add_from(p.residual, (own_row(row) + half * 8) * p.num_outputs + first, half);
+      if (p.factor)
+        open_gates<kWhole>((own_row(row) + half * 8) * p.factor_stride + first, row, column, half);
     }
   }
   // From registers to memory.
@@ -263,7 +280,7 @@ struct RowsSm90Outputs {
 
   __device__ __forceinline__ void store_plain(int row, int column) {
     const FusedLinearParams& p = block.p.linear;
-    if (p.bias || p.residual) {
+    if (p.bias || p.residual || p.factor) {
       if (row + 64 <= p.num_tokens && column + Block::kOutputs <= p.num_outputs)
         add_rest<true>(row, column);
       else

@@ -33,7 +33,7 @@ struct ByteOutputs {
     return tiles << p.plan.tokens_shift + (p.plan.later_lines ? 4 : 3);
   }
   __device__ __forceinline__ Element residual_of(const Place& at) const {
-    return load_residual<Element>(p.linear, p.pass.first_token + at.token, at.output);
+    return load_beside<Element>(p.linear, p.pass.first_token + at.token, at.output);
   }
   // Starts to load what the turn will need.
   __device__ __forceinline__ void prepare(int first_tile, int tiles) {

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   const float factor = gated ? row_sums<Element>(p, w, pass, p.num_outputs + output) : 0.0f;
   if (lane >= pass.num_tokens) return;
   Element residual{};
-  if (p.residual) residual = load_residual<Element>(p, pass.first_token + lane, output);
+  if (p.residual) residual = load_beside<Element>(p, pass.first_token + lane, output);
   store_output<Element>(p, pass.first_token + lane, output, gate, factor, residual);
 }
 

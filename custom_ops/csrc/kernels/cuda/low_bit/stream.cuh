@@ -315,7 +315,7 @@ __device__ __forceinline__ void finish_low_bit_turn(const LowBitStreamParams& p,
     const int64_t output = int64_t{first_tile + tile} * outputs + row;
     if (output >= p.linear.num_outputs) continue;
     Element residual{};
-    if (p.linear.residual) residual = load_residual<Element>(p.linear, p.pass.first_token + token, output);
+    if (p.linear.residual) residual = load_beside<Element>(p.linear, p.pass.first_token + token, output);
     const float gate = sum_of(tile, row, token, output);
     const float factor = gated ? sum_of(tile, row + 8, token, p.linear.num_outputs + output) : 0.0f;
     store_output<Element>(p.linear, p.pass.first_token + token, output, gate, factor, residual);
