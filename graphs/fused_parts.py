@@ -24,7 +24,8 @@ class FusedParts(Parts):
        and the norm of the sum are one SkipSimplifiedLayerNormalization.
     3. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
        the gated delta rule are one DeltaGates.
-    4. One GatherRows picks the rows that the head reads.
+    4. One GatherRows picks the rows that the head reads. Where the last layers compute those alone, a NarrowStep tells
+       what belongs to them.
     """
 
     def __init__(self, *arguments: Any) -> None:
