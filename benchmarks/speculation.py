@@ -115,13 +115,11 @@ class Runner:
     def __init__(
         self, model: ortolan.Model, prompts: list[Tokens], new_tokens: int, clock: Callable[[], float]
     ) -> None:
-        self._model, self._prompts, self._new_tokens = model, prompts, new_tokens
-        self._clock = clock
-        self._context = max(map(len, prompts)) + new_tokens
+        self._prompts, self._new_tokens, self._clock = prompts, new_tokens, clock
         object.__setattr__(model.manifest, "eos_token_ids", ())  # random weights may choose one at any time
-        self._engine = None
-        if len(prompts) > 1:
-            self._engine = ortolan.Engine(model, len(prompts), max_context=self._context)
+        context = max(map(len, prompts)) + new_tokens
+        self._engine = ortolan.Engine(model, len(prompts), max_context=context) if len(prompts) > 1 else None
+        self._session = None if self._engine else model.session(context)  # one, as graphs are captured for each
 
     def run(self, speculation: Speculation | None) -> Run:
         """Generate behind all prompts, and time what follows the first token of each."""
@@ -137,8 +135,9 @@ class Runner:
         return Run.of(rate, results, [stream.speculation for stream in streams])
 
     def _run_session(self, speculation: Speculation | None) -> Run:
-        session = self._model.session(self._context)
-        generation = session.generate(self._prompts[0], self._new_tokens, speculation=speculation)
+        assert self._session is not None
+        self._session.rewind(0)
+        generation = self._session.generate(self._prompts[0], self._new_tokens, speculation=speculation)
         first = next(generation)
         start = self._clock()
         tokens = [first, *generation]
