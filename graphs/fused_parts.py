@@ -82,15 +82,15 @@ class FusedParts(Parts):
         (rotated,) = self.graph.operator(f"{path}/NormRope", emitters.norm_rope, ports, epsilon=epsilon)
         return rotated
 
-    def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
-        """Add residual + norm in one operator."""
+    def norm_add(self, path: str, norm: Normed, residual: Tensor, shape: tuple[str, int] | None = None) -> Tensor:
+        """Add residual + norm in one operator; `shape` where it is not that of hidden states."""
         (y,) = self.graph.operator(
             f"{path}/RmsNormAdd",
             emitters.rms_norm_add,
             {"x": norm.x, "norm_weight": self.weight(norm.weight), "residual": residual},
             epsilon=norm.epsilon,
         )
-        self.graph.describe(y, self.options.onnx_type, (self.row_axis, self.config.hidden_size))
+        self.graph.describe(y, self.options.onnx_type, shape or (self.row_axis, self.config.hidden_size))
         return y
 
     def scale(self, path: str, x: Tensor, weight: Tensor) -> Tensor:

@@ -54,20 +54,17 @@ def prepare_layer_inputs(parts: Parts, token_ids: Tensor, embedded: Tensor) -> T
     """
     graph, config, options = parts.graph, parts.config, parts.config.layer_inputs
     assert options is not None, "a model without per-layer embeddings has none to prepare"
-    shape = (0, len(config.layers), options.size)
-    projected = graph.reshape(f"{STEM}/projected/Reshape", parts.linear(f"{STEM}/projection", embedded), shape)
+    count = len(config.layers)
+    wide = parts.look_up(f"{STEM}/embedding", parts.weight(contract.LAYER_TABLE), token_ids)
+    wide = parts.scale(f"{STEM}/embedding", wide, parts.scalar(f"{STEM}/embedding/scale", math.sqrt(options.size)))
+    own = graph.reshape(f"{STEM}/embedding/Reshape", wide, (-1, options.size))
+    projected = parts.linear(f"{STEM}/projection", embedded)
+    rows = graph.reshape(f"{STEM}/projected/Reshape", projected, (-1, options.size))
     # RMSNorm(x / sqrt(h)) with epsilon e is RMSNorm(x) with epsilon e * h.
-    epsilon = config.norm_epsilon * config.hidden_size
-    normed = parts.rms_norm(f"{STEM}/norm", projected, parts.weight(f"{STEM}.norm.weight"), epsilon)
-    table = parts.weight(contract.LAYER_TABLE)
-    wide = graph.node(f"{STEM}/embedding/Gather", "Gather", [table, token_ids])
-    own = _times(parts, "embedding", wide, math.sqrt(options.size))
-    flat = graph.reshape(f"{STEM}/norm/Reshape", normed, (0, len(config.layers) * options.size))
-    return _times(parts, "sum", graph.node(f"{STEM}/Add", "Add", [flat, own]), math.sqrt(0.5))
-
-
-def _times(parts: Parts, name: str, tensor: Tensor, factor: float) -> Tensor:
-    return parts.graph.node(f"{STEM}/{name}/Mul", "Mul", [tensor, parts.scalar(f"{STEM}/{name}/scale", factor)])
+    norm = Normed(rows, f"{STEM}/norm", config.norm_epsilon * config.hidden_size)
+    total = parts.norm_add(f"{STEM}/sum", norm, own, (f"{count} * {parts.row_axis}", options.size))
+    half = parts.scale(f"{STEM}/sum", total, parts.vector(f"{STEM}/sum/scale", math.sqrt(0.5)))
+    return graph.reshape(f"{STEM}/shares/Reshape", half, (-1, count * options.size))
 
 
 def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) -> Tensor:

@@ -173,6 +173,10 @@ class Parts:
         """Make a scalar constant of the model's type."""
         return self.cast(f"{name}/Cast", self.graph.constant(name, value, np.float32))
 
+    def vector(self, name: str, value: float) -> Tensor:
+        """Make a constant [1] of the model's type."""
+        return self.cast(f"{name}/Cast", self.graph.constant(name, [value], np.float32))
+
     def norm(self, path: str, tensor: Tensor) -> Tensor | Normed:
         """Describe the model's norm over the last axis, whose weight is named by the path."""
         if self.config.norm == "rms":
@@ -275,8 +279,8 @@ class Parts:
         taken = self.graph.node(f"{path}/Slice", "Slice", [factor.rows, begin, end, axis])  # [T, size]
         return self.gate(path, gate, taken, activation)
 
-    def norm_add(self, path: str, norm: Normed, residual: Tensor) -> Tensor:
-        """Add residual + norm."""
+    def norm_add(self, path: str, norm: Normed, residual: Tensor, shape: tuple[str, int] | None = None) -> Tensor:
+        """Add residual + norm; `shape` where it is not that of hidden states."""
         return self.add_residual(path, self.value(norm), residual)
 
     def rows(self, path: str, x: Tensor, indices: Tensor) -> Tensor:
