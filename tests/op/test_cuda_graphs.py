@@ -16,6 +16,13 @@ HEADS, KV_HEADS = 8, 2
 ELEMENTS = [np.dtype(np.float32), np.dtype(np.float16), devices.BFLOAT16]
 
 
+@pytest.fixture(autouse=True)
+def buffers_on_the_gpu():
+    """Let `devices` make buffers on the GPU; each test says of which elements."""
+    with devices.using(devices.TARGETS["cuda-float32"]):
+        yield
+
+
 class DecodeStep:
     """RingKvAppend and SwaAttention of one token a sequence, over buffers that stay where they are."""
 
