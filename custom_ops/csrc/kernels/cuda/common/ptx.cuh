@@ -162,6 +162,22 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
+// Reads a word of each line of a kernel's parameters. A kernel's first reads of them take as long as reads of
+// global memory do, one after the other: better before it waits than after.
+template <typename... Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters&... parameters) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kLineWords = 16;
+  const auto touch = [](const auto& parameter) {
+    constexpr auto kWords = static_cast<int>(sizeof(parameter) / 4);
+    const auto* words = reinterpret_cast<const uint32_t*>(&parameter);
+#pragma unroll
+    for (int n = 0; n < kWords; n += kLineWords) asm volatile("" ::"r"(words[n]));
+    asm volatile("" ::"r"(words[kWords - 1]));
+  };
+  (touch(parameters), ...);
+#endif
+}
 
 // Copies a multiple of 16 bytes to shared memory by the copy engine of sm_90 and later; the barrier counts
 // them.

@@ -20,16 +20,17 @@ struct ByteExpertPlan {
   static constexpr int kMostPairs = 4;  // of a tensor-core product
   static constexpr int kMostDepth = 4;
 
-  int tiles;       // of 16 lines, of an expert
-  int outputs;     // of a tile
-  int slices;      // units of a tile
-  int span;        // warps that share a tile
-  int teams;       // of so many warps, each at a tile of its own
-  int rounds;      // slices of a warp, at most
-  int depth;       // units of a warp on their way
-  int turn_tiles;  // of a block, whose parts wait in shared memory for the end of their turn
-  int pairs;       // that share a pass over the weights, at most
-  int row_bytes;   // of codes
+  int tiles;          // of 16 lines, of an expert
+  int outputs;        // of a tile, a power of two
+  int outputs_shift;  // its logarithm
+  int slices;         // units of a tile
+  int span;           // warps that share a tile
+  int teams;          // of so many warps, each at a tile of its own
+  int rounds;         // slices of a warp, at most
+  int depth;          // units of a warp on their way
+  int turn_tiles;     // of a block, whose parts wait in shared memory for the end of their turn
+  int pairs;          // that share a pass over the weights, at most
+  int row_bytes;      // of codes
   int scale_row_bytes, zero_row_bytes;
   int line_words;       // of 4 bytes, which hold a line's scales and zero points of a slice
   int group_shift;      // slices that share a group, a power of two

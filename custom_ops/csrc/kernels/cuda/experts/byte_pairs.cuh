@@ -56,30 +56,50 @@ struct BytePairs {
 // Some tiles of a slot, one behind the other in the block's share of the list.
 struct ByteTurn {
   const ByteExpertParams& p;
-  int row, end;  // of the list
-  int slot = -1;
+  int row = 0, end = 0;  // of the list
+  int slot = 0;
   BytePairs pairs{};
   int first_tile = 0, tiles = 0;
 
+  // Finds the share. Where pairs have rows of their own, nothing is read yet, and `pairs` lacks the expert.
   __device__ __forceinline__ explicit ByteTurn(const ByteExpertParams& p) : p(p) {
-    const unsigned rows = BytePairs::slots(p) * p.plan.tiles;
+    if (!p.is_shared) share(static_cast<unsigned>(p.step.num_tokens * p.step.top_k));
+  }
+  __device__ __forceinline__ void share(unsigned slots) {
+    const unsigned rows = slots * p.plan.tiles;
     const auto edge = [&](unsigned block) { return static_cast<int>(rows * block / gridDim.x); };
     row = edge(blockIdx.x);
     end = edge(blockIdx.x + 1);
-    open();
+    slot = row / p.plan.tiles;
+    first_tile = row - slot * p.plan.tiles;
+    pairs = {0, slot, 1};
+  }
+  // Reads what the first tiles' pairs are; for whole warps.
+  __device__ __forceinline__ void start() {
+    if (p.is_shared) share(BytePairs::slots(p));
+    open(true);
   }
   __device__ __forceinline__ bool done() const { return row >= end; }
-  __device__ __forceinline__ void open() {
-    for (; row < end; row += p.plan.tiles - first_tile) {
-      if (const int own = row / p.plan.tiles; own != slot) pairs = BytePairs::of(p, slot = own);
-      first_tile = row - slot * p.plan.tiles;
+  __device__ __forceinline__ void open(bool is_new) {
+    while (row < end) {
+      if (is_new) pairs = BytePairs::of(p, slot);
       tiles = min(min(p.plan.turn_tiles, p.plan.tiles - first_tile), end - row);
-      if (pairs.count > 0) return;  // else an expert that does not exist
+      if (pairs.count > 0) return;
+      row += p.plan.tiles - first_tile;  // of an expert that does not exist
+      first_tile = 0;
+      ++slot;
+      is_new = true;
     }
   }
   __device__ __forceinline__ void next() {
     row += tiles;
-    open();
+    first_tile += tiles;
+    const bool is_new = first_tile == p.plan.tiles;
+    if (is_new) {
+      first_tile = 0;
+      ++slot;
+    }
+    open(is_new);
   }
 };
 

@@ -99,9 +99,12 @@ struct ByteExpertOutputs {
     int row, tile, pair, output;
   };
   __device__ __forceinline__ Place place_of(const ByteTurn& turn, int i) const {
-    const int outputs = p.plan.outputs, row = i % outputs, rest = i / outputs;
-    const int tile = rest % turn.tiles;
-    return {row, tile, rest / turn.tiles, (turn.first_tile + tile) * outputs + row};
+    const int row = i & (p.plan.outputs - 1), rest = i >> p.plan.outputs_shift;
+    // Exact, since there are few.
+    const int pair =
+        static_cast<int>(__fdividef(static_cast<float>(rest) + 0.5f, static_cast<float>(turn.tiles)));
+    const int tile = rest - pair * turn.tiles;
+    return {row, tile, pair, ((turn.first_tile + tile) << p.plan.outputs_shift) + row};
   }
   __device__ __forceinline__ void load_bias(const ByteTurn& turn, int output) {
     const int64_t row = turn.pairs.expert * p.weights.first.rows + output;
@@ -114,9 +117,15 @@ struct ByteExpertOutputs {
       load_bias(turn, at.output);
   }
   __device__ __forceinline__ float sum_of(const float* part, int stride) const {
-    float sum = *part;
-#pragma unroll 1
-    for (int n = 1; n < p.plan.span; ++n) sum += part[n * stride];
+    constexpr int kMost = ByteExpertPlan::kMostWarps;
+    float values[kMost];
+#pragma unroll
+    for (int n = 0; n < kMost; ++n)
+      if (n < p.plan.span) values[n] = part[n * stride];
+    float sum = values[0];
+#pragma unroll
+    for (int n = 1; n < kMost; ++n)
+      if (n < p.plan.span) sum += values[n];
     return sum;
   }
   __device__ __forceinline__ void finish(const float* parts, const ByteTurn& turn) {
@@ -146,10 +155,10 @@ struct ByteExpertWarp {
   int member, team;
   uint32_t ring;
   unsigned char* memory;  // for its inputs
-  ByteExpertFetcher<Kind>& fetcher;
   ByteExpertProducts<Kind> products;
-  int place = 0;        // in the ring
-  int known_rows = -1;  // whose inputs are there
+  int place = 0;          // in the ring
+  int known_rows = -1;    // whose inputs are there
+  int fetched_rows = -1;  // whose inputs are on their way
   using Inputs = SliceInputs<Element, !Kind::kFloats>;
 
   __device__ __forceinline__ Inputs inputs_of(const ByteTurn& turn) const {
@@ -168,21 +177,27 @@ struct ByteExpertWarp {
            (p.gated ? p.token_of(pair) : pair) * int64_t{p.num_inputs};
   }
   // Starts to load the first inputs of a turn.
-  __device__ __forceinline__ typename Inputs::Pieces fetch_inputs(const ByteTurn& turn) const {
+  __device__ __forceinline__ typename Inputs::Pieces fetch_inputs(const ByteTurn& turn) {
     if (turn.done()) return {};
+    fetched_rows = rows_of(turn);
     return inputs_of(turn).fetch(0, [&](int n) { return row_of(turn, n); });
   }
   // Which inputs a turn has, as a number.
   __device__ __forceinline__ int rows_of(const ByteTurn& turn) const {
     return p.gated && !p.is_shared ? p.token_of(turn.pairs.first) : turn.slot;
   }
-  __device__ __forceinline__ void round_inputs(const ByteTurn& turn, const typename Inputs::Pieces& first) {
+  __device__ __forceinline__ void round_inputs(const ByteTurn& turn, typename Inputs::Pieces& first) {
+    const int rows = rows_of(turn);
+    if (rows == known_rows) return;
+    if (rows != fetched_rows) first = fetch_inputs(turn);
     const Inputs inputs = inputs_of(turn);
     inputs.store_all(first, [&](int n) { return row_of(turn, n); });
     products.prepare(inputs.bytes, inputs.facts, inputs.pairs);
-    known_rows = rows_of(turn);
+    known_rows = rows;
+    fetched_rows = -1;
   }
-  __device__ __forceinline__ void multiply(const ByteTurn& turn, float* parts) {
+  __device__ __forceinline__ void multiply(const ByteTurn& turn, ByteExpertFetcher<Kind>& fetcher,
+                                           float* parts) {
 #pragma unroll 1
     for (int tile = team; tile < turn.tiles; tile += p.plan.teams) {
       products.start((turn.first_tile + tile) * p.plan.outputs, p.plan.later_row);
@@ -209,18 +224,23 @@ __global__ void __launch_bounds__(32 * ByteExpertPlan::kMostWarps, 2)
   const ByteExpertPlan& plan = p.plan;
   const ByteExpertLayout layout(plan);
   const int warp = threadIdx.x / 32, member = warp % plan.span, team = warp / plan.span;
-  if (p.gated) wait_for_previous_kernel();
-  launch_dependents();
   const uint32_t ring = shared_address(shared_memory) + warp * plan.depth * plan.stage_bytes();
   auto* parts = reinterpret_cast<float*>(shared_memory + layout.parts);
-
-  ByteTurn turn(p);
   unsigned char* inputs =
       shared_memory + layout.inputs + warp * plan.rounds * plan.pairs * SliceBytes::kAllBytes;
+  ByteTurn turn(p);
+  touch_parameters(p);
+  if (p.gated) wait_for_previous_kernel();
+  launch_dependents();
+
+  using Work = ByteExpertWarp<Kind>;
+  Work work{p, member, team, ring, inputs, ByteExpertProducts<Kind>(plan)};
+  typename Work::Inputs::Pieces first{};
+  // In front of the weights, which would hold them up, and of what says which weights.
+  if (p.gated && !p.is_shared) first = work.fetch_inputs(turn);
+  turn.start();
+  if (p.gated && p.is_shared) first = work.fetch_inputs(turn);
   ByteExpertFetcher<Kind> fetcher(p, ring, ByteExpertCursor(turn, team, member));
-  ByteExpertWarp<Kind> work{p, member, team, ring, inputs, fetcher, ByteExpertProducts<Kind>(plan)};
-  typename ByteExpertWarp<Kind>::Inputs::Pieces first{};
-  if (p.gated) first = work.fetch_inputs(turn);  // in front of the weights, which would hold it up
 #pragma unroll 1
   for (int n = 0; n < plan.depth; ++n) fetcher.fetch(n);
   if (!p.gated) {
@@ -233,11 +253,8 @@ __global__ void __launch_bounds__(32 * ByteExpertPlan::kMostWarps, 2)
 #pragma unroll 1
   for (; !turn.done(); turn.next()) {
     outputs.prepare(turn);
-    if (work.rows_of(turn) != work.known_rows) {
-      if (work.known_rows >= 0) first = work.fetch_inputs(turn);
-      work.round_inputs(turn, first);
-    }
-    work.multiply(turn, parts);
+    work.round_inputs(turn, first);
+    work.multiply(turn, fetcher, parts);
     __syncthreads();
     outputs.finish(parts, turn);
     parts += turn_parts;

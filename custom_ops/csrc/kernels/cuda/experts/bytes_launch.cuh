@@ -27,7 +27,8 @@ inline ByteExpertPlan plan_expert_bytes(const LowBitExpertsParams& p, bool gated
   const int64_t outputs = gated ? p.inner_size : p.hidden_size, groups = w.groups();
   const int64_t columns = ByteExpertPlan::kColumns, group = groups > 1 ? w.group_size : w.columns;
   ByteExpertPlan plan{};
-  plan.outputs = gated ? 8 : 16;  // both sizes are multiples of 32
+  plan.outputs_shift = gated ? 3 : 4;  // both sizes are multiples of 32
+  plan.outputs = 1 << plan.outputs_shift;
   plan.later_row = gated ? static_cast<int>(outputs) : 8;
   plan.tiles = static_cast<int>(outputs) / plan.outputs;
   plan.slices = static_cast<int>(divide_up(w.columns, columns));

@@ -16,6 +16,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ ExpertStep p, const uint4* products, int pieces) {
   launch_dependents();
+  touch_parameters(p, products, pieces);
   wait_for_previous_kernel();
   const int64_t place = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (place >= p.num_tokens * pieces) return;
@@ -30,9 +31,12 @@ __global__ void __launch_bounds__(kThreads)
       y[2 * i + 1] = fmaf(weight, pair.y, y[2 * i + 1]);
     }
   };
-#pragma unroll 4
-  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair)
-    if (exists(p, p.experts[pair])) add(products[pair * pieces + piece], p.weights[pair]);
+#pragma unroll 8
+  for (int64_t pair = token * p.top_k; pair < (token + 1) * p.top_k; ++pair) {
+    const uint4 product = products[pair * pieces + piece];  // whether or not the expert exists
+    const float weight = p.weights[pair];
+    if (exists(p, p.experts[pair])) add(product, weight);
+  }
   if (p.residual) add(static_cast<const uint4*>(p.residual)[place], 1.0f);
   static_cast<uint4*>(p.y)[place] =
       make_uint4(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]),

@@ -65,6 +65,7 @@ struct GateRow {
 template <typename Element>
 __global__ void __launch_bounds__(kThreads) gate_kernel(const __grid_constant__ MoeGateParams p) {
   launch_dependents();
+  touch_parameters(p);
   wait_for_previous_kernel();
   const int lane = threadIdx.x % 32;
   const int64_t token = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;

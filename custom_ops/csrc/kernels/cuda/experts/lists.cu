@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(kThreads)
   static_assert(kWarps == 32);
   __shared__ int sums[2][kWarps];
   launch_dependents();
+  touch_parameters(scratch);
   wait_for_previous_kernel();
   const auto expert = static_cast<int>(blockIdx.x), lane = static_cast<int>(threadIdx.x % 32);
   int before = 0, own = 0;
