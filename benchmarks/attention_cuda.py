@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (PyTorch's own habit)
-from cuda_timing import L2_BYTES, DeviceSession, captured, machine, medians_by_turns, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, captured, medians_by_turns
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ortolan.custom_ops import emitters
@@ -136,12 +136,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out: it is compiled for a minute")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    use_own_stream()
-    where = machine()
-    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, torch {where['torch']}, CUDA {where['cuda']}")
-    copy, matmul = float(where["copy_bytes_per_second"]) / 1e12, float(where["matmul_flops"]) / 1e12
-    print(f"copy {copy:.2f} TB/s, matmul {matmul:.0f} TFLOP/s; bfloat16, speed-up is over the fastest peer")
+    where, _ = begin("bfloat16, speed-up is over the fastest peer")
     rows = [measure(case, not options.no_flex) for case in (*PREFILL, *DECODE)]
     if options.json:
         options.json.write_text(json.dumps({**where, "cases": rows}, indent=2) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnx
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, copy_ms, machine, median_ms, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, copy_ms, median_ms
 
 from ortolan.custom_ops import emitters
 
@@ -43,11 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    use_own_stream()
-    where = machine()
-    copy = float(where["copy_bytes_per_second"])
-    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, copy {copy / 1e12:.2f} TB/s")
+    where, copy = begin("bfloat16")
     cases = [
         *(lambda n=n: append(n) for n in (1, 2048, 8192, 32768)),
         *(lambda n=n: capture(n) for n in (1, 2048)),

@@ -72,6 +72,21 @@ def use_own_stream() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
+def begin(figures: str) -> tuple[dict[str, object], float]:
+    """Seed torch, move its work off the default stream, and print the machine and what the figures are.
+
+    Returns:
+        The machine's description, and the bytes that a copy moves per second.
+    """
+    torch.manual_seed(0)
+    use_own_stream()
+    where = machine()
+    copy, matmul = (float(str(where[name])) for name in ("copy_bytes_per_second", "matmul_flops"))
+    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, torch {where['torch']}, CUDA {where['cuda']}")
+    print(f"copy {copy / 1e12:.2f} TB/s, matmul {matmul / 1e12:.0f} TFLOP/s; {figures}")
+    return where, copy
+
+
 def median_ms(step: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:
     """Return the median device time of one of the `calls` that a step makes, in milliseconds."""
     return medians_by_turns({"": (step, calls)}, repeats)[""]

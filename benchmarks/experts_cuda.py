@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, captured, machine, median_ms, medians_by_turns, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, captured, median_ms, medians_by_turns
 
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.low_bit_reference import dequantize
@@ -73,11 +73,7 @@ def main() -> None:
     parser.add_argument("--format", choices=sorted({case.format for case in CASES}), help="measure one alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    use_own_stream()
-    where = machine()
-    copy = float(str(where["copy_bytes_per_second"]))
-    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}; copy {copy / 1e12:.2f} TB/s; bfloat16 inputs")
+    where, copy = begin("bfloat16 inputs")
     rows = [measure(case, copy) for case in CASES if options.format in (None, case.format)]
     if options.json:
         options.json.write_text(json.dumps({**where, "cases": rows}, indent=2) + "\n")

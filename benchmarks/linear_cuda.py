@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, captured, machine, median_ms, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, captured, median_ms
 
 from ortolan.custom_ops import emitters
 
@@ -99,12 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    use_own_stream()
-    where = machine()
-    copy = float(where["copy_bytes_per_second"])
-    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}, torch {where['torch']}, CUDA {where['cuda']}")
-    print(f"copy {copy / 1e12:.2f} TB/s; bfloat16, T x K x N; speed-up is over cuBLAS (torch.matmul)")
+    where, copy = begin("bfloat16, T x K x N; speed-up is over cuBLAS (torch.matmul)")
     rows = [measure(case, copy) for case in CASES]
     if options.json:
         options.json.write_text(json.dumps({**where, "cases": rows}, indent=2) + "\n")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, machine, median_ms, medians_by_turns, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, median_ms, medians_by_turns
 
 from ortolan.custom_ops import emitters
 from ortolan.custom_ops.low_bit_reference import dequantize, round_inputs
@@ -81,11 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    use_own_stream()
-    where = machine()
-    copy = float(str(where["copy_bytes_per_second"]))
-    print(f"{where['gpu']}, onnxruntime {where['onnxruntime']}; copy {copy / 1e12:.2f} TB/s; bfloat16, K x N")
+    where, copy = begin("bfloat16, K x N")
     rows = [measure(case, copy) for case in CASES]
     if options.json:
         options.json.write_text(json.dumps({**where, "cases": rows}, indent=2) + "\n")
