@@ -24,7 +24,7 @@ import torch
 from cuda_timing import L2_BYTES, DeviceSession, begin, captured, median_ms, medians_by_turns
 
 from ortolan.custom_ops import emitters
-from ortolan.custom_ops.low_bit_reference import dequantize
+from ortolan.custom_ops.low_bit_reference import dequantize_experts
 
 FEW_TOKENS = (1, 2, 4, 8, 16)
 MANY_TOKENS = 4096
@@ -81,9 +81,10 @@ def main() -> None:
 
 def measure(case: Case, copy: float) -> dict[str, object]:
     """Check and time one case; prints one line."""
-    expert_bytes = sum(tensor[0].nbytes for tensor in draw_weights(case).values())
-    layers = [draw_weights(case) for _ in range(max(3, -(-3 * L2_BYTES // (case.top_k * expert_bytes))))]
-    few = [measure_few(case, layers, tokens, copy) for tokens in FEW_TOKENS]
+    layers = [draw_weights(case)]
+    expert_bytes = sum(tensor[0].nbytes for tensor in layers[0].values())
+    layers += [draw_weights(case) for _ in range(max(2, -(-3 * L2_BYTES // (case.top_k * expert_bytes)) - 1))]
+    few = [measure_few(case, layers, tokens, expert_bytes, copy) for tokens in FEW_TOKENS]
     found: dict[str, object] = {**asdict(case), "expert_bytes": expert_bytes, "few": few}
     line = ", ".join(f"{each['tokens']:.0f} {1e3 * each['ms']:.1f} us ({each['part_of_copy']:.0%})" for each in few)
     print(f"{case.model:>16} {case.format:>8}, tokens: {line}", flush=True)
@@ -142,7 +143,9 @@ def make_session(
     return DeviceSession(nodes, inputs, outputs, graph=True), outputs["y.0"]
 
 
-def measure_few(case: Case, layers: list[dict[str, torch.Tensor]], tokens: int, copy: float) -> dict[str, float]:
+def measure_few(
+    case: Case, layers: list[dict[str, torch.Tensor]], tokens: int, expert_bytes: int, copy: float
+) -> dict[str, float]:
     """Time a layer of a few tokens, over cold weights."""
     x = torch.randn(tokens, case.hidden, device="cuda", dtype=torch.bfloat16)
     choices = [draw_choices(case, tokens) for _ in layers]
@@ -151,7 +154,6 @@ def measure_few(case: Case, layers: list[dict[str, torch.Tensor]], tokens: int, 
     if tokens == FEW_TOKENS[1]:
         check(case, layers[0], choices[0], x, y)
     ms = median_ms(step, len(layers))
-    expert_bytes = sum(tensor[0].nbytes for tensor in layers[0].values())
     touched = sum(len(experts.unique()) for experts, _ in choices) / len(layers)
     return {"tokens": tokens, "ms": ms, "part_of_copy": touched * expert_bytes / (1e-3 * ms) / copy}
 
@@ -191,13 +193,9 @@ def values(case: Case, weights: Tensors, name: str, expert: int) -> npt.NDArray[
     """Return an expert's weight [rows, columns] as float64."""
     if case.format == "bfloat16":
         return weights[name][expert].double().cpu().numpy()
-    ports = {
-        port: weights[f"{name}_{port}"][expert]
-        for port in ("codes", "scales", "scale_codes")
-        if f"{name}_{port}" in weights
-    }
-    arrays = {port: (t.float() if t.is_floating_point() else t).cpu().numpy() for port, t in ports.items()}
-    return dequantize(**arrays, **case.weight_attributes)
+    own = {port: tensor[expert : expert + 1] for port, tensor in weights.items() if port.startswith(name)}
+    feeds = {port: (t.float() if t.is_floating_point() else t).cpu().numpy() for port, t in own.items()}
+    return dequantize_experts(feeds, name, **case.weight_attributes)[0]
 
 
 if __name__ == "__main__":

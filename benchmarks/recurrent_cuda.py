@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cuda_timing import L2_BYTES, DeviceSession, captured, copy_ms, machine, medians_by_turns, use_own_stream
+from cuda_timing import L2_BYTES, DeviceSession, begin, captured, copy_ms, medians_by_turns
 
 from ortolan.custom_ops import emitters
 
@@ -159,10 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    use_own_stream()
-    print(machine())
+    where, _ = begin("bfloat16")
     results = {
-        "machine": machine(),
+        "machine": where,
         "decode": [time_decode(sequences, recent) for recent in (16, 4) for sequences in (1, 4, 16, 64)],
         "prefill": [time_prefill(*shape) for shape in ((1, 2048), (1, 8192), (4, 2048), (1, 32768))],
         "convolution": [time_conv(tokens, sequences) for tokens, sequences in ((1, 1), (1, 16), (8192, 1))],

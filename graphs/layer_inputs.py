@@ -63,8 +63,8 @@ def prepare_layer_inputs(parts: Parts, token_ids: Tensor, embedded: Tensor) -> T
     # RMSNorm(x / sqrt(h)) with epsilon e is RMSNorm(x) with epsilon e * h.
     norm = Normed(rows, f"{STEM}/norm", config.norm_epsilon * config.hidden_size)
     total = parts.norm_add(f"{STEM}/sum", norm, own, (f"{count} * {parts.row_axis}", options.size))
-    half = parts.scale(f"{STEM}/sum", total, parts.vector(f"{STEM}/sum/scale", math.sqrt(0.5)))
-    return graph.reshape(f"{STEM}/shares/Reshape", half, (-1, count * options.size))
+    shares = parts.scale(f"{STEM}/sum", total, parts.vector(f"{STEM}/sum/scale", math.sqrt(0.5)))
+    return graph.reshape(f"{STEM}/shares/Reshape", shares, (-1, count * options.size))
 
 
 def add_layer_input(parts: Parts, index: int, hidden: Tensor, shares: Tensor) -> Tensor:
