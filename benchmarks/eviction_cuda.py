@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from model_shapes import SHAPES, text_config
+from model_shapes import SHAPES, shape_config
 
 import ortolan
 import ortolan.runtime.eviction.evicting as evicting_module
 
 COST_LIMIT = 0.02  # of reading the prompt
 DECODE_LIMIT = 1.05
-LAYER_COUNTS = ("num_hidden_layers", "max_window_layers")  # keys of a config
 SKIPPED_TOKENS = 16  # after which decoding has captured its graph and found its pace
 
 
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=144, help="tokens decoded")
     parser.add_argument("--repeats", type=int, default=6, help="turns; an even number favours none")
     parser.add_argument("--chunk-size", type=int, default=8192)
-    parser.add_argument("--layers", type=int, help="take only so many of a shape's layers, which are all alike")
+    parser.add_argument("--layers", type=int, help="take only so many of a shape's layers")
     parser.add_argument("--work-dir", type=Path, help="keep exports here, and reuse them")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
@@ -84,14 +83,10 @@ def main() -> None:
 def open_model(shape: str, work: Path, options: argparse.Namespace) -> ortolan.Model:
     """Export a shape with random weights, once, and open it."""
     work.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[shape]
-    if options.layers:
-        if "layer_types" in text_config(shape):
-            raise SystemExit(f"--layers: the layers of {shape} are not all alike")
-        config = config | {name: options.layers for name in LAYER_COUNTS if name in config}
+    config = shape_config(shape, options.layers)
     (work / "config.json").write_text(json.dumps(config))
     longest = max(options.prompt, options.context, options.budget) + options.decode + 2
-    layers = options.layers or text_config(shape)["num_hidden_layers"]
+    layers = config.get("text_config", config)["num_hidden_layers"]
     sizes = f"{layers}-{longest}-{options.chunk_size}"
     folder = work / f"ortolan-{options.device.partition(':')[0]}-{sizes}"
     if not folder.exists():

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16, text_config, write_config
+from model_shapes import SHAPES, make_checkpoint, save_bfloat16, shape_config, text_config, write_config
 
 import ortolan
 
@@ -69,26 +69,32 @@ def main() -> None:
     )
     parser.add_argument("--weight-format", help="of both engines, as `ortolan export` takes it (default: bfloat16)")
     parser.add_argument(
+        "--peer-precision", help="of the peer's weights, as its builder takes it (default: --weight-format, or bf16)"
+    )
+    parser.add_argument(
         "--activation-format", help="of ours, with fp8 weights: fp8 rounds what layers read (default: bfloat16)"
     )
     parser.add_argument("--group-size", type=int, help="of our weight format (default: the export's)")
     parser.add_argument("--cache-dtype", help="of our caches (default: bfloat16)")
     parser.add_argument("--batch-invariant", action="store_true", help="measure ours loaded with batch_invariant, too")
+    parser.add_argument("--layers", type=int, help="take only so many of a shape's layers")
     parser.add_argument("--work-dir", type=Path, help="keep checkpoints and exports here, and reuse them")
     parser.add_argument("--no-peer", action="store_true", help="measure Ortolan alone")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work_dir or Path(scratch)) / options.shape
-        checkpoint, weights = source_of(options.shape, work / "checkpoint", is_random=options.no_peer)
+        name = options.shape if options.layers is None else f"{options.shape}-{options.layers}"
+        work = (options.work_dir or Path(scratch)) / name
+        checkpoint, weights = source_of(options, work / "checkpoint")
         limit = max(options.prompts) + options.decode + 2
         folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options, weights)}
         if options.batch_invariant:
             folders["invariant"] = folders["ortolan"]
         if not options.no_peer:
-            folders["genai"] = export_peer(checkpoint, work / "genai", options.weight_format or "bf16")
+            precision = options.peer_precision or options.weight_format or "bf16"
+            folders["genai"] = export_peer(checkpoint, work / f"genai-{precision}", precision)
         results = {name: measure(name, folder, limit, options) for name, folder in folders.items() if folder}
-    report = {"gpu": query("name"), "model": options.shape, **results}
+    report = {"gpu": query("name"), "model": options.shape, "layers": options.layers, **results}
     print_table(options.prompts, results)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -99,12 +105,13 @@ def kind_of(options: argparse.Namespace) -> str:
     return "-".join(filter(None, ("bfloat16", options.weight_format, options.activation_format, options.cache_dtype)))
 
 
-def source_of(shape: str, checkpoint: Path, is_random: bool) -> tuple[Path, str]:
+def source_of(options: argparse.Namespace, checkpoint: Path) -> tuple[Path, str]:
     """Make what an export reads, and say where its weights come from: of a config alone it draws them itself."""
-    if is_random:
-        write_config(shape, checkpoint, "bfloat16")
+    if options.no_peer:
+        write_config(shape_config(options.shape, options.layers), checkpoint, "bfloat16")
         return checkpoint, "random"
-    return make_checkpoint(shape, checkpoint, "bfloat16", save_bfloat16), "checkpoint"
+    made = make_checkpoint(options.shape, checkpoint, "bfloat16", save_bfloat16, layers=options.layers)
+    return made, "checkpoint"
 
 
 def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace, weights: str) -> Path:

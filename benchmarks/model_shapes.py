@@ -269,6 +269,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 Save = Callable[[dict[str, tuple[int, ...]], Path], None]
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of tensors of mxfp4: of 32 codes each, and one number for each block
 BLOCK_SIZE = 32
+LAYER_COUNTS = ("num_hidden_layers", "max_window_layers")  # keys of a config
 
 
 def text_config(shape: str) -> dict[str, Any]:
@@ -277,7 +278,35 @@ def text_config(shape: str) -> dict[str, Any]:
     return dict(config.get("text_config", config))
 
 
-def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
+def shape_config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """Return a shape's config, with only so many layers where a number is given.
+
+    Raises:
+        SystemExit: layers of these kinds in this order cannot be so many.
+    """
+    if layers is None:
+        return SHAPES[shape]
+    text = text_config(shape)
+    if text.get("num_kv_shared_layers"):
+        raise SystemExit(f"--layers: layers of {shape} share caches (num_kv_shared_layers); take the whole shape")
+    period = layer_period(text)
+    if layers < 1 or layers % period:
+        rule = f"{shape} repeats after {period}, so give {period}, {2 * period} or another multiple"
+        raise SystemExit(f"--layers: {layers} was given; {rule}")
+    text |= {name: layers for name in LAYER_COUNTS if name in text}
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][:period] * (layers // period)
+    return SHAPES[shape] | {"text_config": text} if "text_config" in SHAPES[shape] else text
+
+
+def layer_period(text: dict[str, Any]) -> int:
+    """Return after how many layers a text decoder's config repeats their kinds."""
+    kinds = text.get("layer_types", ["alike"])
+    repeated = (count for count in range(1, len(kinds) + 1) if kinds == kinds[:count] * (len(kinds) // count))
+    return text.get("sliding_window_pattern") or next(repeated)
+
+
+def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save, *, layers: int | None = None) -> Path:
     """Write a checkpoint of one shape, once.
 
     Args:
@@ -285,10 +314,11 @@ def make_checkpoint(shape: str, folder: Path, dtype: str, save: Save) -> Path:
         folder: where to; reused where it holds one.
         dtype: what the config calls the weights' type.
         save: writes random weights of the given names and shapes to a safetensors file.
+        layers: how many of the shape's layers; all where None.
     """
     if (folder / "model.safetensors").is_file():
         return folder
-    write_config(shape, folder, dtype, published=True)
+    write_config(shape_config(shape, layers), folder, dtype, published=True)
     save(checkpoint_shapes(folder), folder / "model.safetensors")
     return folder
 
@@ -315,10 +345,10 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_config(shape: str, folder: Path, dtype: str, *, published: bool = False) -> None:
+def write_config(config: dict[str, Any], folder: Path, dtype: str, *, published: bool = False) -> None:
     """Write what a checkpoint has beside its weights; `published`: these are in the format that is published."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPES[shape] | {"torch_dtype": dtype}
+    config = config | {"torch_dtype": dtype}
     if published and config["model_type"] == "gpt_oss":
         config["quantization_config"] = {"quant_method": "mxfp4"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
