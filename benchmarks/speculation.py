@@ -192,9 +192,9 @@ def list_cases(
     """Return who drafts in each case; `right` are the sequences that the model makes."""
     most = options.tokens
     cases: dict[str, Speculation] = {
+        "lookup": ortolan.PromptLookup(),
         "lookup of 4": ortolan.PromptLookup(tokens=4),
-        "lookup of 8": ortolan.PromptLookup(tokens=8, longest=8),
-        "lookup of 15": ortolan.PromptLookup(tokens=15, longest=8),
+        "lookup of 15": ortolan.PromptLookup(tokens=15),
     }
     if options.draft:
         cases[f"draft of {most}"] = ortolan.DraftModel(options.draft, tokens=most)

@@ -88,7 +88,9 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         "earlier in the text; mtp drafts with the model's own head for it, where it has one; FOLDER is a smaller model "
         "with the same tokenizer (default: off)",
     )
-    group.add_argument("--speculate-tokens", type=int, metavar="N", help="most tokens of a draft (default: 4)")
+    group.add_argument(
+        "--speculate-tokens", type=int, metavar="N", help="most tokens of a draft (default: 7 with lookup, else 4)"
+    )
 
 
 def _read_speculation(options: argparse.Namespace) -> Any:

@@ -74,6 +74,8 @@ class PromptLookup(Speculation):
     It costs next to nothing, and is at its best where a text repeats parts of a long document.
 
     Attributes:
+        tokens: the most that are drafted in one step, 1 to 15. By default a check has 8 rows, with the token before
+            them: to so many, products on CUDA give the bits that they give to one.
         longest: the most last tokens that are looked up; the longest ones that are found count.
         shortest: the fewest.
 
@@ -83,7 +85,8 @@ class PromptLookup(Speculation):
     Source: Apoorv Saxena, "Prompt Lookup Decoding" (2023).
     """
 
-    longest: int = 4
+    tokens: int = 7
+    longest: int = 8
     shortest: int = 2
 
     def __post_init__(self) -> None:
