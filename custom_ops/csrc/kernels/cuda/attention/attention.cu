@@ -18,11 +18,7 @@ namespace {
 // head.
 template <template <typename, int> typename Rows, typename Type, typename Function>
 auto with_decode_instance(const SwaAttentionParams& params, Function&& f) {
-  // Rows that a sequence is expected to bring; one that brings more takes several entries.
-  const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
-  const int64_t tokens =
-      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, kDecodeTokens);
-  const bool one_tile = params.num_heads / params.cache.num_kv_heads * tokens <= kDecodeTileRows;
+  const bool one_tile = expected_rows(params, kDecodeTokens) <= kDecodeTileRows;
   const int64_t head_size = params.cache.head_size;
   const auto with_tiles = [&]<int kHeadSize>() {
     return one_tile ? f.template operator()<Rows<Type, kHeadSize>, 1>()
@@ -58,6 +54,15 @@ bool decodes_by_wgmma(const SwaAttentionParams& params, const Device& device) {
          !decodes_codes(params);
 }
 
+// Whether more rows than mma.sync takes at once go to a kernel by wgmma that adds up in the same order: it
+// reads keys once for up to 64 of them. Short keys of one sequence are read again from L2 in less time.
+bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device) {
+  const bool reads_again = params.cache.head_size <= 64 && params.packing.num_sequences == 1;
+  return device.compute_capability == 90 && params.cache.head_size <= 256 && !decodes_codes(params) &&
+         expected_rows(params, kDecodeTokens) > 2 * kDecodeTileRows && !reads_again &&
+         !decodes_by_wgmma(params, device);
+}
+
 // The parameters as dense kernels see them once caches are expanded, for what sizes follow from.
 SwaAttentionParams dense(SwaAttentionParams params) {
   params.cache_element = params.element;
@@ -69,13 +74,30 @@ int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
   return decodes_by_wgmma(params, device) ? kSm90DecodeTokens : kDecodeTokens;
 }
 
-// Calls f.operator()<kHeadSize>() for the smallest of its instances that holds the head: what a cache's rows
-// lack becomes zeros in shared memory, and is not read.
-template <typename Function>
-auto with_sm90_decode_head_size(int64_t head_size, Function&& f) {
-  if (head_size <= 128) return f.template operator()<128>();
-  if (head_size <= 256) return f.template operator()<256>();
-  return f.template operator()<512>();
+// Calls f.operator()<Rows>() for the smallest of the instances of Sm90FewRows that holds the rows.
+template <typename Element, int kHeadSize, typename Function>
+auto with_few_rows(const SwaAttentionParams& params, Function&& f) {
+  if (expected_rows(params, kDecodeTokens) <= 32)
+    return f.template operator()<Sm90FewRows<Element, kHeadSize, 16>>();
+  return f.template operator()<Sm90FewRows<Element, kHeadSize, 32>>();
+}
+
+// Calls f.operator()<Rows>() for the instance of decode attention by wgmma that takes the parameters: the
+// smallest that holds the head. What a cache's rows lack becomes zeros in shared memory, and is not read. By
+// mma.sync: by_mma.operator()<Rows, kRowTiles>().
+template <typename Function, typename MmaFunction>
+auto with_decode(const SwaAttentionParams& params, const Device& device, Function&& f, MmaFunction&& by_mma) {
+  const int64_t head_size = params.cache.head_size;
+  const bool is_few = decodes_few_by_wgmma(params, device);
+  if (!is_few && !decodes_by_wgmma(params, device)) return with_decode_rows(params, by_mma);
+  return with_half_element(params.element, [&]<typename Element>() {
+    if (is_few && head_size <= 64) return with_few_rows<Element, 64>(params, f);
+    if (is_few && head_size <= 128) return with_few_rows<Element, 128>(params, f);
+    if (is_few) return with_few_rows<Element, 256>(params, f);
+    if (head_size <= 128) return f.template operator()<Sm90DecodeRows<Element, 128>>();
+    if (head_size <= 256) return f.template operator()<Sm90DecodeRows<Element, 256>>();
+    return f.template operator()<Sm90DecodeRows<Element, 512>>();
+  });
 }
 
 template <typename Function>
@@ -138,27 +160,17 @@ cudaError_t current_device(Device& device) {
 }
 
 cudaError_t attention_decode(const SwaAttentionParams& params, const Launch& launch) {
-  if (!decodes_by_wgmma(params, launch.device))
-    return with_decode_rows(params, [&]<typename Rows, int kRowTiles>() {
-      return launch_decode<Rows, kRowTiles>(params, launch);
-    });
-  return with_half_element(params.element, [&]<typename Element>() {
-    return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
-      return launch_sm90_decode<Element, kHeadSize>(params, launch);
-    });
-  });
+  return with_decode(
+      params, launch.device, [&]<typename Rows>() { return launch_sm90_decode<Rows>(params, launch); },
+      [&]<typename Rows, int kRowTiles>() { return launch_decode<Rows, kRowTiles>(params, launch); });
 }
 
 size_t attention_decode_workspace(const SwaAttentionParams& params, const Device& device) {
-  if (!decodes_by_wgmma(params, device))
-    return with_decode_rows(params, [&]<typename Rows, int kRowTiles>() {
-      return decode_workspace_bytes<Rows, kRowTiles>(params, device);
-    });
-  return with_half_element(params.element, [&]<typename Element>() {
-    return with_sm90_decode_head_size(params.cache.head_size, [&]<int kHeadSize>() {
-      return sm90_decode_workspace_bytes<Element, kHeadSize>(params, device);
-    });
-  });
+  return with_decode(
+      params, device, [&]<typename Rows>() { return sm90_decode_workspace_bytes<Rows>(params, device); },
+      [&]<typename Rows, int kRowTiles>() {
+        return decode_workspace_bytes<Rows, kRowTiles>(params, device);
+      });
 }
 
 cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch, int most_decode) {

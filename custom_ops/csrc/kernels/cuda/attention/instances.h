@@ -1,9 +1,22 @@
 // Attention's kernel templates, as declarations: each is instantiated in a source file of its own.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/cuda/common/kernels.h"
 
 namespace ortolan::cuda {
+
+// Query rows that a sequence is expected to bring for each kv head, in whole eights; one that brings more
+// takes several entries.
+inline int expected_rows(const SwaAttentionParams& params, int64_t most_tokens) {
+  const int64_t sequences = std::max<int64_t>(params.packing.num_sequences, 1);
+  const int64_t tokens =
+      std::min<int64_t>((params.packing.num_tokens + sequences - 1) / sequences, most_tokens);
+  const int64_t rows = params.num_heads / params.cache.num_kv_heads * tokens;
+  constexpr int64_t kTile = kDecodeTileRows;
+  return static_cast<int>(std::min<int64_t>((rows + kTile - 1) / kTile * kTile, kSm90DecodeRows));
+}
 
 template <typename Element, int kHeadSize>
 cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
@@ -16,9 +29,15 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
 template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
+// Rows of decode attention by wgmma: in an order of sums of their own, or in that of DenseRows.
 template <typename Element, int kHeadSize>
+struct Sm90DecodeRows;
+template <typename Element, int kHeadSize, int kGroupRows>
+struct Sm90FewRows;
+
+template <typename Rows>
 cudaError_t launch_sm90_decode(const SwaAttentionParams& params, const Launch& launch);
-template <typename Element, int kHeadSize>
+template <typename Rows>
 size_t sm90_decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
 }  // namespace ortolan::cuda

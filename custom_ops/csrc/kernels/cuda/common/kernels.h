@@ -45,6 +45,7 @@ constexpr int kDecodeTokens = 16, kSm90DecodeTokens = 64;
 // Query rows (token, head of a group) of a tile of the decode kernel's products; one pass takes a tile or
 // two.
 constexpr int kDecodeTileRows = 8;
+constexpr int kSm90DecodeRows = 64;  // of one product by wgmma
 
 // The kernel families behind swa_attention: every sequence goes to the decode kernel or to a prefill kernel
 // by its own token count, so that what a sequence gets does not depend on what else is in the batch. Each

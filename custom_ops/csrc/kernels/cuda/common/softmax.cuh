@@ -73,7 +73,8 @@ struct Visibility {
   }
 };
 
-// Logits in units of log2: factor * product, where `mapped` is false; else the softcap comes between.
+// Logits in units of log2: factor * product, where `mapped` is false; else the softcap comes between. Mapped
+// ones are rounded before anything else is made of them, so that they have the same bits in every kernel.
 struct Logits {
   float factor;
   float scale;
@@ -87,7 +88,7 @@ struct Logits {
   }
   __device__ __forceinline__ float map(float product) const {
     const float z = product * scale;
-    return softcap > 0 ? cap(z) : z * kLog2E;
+    return softcap > 0 ? cap(z) : __fmul_rn(z, kLog2E);
   }
   template <int kCount>
   __device__ __forceinline__ void map(float (&products)[kCount]) const {
@@ -96,12 +97,12 @@ struct Logits {
       for (int n = 0; n < kCount; ++n) products[n] = cap(products[n] * scale);
     } else {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) products[n] = products[n] * scale * kLog2E;
+      for (int n = 0; n < kCount; ++n) products[n] = __fmul_rn(products[n] * scale, kLog2E);
     }
   }
   // tanh by its exponential: an absolute error near 1e-7, where tanh.approx has 5e-4.
   __device__ __forceinline__ float cap(float z) const {
-    return softcap * kLog2E * (1 - __fdividef(2.0f, fast_exp2(z * power) + 1));
+    return __fmul_rn(softcap * kLog2E, 1 - __fdividef(2.0f, fast_exp2(z * power) + 1));
   }
 };
 

@@ -10,11 +10,11 @@ namespace ortolan::cuda {
 // A tile in shared memory as wgmma reads it: rows of 128 bytes, in groups of 8 whose 16-byte pieces are
 // swizzled (CU_TENSOR_MAP_SWIZZLE_128B). An address in a cluster has the block's rank above its 18 bits.
 // `leading_bytes` lies between columns 0 .. 64 and the next 64 of a
-// tile whose contiguous axis is not the one that is summed over.
-__device__ __forceinline__ uint64_t wgmma_tile(uint32_t address, uint32_t leading_bytes) {
+// tile whose contiguous axis is not the one that is summed over; `group_bytes` between 8 rows and the next 8.
+__device__ __forceinline__ uint64_t wgmma_tile(uint32_t address, uint32_t leading_bytes,
+                                               uint64_t group_bytes = 1024) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kGroupBytes = 1024;  // 8 rows
-  return kSwizzle128 | (kGroupBytes >> 4) << 32 | uint64_t{leading_bytes >> 4 & 0x3fff} << 16 |
+  return kSwizzle128 | (group_bytes >> 4) << 32 | uint64_t{leading_bytes >> 4 & 0x3fff} << 16 |
          (address & 0x3ffff) >> 4;
 }
 // The same tile `bytes` further on; shared memory ends before the sum could leave its field.
@@ -90,6 +90,12 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, int32_t x, int
 // Stores four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&tile)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
+               "r"(tile[0]), "r"(tile[1]), "r"(tile[2]), "r"(tile[3])
+               : "memory");
+}
+// The same of their transposes: lane l gives the address of column l % 8 of tile l / 8.
+__device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, const uint32_t (&tile)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(address),
                "r"(tile[0]), "r"(tile[1]), "r"(tile[2]), "r"(tile[3])
                : "memory");
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "combine_rows.cuh"
 #include "decode.cuh"
 #include "kernels/cuda/attention/instances.h"
 #include "kernels/cuda/common/element_dispatch.cuh"
@@ -72,6 +73,7 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   shape.max_spans = static_cast<int>(tiles >> span_tiles.shift) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
   while (1 << shape.tile_shift < tile_keys) ++shape.tile_shift;
+  shape.snaps_from = kNeverSnaps;
   shape.guesses = can_guess(params, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
@@ -142,9 +144,34 @@ inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
   return shape;
 }
 
+// Two rows a warp: more would follow one another, fewer find what their entry has in common more often.
+template <typename Element, int kHeadSize>
+cudaError_t combine_rows(const SwaAttentionParams& params, const DecodeShape& shape,
+                         const DecodeWorkspace& workspace, const Launch& launch) {
+  constexpr int kRowsOfWarp = 2, kWarps = LaneColumns<kHeadSize>::kWarps;
+  const int warps = std::min(kCombiningWarps, shape.entry_rows * kWarps);
+  const int rows_at_once = std::min(shape.entry_rows, warps / kWarps * kRowsOfWarp);
+  const int groups = divide_up(shape.entry_rows, rows_at_once);
+  // There may be far fewer entries than the host must expect where strips are counted.
+  const int resident = divide_up(16 * launch.device.num_multiprocessors, groups);
+  const dim3 grid(static_cast<unsigned>(std::min(shape.entries, resident)), static_cast<unsigned>(groups));
+  return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>, grid, dim3(warps * 32), 0, launch,
+                           params, shape, workspace, rows_at_once);
+}
+
+// Whether a row is merged by a warp and not by a block: where rows are many, and more so where spans are not
+// handed on whole. One token of each sequence has too few rows in an entry.
+inline bool combines_by_warps(const SwaAttentionParams& params, const DecodeShape& shape) {
+  const int64_t rows = params.packing.num_tokens * params.num_heads;
+  return params.packing.num_tokens > params.packing.num_sequences &&
+         rows >= (shape.snaps_from == kNeverSnaps ? 4096 : 2048);
+}
+
 template <typename Element, int kHeadSize>
 cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
                            const DecodeWorkspace& workspace, const Launch& launch) {
+  if (combines_by_warps(params, shape))
+    return combine_rows<Element, kHeadSize>(params, shape, workspace, launch);
   // A window's spans may lie anywhere in their rounds.
   const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
   const int64_t rows = params.packing.num_tokens * params.num_heads;

@@ -64,7 +64,7 @@ struct DecodeMerge {
     SoftmaxState tile = mine;
     tile.maximum = fold_lanes<1, kParts / 2>(tile.maximum, Max());
     const float weight = fast_exp2(mine.maximum - finite_max(tile.maximum));
-    tile.total = mine.total * weight;
+    tile.total = __fmul_rn(mine.total, weight);
     tile.total = fold_lanes<1, kParts / 2>(tile.total, Add());
     const Merge merge = Merge::of(span_state, tile);
     if (is_whole) span_state = tile = merge.state;

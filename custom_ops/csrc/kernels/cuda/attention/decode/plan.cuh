@@ -30,6 +30,7 @@
 namespace ortolan::cuda {
 
 constexpr int kMostSpanTiles = 8;
+constexpr int kNeverSnaps = 1 << 30;
 
 // Division by a number that the host knows, of numbers below 2^31.
 // Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
@@ -87,11 +88,11 @@ struct DecodeShape {
   int counted_strips;  // that the device may number; 0: all are numbered already
   int entries;         // strips * kv heads, strips outermost
   int blocks;
-  int cluster;    // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
-  int kept;       // bytes of a block's shared memory before the sums that it keeps; 0: none. See kept.cuh
-  int max_spans;  // per entry
-  bool snaps;     // cuts move to the ends of spans; see DecodeLine
-  bool guesses;   // a block's first tile before the kernel in front has ended; see prefetch.cuh
+  int cluster;     // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
+  int kept;        // bytes of a block's shared memory before the sums that it keeps; 0: none. See kept.cuh
+  int max_spans;   // per entry
+  int snaps_from;  // tiles of a piece from which on cuts move to the ends of spans; see DecodeLine
+  bool guesses;    // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 
@@ -245,7 +246,7 @@ struct DecodeLine {
       : starts(starts),
         entries(shape.entries),
         cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
-        snaps(shape.snaps) {}
+        snaps(static_cast<int>(cut.quotient) >= shape.snaps_from) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }

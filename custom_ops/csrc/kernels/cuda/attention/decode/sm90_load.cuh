@@ -14,9 +14,9 @@
 
 namespace ortolan::cuda {
 
-template <typename Element, int kHeadSize>
+template <typename Element, typename Shape>
 struct Sm90DecodeLoad {
-  using Shape = Sm90DecodeShape<kHeadSize>;
+  static constexpr int kHeadSize = Shape::kHeadSize;
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
@@ -54,7 +54,7 @@ struct Sm90DecodeLoad {
     for (int part = 0; part < 2; ++part) {
       Barrier& full = shared.full[at.place];
       shared.empty[at.place].wait(at.parity ^ 1);
-      const uint32_t target = shared.buffer<kHeadSize>(at.place);
+      const uint32_t target = shared.buffer<Shape>(at.place);
       if (is_whole) {
         if (lane == 0) full.arrive_expecting(Shape::kBufferBytes);
         __syncwarp();
@@ -93,25 +93,19 @@ struct Sm90DecodeLoad {
   template <typename Line>
   __device__ __forceinline__ void run(const Line& line, int begin, int end, int stream) const {
     RingPlace at;
-    DecodeCursor cursor{.tile = begin};
-    for (int span = 0; cursor.tile < end; ++span) {
-      cursor.settle(params, shape, line);
-      const int index = cursor.key_tile() / shape.span_tiles;
-      const SpanTiles tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
-      const int count = min(tiles.end - cursor.number, end - cursor.tile);
-      if (span % shape.streams != stream) {
-        cursor.skip(count);
-        continue;
-      }
-      const SeenPositions seen = cursor.of.seen();
+    each_run_of_stream(params, shape, line, begin, end, stream,
+                       [&](const DecodeCursor& cursor, const DecodeSpan&, int count) {
+                         const SeenPositions seen = cursor.of.seen();
 #pragma unroll 1
-      for (int n = 0; n < count; ++n, cursor.skip(1))
+                         for (int n = 0; n < count; ++n)
 #pragma unroll 1
-        for (int step = 0; step < Shape::kSteps; ++step) {
-          const int32_t first = cursor.key_tile() * Shape::kTileKeys + step * Shape::kKeys;
-          if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
-        }
-    }
+                           for (int step = 0; step < Shape::kSteps; ++step) {
+                             const int32_t first = cursor.of.tiles.at(cursor.number + n) * Shape::kTileKeys +
+                                                   step * Shape::kKeys;
+                             if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys))
+                               load(cursor.of, first, at);
+                           }
+                       });
     copy_async_wait<0>();
   }
 };

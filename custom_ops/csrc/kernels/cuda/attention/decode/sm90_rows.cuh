@@ -12,8 +12,9 @@
 
 namespace ortolan::cuda {
 
-template <typename Element, int kHeadSize>
+template <typename Element_, int kHeadSize>
 struct Sm90DecodeRows {
+  using Element = Element_;
   using Shape = Sm90DecodeShape<kHeadSize>;
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kColumns = Shape::kColumns;
@@ -76,7 +77,7 @@ struct Sm90DecodeRows {
   __device__ __forceinline__ void multiply_keys() {
     shared.full[at.place].wait(at.parity);
     const uint64_t a = wgmma_tile(descriptor_address(shared.queries()), 16);
-    const uint64_t b = wgmma_tile(descriptor_address(shared.buffer<kHeadSize>(at.place)), 16);
+    const uint64_t b = wgmma_tile(descriptor_address(shared.buffer<Shape>(at.place)), 16);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadSize / 16; ++k)
@@ -91,7 +92,7 @@ struct Sm90DecodeRows {
 
   __device__ __forceinline__ void multiply_values(const SeenPositions& seen, int32_t first) {
     shared.full[at.place].wait(at.parity);
-    const uint32_t values = shared.buffer<kHeadSize>(at.place) + group * (kColumns / 64) * kKeys * 128;
+    const uint32_t values = shared.buffer<Shape>(at.place) + group * (kColumns / 64) * kKeys * 128;
     if (!seen.hold_all(first, first + kKeys)) clear_unseen(values, seen, first);
     const uint64_t b = wgmma_tile(descriptor_address(values), kKeys * 128);
     wgmma_fence();
@@ -278,27 +279,19 @@ struct Sm90DecodeRows {
 
   template <typename Line>
   __device__ __forceinline__ void run(const Line& line, int begin, int end) {
-    DecodeCursor cursor{.tile = begin};
     int entry = -1;  // whose queries are there
     clear_span();
-    for (int number = 0; cursor.tile < end; ++number) {
-      cursor.settle(params, shape, line);
-      DecodeSpan span;
-      span.settle(cursor, true, line, begin, end, shape);
-      const int count = min(span.tiles.end - cursor.number, end - cursor.tile);
-      if (number % shape.streams != stream) {
-        cursor.skip(count);
-        continue;
-      }
-      if (entry != cursor.entry) take_queries(cursor.of);
-      entry = cursor.entry;
+    each_run_of_stream(params, shape, line, begin, end, stream,
+                       [&](DecodeCursor cursor, const DecodeSpan& span, int count) {
+                         if (entry != cursor.entry) take_queries(cursor.of);
+                         entry = cursor.entry;
 #pragma unroll 1
-      for (int n = 0; n < count; ++n, cursor.skip(1)) {
-        SoftmaxState states[2];
-        sum_tile(cursor.of, cursor.key_tile(), states);
-        hand_on(cursor, span, states);
-      }
-    }
+                         for (; count > 0; --count, cursor.skip(1)) {
+                           SoftmaxState states[2];
+                           sum_tile(cursor.of, cursor.key_tile(), states);
+                           hand_on(cursor, span, states);
+                         }
+                       });
   }
 };
 

@@ -208,7 +208,7 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
       for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] = logits.map(z[n / 4][n % 4]);
     } else {
 #pragma unroll
-      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] *= logits.factor;
+      for (int n = 0; n < 4 * kRowTiles; ++n) z[n / 4][n % 4] = __fmul_rn(z[n / 4][n % 4], logits.factor);
     }
     this->mask_logits(z, entry, first);
   }
