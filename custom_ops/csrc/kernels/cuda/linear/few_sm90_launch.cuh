@@ -47,6 +47,14 @@ int divide_few_memory(FewStream& stream, int block_groups, int limit, int cluste
   return all;
 }
 
+// One way to share a layer: the first that fits is taken.
+struct FewAttempt {
+  int most_tiles;          // of a group
+  int cluster;             // blocks
+  int limit;               // bytes of a block's shared memory
+  bool holds_all = false;  // fits only where buffers hold all of a warp's weights
+};
+
 // False where the inputs of so many tokens do not fit, or rows are not whole columns of the tensor copies.
 template <int kTiles, bool kChain>
 bool plan_few(const FusedLinearParams& p, int tokens, int groups, bool in_clusters, const Device& device,
@@ -57,19 +65,20 @@ bool plan_few(const FusedLinearParams& p, int tokens, int groups, bool in_cluste
   stream.tokens = tokens;
   stream.slices = RowSlices::of(p.num_inputs * 2);
   stream.norm_bytes = p.norm_weight ? stream.slices.row_bytes : 0;
-  const auto divide = [&](int limit, int cluster) {
-    return divide_few_memory<kTiles, kChain>(stream, block_groups, limit, cluster);
-  };
-  if (kTiles == 1 && !in_clusters) {
-    if (divide(kFewWholeBytes, 1) == stream.rounds) return true;
-    divide(kFewSharedBytes, 1);
-    if (stream.rounds >= FewStream::kMinRounds) return true;
-  }
-  const int largest = in_clusters ? std::min(FewStream::kMaxCluster, stream.slices.count) : 1;
-  for (int cluster = in_clusters ? 2 : 1; cluster <= largest; cluster *= 2) {
-    divide(device.shared_bytes_per_block - kFewReservedBytes, cluster);
+  const int most = device.shared_bytes_per_block - kFewReservedBytes;
+  const FewAttempt attempts[] = {{1, 1, kFewWholeBytes, true},
+                                 {1, 1, kFewSharedBytes},
+                                 {2, 1, most},
+                                 {2, 2, most},
+                                 {2, 4, most},
+                                 {2, 8, most}};
+  for (const FewAttempt& attempt : attempts) {
+    const int cluster = attempt.cluster;
+    if (kTiles > attempt.most_tiles || in_clusters != (cluster > 1) || cluster > stream.slices.count)
+      continue;
+    const int all = divide_few_memory<kTiles, kChain>(stream, block_groups, attempt.limit, cluster);
     const bool keeps_all_busy = kTiles == 1 || stream.groups_per_turn * stream.block_slices >= kGemvWarps;
-    if (stream.rounds >= FewStream::kMinRounds && keeps_all_busy) return true;
+    if (stream.rounds >= (attempt.holds_all ? all : FewStream::kMinRounds) && keeps_all_busy) return true;
   }
   return false;
 }

@@ -11,7 +11,6 @@ struct FewStream {
   static constexpr int kTileRows = 8;  // of a group: one tile or two
   static constexpr int kColumns = 64;  // 128 swizzled bytes
   static constexpr int kTileBytes = kTileRows * RowSlices::kStepBytes;
-  static constexpr int kMaxCluster = 8;
   static constexpr int kMinRounds = 2, kMaxRounds = 16;
   static constexpr int kMaxTurnRows = 64;
 
