@@ -4,6 +4,7 @@
 
 #include "kernels/fused_params.h"
 #include "kernels/low_bit_rows.h"
+#include "kernels/row_scale.h"
 #include "low_bit_codes.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
@@ -38,11 +39,10 @@ void place_input(const DenseWeight<Element>&, const float* source, int64_t count
 inline void round_to_fp8(float* values, int64_t count, float given_scale) {
   float largest = 0;
   for (int64_t i = 0; i < count; ++i) largest = std::fmax(largest, std::fabs(values[i]));
-  const float scale = given_scale > 0 ? given_scale : largest / 448.0f;
-  const float inverse = given_scale > 0 ? 1.0f / given_scale : largest > 0 ? 448.0f / largest : 0.0f;
+  const Fp8Scale scale = Fp8Scale::of(largest, given_scale);
   for (int64_t i = 0; i < count; ++i) {
-    const float unit = values[i] * inverse;
-    values[i] = unit == unit ? float8_value(float8_code(unit)) * scale : unit;
+    const float unit = values[i] * scale.inverse;
+    values[i] = unit == unit ? float8_value(float8_code(unit)) * scale.value : unit;
   }
 }
 

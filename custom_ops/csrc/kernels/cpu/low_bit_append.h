@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "element.h"
-#include "kernels/low_bit_rows.h"
 #include "kernels/params.h"
+#include "kernels/row_scale.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
@@ -18,10 +18,9 @@ void append_codes(const Element* values, int64_t size, ElementType type, uint8_t
     is_nan = is_nan || magnitude != magnitude;
     largest = std::fmax(largest, magnitude);
   }
-  const float limit = largest_code(type);
-  const float inverse = largest == 0 ? 0.0f : limit / largest;
-  *scale = is_nan ? NAN : largest / limit;
-  for (int64_t d = 0; d < size; ++d) codes[d] = code_of(type, to_float(values[d]) * inverse);
+  const RowScale found = RowScale::of(type, largest, is_nan);
+  *scale = found.value;
+  for (int64_t d = 0; d < size; ++d) codes[d] = found.code(to_float(values[d]));
 }
 
 // `source` is a row [D] of compute elements; `row` is its number in the pool.

@@ -19,8 +19,8 @@
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/row_vectors.cuh"
 #include "kernels/cuda/common/warp.cuh"
-#include "kernels/cuda/low_bit_cache/row_scale.cuh"
 #include "kernels/cuda/operators.generated.h"
+#include "kernels/row_scale.h"
 
 namespace ortolan::cuda {
 namespace {

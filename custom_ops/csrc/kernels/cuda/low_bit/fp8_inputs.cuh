@@ -11,6 +11,7 @@
 #include "kernels/cuda/common/row_vectors.cuh"
 #include "kernels/low_bit_params.h"
 #include "kernels/low_bit_rows.h"
+#include "kernels/row_scale.h"
 
 namespace ortolan::cuda {
 
@@ -33,17 +34,6 @@ struct RoundedRows {
   __device__ __forceinline__ int groups() const { return row_size / group_size; }
   __device__ __forceinline__ float norm_factor(float squares) const {
     return rsqrtf(squares / static_cast<float>(row_size) + epsilon);
-  }
-};
-
-// What a group's elements are multiplied by to become units of codes, and a code's value.
-struct Fp8Scale {
-  float inverse, value;
-
-  static __device__ __forceinline__ Fp8Scale of(float largest, float given) {
-    constexpr float kLimit = 448.0f;
-    if (given > 0) return {__fdiv_rn(1.0f, given), given};
-    return {largest > 0 ? __fdiv_rn(kLimit, largest) : 0.0f, __fdiv_rn(largest, kLimit)};
   }
 };
 

@@ -9,7 +9,7 @@
 #include "kernels/cuda/common/launch.cuh"
 #include "kernels/cuda/common/packed_rows.cuh"
 #include "kernels/cuda/common/ptx.cuh"
-#include "row_scale.cuh"
+#include "kernels/row_scale.h"
 
 namespace ortolan::cuda {
 namespace {
