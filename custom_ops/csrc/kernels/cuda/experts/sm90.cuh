@@ -11,7 +11,7 @@
 
 #include "gate_product.cuh"
 #include "instances.h"
-#include "kernels/cuda/common/tile_copy_sm90.cuh"
+#include "kernels/cuda/common/warpgroups_sm90.cuh"
 #include "kernels/cuda/common/wgmma_columns.cuh"
 
 namespace ortolan::cuda {
@@ -27,7 +27,7 @@ struct ExpertSm90Shape {
   static constexpr int kWeightBytes = 2 * kHalf * 128;
   static constexpr int kStageBytes = kWeightBytes + kMostColumns * 128;
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
-  // Of a thread; together what the block is launched with.
+  // Of a thread.
   static constexpr int kLoadRegisters = 40;
   static constexpr int kComputeRegisters = 232;
 };
@@ -80,15 +80,12 @@ struct ExpertSm90Tiles {
 
 // What all warps of a block know.
 template <bool kGated>
-struct ExpertSm90Block {
+struct ExpertSm90Block : StageRing<ExpertSm90Shape> {
   using Shape = ExpertSm90Shape;
-  using Stage = Ring<Shape::kStages>;
 
   const ExpertSm90Params& p;
-  Handover<Shape::kStages>& buffers;
-  uint32_t stages;  // address of the ring
-  int cluster;      // blocks of the cluster
-  int rank;         // in it
+  int cluster;  // blocks of the cluster
+  int rank;     // in it
 
   template <typename Visit>
   __device__ __forceinline__ void each_tile(Visit&& visit) const {
@@ -100,9 +97,6 @@ struct ExpertSm90Block {
                           rank,
                           static_cast<int>(blockIdx.x) / cluster};
     for (ExpertSm90Tile tile; tiles.next(tile);) visit(tile);
-  }
-  __device__ __forceinline__ uint32_t address(const Stage& at) const {
-    return stages + at.place * Shape::kStageBytes;
   }
   // A step's weights: this block's share, for all blocks of the cluster.
   __device__ __forceinline__ void load_weights(const ExpertSm90Tile& tile, int step, uint32_t target,
@@ -289,7 +283,6 @@ __global__ void __launch_bounds__(ExpertSm90Shape::kThreads, 1)
   using Shape = ExpertSm90Shape;
   extern __shared__ unsigned char shared_memory[];
   __shared__ Handover<Shape::kStages> buffers;
-  const uint32_t stages = (shared_address(shared_memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     buffers.init(cluster_size() * Shape::kGroups * 4);
     fence_barriers();
@@ -298,17 +291,14 @@ __global__ void __launch_bounds__(ExpertSm90Shape::kThreads, 1)
   launch_dependents();
   wait_for_previous_kernel();
 
-  const ExpertSm90Block<kGated> block{p, buffers, stages, cluster_size(), cluster_rank()};
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
-  if (group == Shape::kGroups) {
-    lower_registers<Shape::kLoadRegisters>();
+  const ExpertSm90Block<kGated> block{{buffers, shared_memory}, p, cluster_size(), cluster_rank()};
+  const auto load = [&] {
     if (threadIdx.x % 128 < 32) block.load();
-  } else {
-    raise_registers<Shape::kComputeRegisters>();
+  };
+  run_warpgroups<Shape>(load, [&](int group) {
     ExpertSm90Group<Element, kGated> computing{block, group, {}, {}};
     computing.compute();
-  }
-  cluster_sync();  // until then the other block loads and arrives here
+  });
 #else
   refuse_architecture();
 #endif

@@ -16,7 +16,7 @@
 
 #include "gates.cuh"
 #include "kernels/cuda/common/elements.cuh"
-#include "kernels/cuda/common/tile_copy_sm90.cuh"
+#include "kernels/cuda/common/warpgroups_sm90.cuh"
 #include "kernels/cuda/common/wgmma.cuh"
 
 namespace ortolan::cuda {
@@ -35,7 +35,7 @@ struct RowsSm90Shape {
   static constexpr int kStageBytes = kInputBytes + 2 * kWeightBytes;
   static constexpr int kOutputBytes = kRows * kColumns * 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + kGroups * kOutputBytes + 1024;
-  // Of a thread; together what the block is launched with.
+  // Of a thread.
   static constexpr int kLoadRegisters = 24;
   static constexpr int kComputeRegisters = 240;
 };
@@ -72,16 +72,13 @@ struct RowsSm90Params {
 
 // What all warps of a block know.
 template <typename Operand, bool kGated>
-struct RowsSm90Block {
+struct RowsSm90Block : StageRing<RowsSm90Shape> {
   using Shape = RowsSm90Shape;
-  using Stage = Ring<Shape::kStages>;
   static constexpr int kInner = Shape::kStepBytes / sizeof(Operand);               // inputs of a step
   static constexpr int kOutputs = kGated ? Shape::kColumns : 2 * Shape::kColumns;  // columns of a tile
 
   const RowsSm90Params& p;
-  Handover<Shape::kStages>& buffers;
-  uint32_t stages;  // address of the ring
-  int rank;         // in the cluster
+  int rank;  // in the cluster
 
   // Calls visit(turn, row, column) for each tile of the block: its number among them, and where it begins.
   template <typename Visit>
@@ -93,9 +90,6 @@ struct RowsSm90Block {
       const int row = (place.x * Shape::kCluster + rank) * Shape::kRows;
       visit(turn, kGated ? min(row, p.last_row) : row, place.y * kOutputs);
     }
-  }
-  __device__ __forceinline__ uint32_t address(const Stage& at) const {
-    return stages + at.place * Shape::kStageBytes;
   }
 
   // For one thread. A stage is filled by both blocks, once both have read what it held.
@@ -322,7 +316,6 @@ __global__ void __launch_bounds__(RowsSm90Shape::kThreads, 1)
   using Shape = RowsSm90Shape;
   extern __shared__ unsigned char shared_memory[];
   __shared__ Handover<Shape::kStages> buffers;
-  const uint32_t stages = (shared_address(shared_memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     buffers.init(Shape::kCluster * 4 * Computing::kReaders);
     fence_barriers();
@@ -331,18 +324,15 @@ __global__ void __launch_bounds__(RowsSm90Shape::kThreads, 1)
   wait_for_previous_kernel();
   launch_dependents();
 
-  const typename Computing::Block block{p, buffers, stages, cluster_rank()};
-  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
-  if (group == Shape::kGroups) {
-    lower_registers<Shape::kLoadRegisters>();
+  const typename Computing::Block block{{buffers, shared_memory}, p, cluster_rank()};
+  const auto load = [&] {
     if (threadIdx.x % 128 == 0) block.load();
-  } else {
-    raise_registers<Shape::kComputeRegisters>();
-    const uint32_t output = stages + Shape::kStages * Shape::kStageBytes + group * Shape::kOutputBytes;
+  };
+  run_warpgroups<Shape>(load, [&](int group) {
+    const uint32_t output = block.stages + Shape::kStages * Shape::kStageBytes + group * Shape::kOutputBytes;
     Computing computing{block, group, output};
     computing.compute();
-  }
-  cluster_sync();  // until then the other block loads and arrives here
+  });
 #else
   refuse_architecture();
 #endif
