@@ -26,6 +26,7 @@ PACKINGS = {
     "mixed": [SIZES[(b * b + b // 7) % 6] for b in range(40)],
     "few among many": [16, *[0] * 17, 3, 3, 0, 5, *[1] * 10, 0, 0, 0, 2, 0, 0],
     "a token each": [1] * 40,
+    "16 tokens each": [16] * 40,
     "behind a chunk": [1, 300, 0, 5, 16, 2, 64],
 }
 
