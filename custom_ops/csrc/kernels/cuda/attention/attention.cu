@@ -54,12 +54,21 @@ bool decodes_by_wgmma(const SwaAttentionParams& params, const Device& device) {
          !decodes_codes(params);
 }
 
+// Keys that a query sees, at most; prefixes apart.
+int64_t most_keys(const SwaAttentionParams& params) {
+  return params.window < 0 ? params.cache.capacity : std::min(params.window, params.cache.capacity);
+}
+
 // Whether more rows than mma.sync takes at once go to a kernel by wgmma that adds up in the same order: it
-// reads keys once for up to 64 of them. Short keys of one sequence are read again from L2 in less time.
+// reads keys once for up to 64 of them. Where one sequence has short or few keys, reading them again from L2
+// takes less time; and the table of sequences must leave room in shared memory.
 bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device) {
-  const bool reads_again = params.cache.head_size <= 64 && params.packing.num_sequences == 1;
+  constexpr int64_t kFewKeys = 1024, kMostPairs = 4096;
+  const bool reads_again =
+      params.packing.num_sequences == 1 && (params.cache.head_size <= 64 || most_keys(params) <= kFewKeys);
   return device.compute_capability == 90 && params.cache.head_size <= 256 && !decodes_codes(params) &&
          expected_rows(params, kDecodeTokens) > 2 * kDecodeTileRows && !reads_again &&
+         params.packing.num_sequences * params.cache.num_kv_heads <= kMostPairs &&
          !decodes_by_wgmma(params, device);
 }
 

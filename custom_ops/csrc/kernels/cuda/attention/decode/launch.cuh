@@ -199,11 +199,11 @@ cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& 
   constexpr int kWide = std::min(kHeadSize, 128);  // columns of a block where rows fill the device
   // Many spans are merged by more threads as long as there is room for them.
   const int filling = spans > kSpanParts ? 4 : 2;
-  const int64_t row_count = std::min(rows, places);
-  if (row_count * (kHeadSize / 32) > filling * launch.device.num_multiprocessors) {
-    const bool has_room = row_count * (kHeadSize / kWide) <= 4 * launch.device.num_multiprocessors;
-    if (has_room && !shape.counted_strips)
-      return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, 512, false>, kWide, 512);
+  const int64_t blocks = std::min(rows, places) * (kHeadSize / kWide);
+  if (blocks * (kWide / 32) > filling * launch.device.num_multiprocessors) {
+    constexpr int kThreads = kWide / 4 * kSpanParts;  // for as many spans at once
+    if (!shape.counted_strips && blocks * kThreads <= 2048 * int64_t{launch.device.num_multiprocessors})
+      return enqueue(decode_combine_kernel<Element, kHeadSize, kWide, kThreads, false>, kWide, kThreads);
     return enqueue_with.template operator()<kWide, 128>();
   }
   if (spans > 32) return enqueue_with.template operator()<32, 512>();
