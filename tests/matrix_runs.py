@@ -172,7 +172,9 @@ def check_against_oracle(results: Results, *, every_row: bool = False) -> float:
             if results.lse is not None:
                 places = xp.asarray(steps.lse_places[sequence][:, expected.positions])
                 sums = results.lse.storage.reshape(-1)[places]
-                shares.append(share_of_allowed(sums, expected.plain[1], expected.exact[1], np.dtype(np.float32), 1.0))
+                size = case.head_size**0.5 / 8  # products of more columns are larger before they cancel
+                of_type = np.dtype(np.float32)
+                shares.append(share_of_allowed(sums, expected.plain[1], expected.exact[1], of_type, max(1.0, size)))
             assert all(share <= 1 for share in shares), f"sequence {sequence}: {shares} of the error allowed"
             worst = max(worst, *shares)
     return worst
