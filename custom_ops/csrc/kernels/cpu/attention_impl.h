@@ -200,21 +200,15 @@ class AttentionTask {
 
   // Turns one row's logits into weights, and rescales what the row has summed so far.
   void softmax_step(float* scores, int64_t row) {
-    Vec top = load(scores);
-    for (int64_t j = kLanes; j < kTileKeys; j += kLanes) top = maximum(top, load(scores + j));
     RowState& state = span_[row];
-    const float largest = std::max(state.largest, horizontal_max(top));
+    const float largest = std::max(state.largest, largest_logit(scores));
     if (largest == kNegativeInfinity) {  // nothing is seen, unless comparisons passed over NaN
       for (int64_t j = 0; j < kTileKeys; ++j)
         if (std::isnan(scores[j])) state.largest = scores[j];
       return;
     }
-    Vec sum = {};
-    for (int64_t j = 0; j < kTileKeys; j += kLanes) {
-      const Vec weight = exponential(load(scores + j) - largest);
-      store(scores + j, weight);
-      sum = sum + weight;
-    }
+    const float sum = sum_exponentials(
+        scores, largest, [&](int64_t key, Register weights) { store_register(scores + key, weights); });
     if (largest > state.largest) {
       const float keep = std::exp(state.largest - largest);
       state.sum *= keep;
@@ -222,7 +216,7 @@ class AttentionTask {
       for (int64_t d = 0; d < size_; ++d) sums[d] *= keep;
       state.largest = largest;
     }
-    state.sum += horizontal_sum(sum);
+    state.sum += sum;
   }
 
   const SwaAttentionParams& p_;

@@ -37,19 +37,21 @@ inline const float* unpacked_rows(const Half* rows, int64_t count, float* buffer
 // products[token][row] of kRows rows, one behind the other, and kTokens inputs.
 template <int64_t kRows, int64_t kTokens, typename Element>
 void dot_block(const Element* rows, int64_t size, const float* const* inputs, float (&products)[4][4]) {
-  Vec sums[kTokens][kRows] = {};
+  Register sums[kTokens][kRows][kVecRegisters] = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    Vec weights[kRows];
-    for (int64_t r = 0; r < kRows; ++r) weights[r] = load_lanes(rows + r * size + i);
-    for (int64_t t = 0; t < kTokens; ++t) {
-      const Vec x = load(inputs[t] + i);
-      for (int64_t r = 0; r < kRows; ++r) sums[t][r] = sums[t][r] + weights[r] * x;
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t v = 0; v < kVecRegisters; ++v) {
+      const int64_t at = i + v * kRegisterLanes;
+      Register weights[kRows];
+      for (int64_t r = 0; r < kRows; ++r) weights[r] = load_few_lanes(rows + r * size + at);
+      for (int64_t t = 0; t < kTokens; ++t) {
+        const Register x = load_register(inputs[t] + at);
+        for (int64_t r = 0; r < kRows; ++r) sums[t][r][v] = sums[t][r][v] + weights[r] * x;
+      }
     }
-  }
   for (int64_t t = 0; t < kTokens; ++t)
     for (int64_t r = 0; r < kRows; ++r) {
-      float sum = horizontal_sum(sums[t][r]);
+      float sum = horizontal_sum(as_vec(sums[t][r]));
       for (int64_t j = i; j < size; ++j) sum = std::fma(to_float(rows[r * size + j]), inputs[t][j], sum);
       products[t][r] = sum;
     }

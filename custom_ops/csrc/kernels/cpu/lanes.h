@@ -25,6 +25,22 @@ inline Vec load_lanes(const Half* source) {
 #endif
 }
 
+// As many elements as a register has lanes.
+inline Register load_few_lanes(const float* source) { return load_register(source); }
+inline Register load_few_lanes(const Half* source) {
+#if defined(__AVX512F__)
+  return load_lanes(source);
+#elif defined(__F16C__)
+  __m128i halves;
+  std::memcpy(&halves, source, sizeof halves);
+  return reinterpret_cast<Register>(_mm256_cvtph_ps(halves));
+#else
+  float lanes[kRegisterLanes];
+  load_row(source, kRegisterLanes, lanes);
+  return load_register(lanes);
+#endif
+}
+
 inline void store_lanes(Vec v, float* target) { store(target, v); }
 inline void store_lanes(Vec v, Half* target) {
 #if defined(__F16C__)
@@ -66,10 +82,14 @@ void load_floats(const Element* source, int64_t count, float* target) {
 }
 
 inline float dot(const float* a, const float* b, int64_t size) {
-  Vec sums{};
+  Register sums[kVecRegisters] = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) sums = sums + load(a + i) * load(b + i);
-  float sum = horizontal_sum(sums);
+  for (; i + kLanes <= size; i += kLanes)
+    for (int64_t v = 0; v < kVecRegisters; ++v) {
+      const int64_t at = i + v * kRegisterLanes;
+      sums[v] = sums[v] + load_register(a + at) * load_register(b + at);
+    }
+  float sum = horizontal_sum(as_vec(sums));
   for (; i < size; ++i) sum = std::fma(a[i], b[i], sum);
   return sum;
 }

@@ -115,23 +115,21 @@ struct SliceReads {
 // Applies an update to a slice [Dk, kStateColumns], and reads it. Never inlined: there is one way to round.
 [[gnu::noinline]] inline void advance(float* slice, int64_t key_size, const StateUpdate& last,
                                       const float* key, const float* query, SliceReads& reads) {
-  const Vec u0 = load(last.update), u1 = load(last.update + kLanes);
-  Vec key0{}, key1{}, query0{}, query1{};
-  for (int64_t i = 0; i < key_size; ++i) {
-    float* row = slice + i * kStateColumns;
-    const Vec s0 = load(row) * last.factor + last.key[i] * u0;
-    const Vec s1 = load(row + kLanes) * last.factor + last.key[i] * u1;
-    store(row, s0);
-    store(row + kLanes, s1);
-    key0 = key0 + key[i] * s0;
-    key1 = key1 + key[i] * s1;
-    query0 = query0 + query[i] * s0;
-    query1 = query1 + query[i] * s1;
+  constexpr int64_t kCount = kStateColumns / kRegisterLanes;
+  Register update[kCount], keys[kCount] = {}, queries[kCount] = {};
+  for (int64_t v = 0; v < kCount; ++v) update[v] = load_register(last.update + v * kRegisterLanes);
+  for (int64_t i = 0; i < key_size; ++i)
+    for (int64_t v = 0; v < kCount; ++v) {
+      float* const place = slice + i * kStateColumns + v * kRegisterLanes;
+      const Register state = load_register(place) * last.factor + last.key[i] * update[v];
+      store_register(place, state);
+      keys[v] = keys[v] + key[i] * state;
+      queries[v] = queries[v] + query[i] * state;
+    }
+  for (int64_t v = 0; v < kCount; ++v) {
+    store_register(reads.key + v * kRegisterLanes, keys[v]);
+    store_register(reads.query + v * kRegisterLanes, queries[v]);
   }
-  store(reads.key, key0);
-  store(reads.key + kLanes, key1);
-  store(reads.query, query0);
-  store(reads.query + kLanes, query1);
 }
 
 // A sequence's steps through the state of one value head.

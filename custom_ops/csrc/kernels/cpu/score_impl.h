@@ -73,12 +73,11 @@ class ScoreHead {
       }
       for (int64_t r = 0; r < rows; ++r) {
         const RowState& state = states_[row + r];
-        const Vec inverse = broadcast(1.0f / state.sum);
+        const float inverse = 1.0f / state.sum;
         float* sum = &sums[(row + r) % group_ * kTileKeys];
-        for (int64_t j = 0; j < kTileKeys; j += kLanes) {
-          const Vec weight = exponential(load(logits + r * kTileKeys + j) - state.largest);
-          store(sum + j, load(sum + j) + weight * inverse);
-        }
+        sum_exponentials(logits + r * kTileKeys, state.largest, [&](int64_t key, Register weights) {
+          store_register(sum + key, load_register(sum + key) + weights * inverse);
+        });
       }
     });
     flush();
@@ -115,13 +114,10 @@ class ScoreHead {
   void accumulate(float* logits, int64_t row, int64_t first, RowState& state) const {
     for (int64_t j = std::max<int64_t>(0, position(row) + 1 - first); j < kTileKeys; ++j)
       logits[j] = kNegativeInfinity;
-    Vec top = load(logits);
-    for (int64_t j = kLanes; j < kTileKeys; j += kLanes) top = maximum(top, load(logits + j));
-    const float largest = std::max(state.largest, horizontal_max(top));
+    const float largest = std::max(state.largest, largest_logit(logits));
     if (largest == kNegativeInfinity) return;
-    Vec sum = {};
-    for (int64_t j = 0; j < kTileKeys; j += kLanes) sum = sum + exponential(load(logits + j) - largest);
-    state.sum = state.sum * std::exp(state.largest - largest) + horizontal_sum(sum);
+    const float sum = sum_exponentials(logits, largest, [](int64_t, Register) {});
+    state.sum = state.sum * std::exp(state.largest - largest) + sum;
     state.largest = largest;
   }
 

@@ -15,7 +15,6 @@
 namespace ortolan::cpu::ORTOLAN_ISA {
 
 constexpr int64_t kTileKeys = 64;
-constexpr int64_t kTileVecs = kTileKeys / kLanes;
 constexpr int64_t kMaxHeadSize = 512;
 constexpr int64_t kRowBlock = 4;
 
@@ -135,11 +134,12 @@ inline void transpose_tile(const float* rows, int64_t size, float* columns) {
       transpose_block(rows + j * size + d, size, columns + d * kTileKeys + j, kTileKeys);
 }
 
-// Vectors of a tile's row that one pass keeps in registers, for kRowBlock rows.
+// Registers of a tile's row that one pass sums in, for kRowBlock rows: few enough for all to stay where they
+// are.
 #if defined(__AVX512F__)
-constexpr int64_t kPassVecs = 4;
+constexpr int64_t kPassRegisters = 4;
 #else
-constexpr int64_t kPassVecs = 1;
+constexpr int64_t kPassRegisters = 2;
 #endif
 
 // Columns whose products are summed apart: rounding grows with the terms of one chain of sums.
@@ -148,87 +148,88 @@ constexpr int64_t kDotColumns = 32;
 // scores[r][0..64) = queries[r] . key j, for kRows rows that lie `query_stride` apart.
 template <int64_t kRows>
 void dot_tile(const float* queries, int64_t query_stride, const float* columns, int64_t size, float* scores) {
-  for (int64_t first = 0; first < kTileVecs; first += kPassVecs) {
-    const float* column = columns + first * kLanes;
-    float* target = scores + first * kLanes;
+  constexpr int64_t kPass = kPassRegisters * kRegisterLanes;
+  for (int64_t first = 0; first < kTileKeys; first += kPass) {
+    const float* column = columns + first;
     for (int64_t begin = 0; begin < size; begin += kDotColumns) {
-      Vec sum[kRows][kPassVecs] = {};
+      Register sum[kRows][kPassRegisters] = {};
       const int64_t end = std::min(begin + kDotColumns, size);
       for (int64_t d = begin; d < end; ++d, column += kTileKeys)
-        for (int64_t v = 0; v < kPassVecs; ++v) {
-          const Vec key = load(column + v * kLanes);
-          for (int64_t r = 0; r < kRows; ++r)
-            sum[r][v] = sum[r][v] + broadcast(queries[r * query_stride + d]) * key;
+        for (int64_t v = 0; v < kPassRegisters; ++v) {
+          const Register key = load_register(column + v * kRegisterLanes);
+          for (int64_t r = 0; r < kRows; ++r) sum[r][v] = sum[r][v] + queries[r * query_stride + d] * key;
         }
       for (int64_t r = 0; r < kRows; ++r)
-        for (int64_t v = 0; v < kPassVecs; ++v) {
-          float* place = target + r * kTileKeys + v * kLanes;
-          store(place, begin ? load(place) + sum[r][v] : sum[r][v]);
+        for (int64_t v = 0; v < kPassRegisters; ++v) {
+          float* place = scores + r * kTileKeys + first + v * kRegisterLanes;
+          store_register(place, begin ? load_register(place) + sum[r][v] : sum[r][v]);
         }
     }
   }
 }
 
-// sums[r] += the products of kCount columns of 16 keys, rows [16, D], in the columns' order.
+// sums[r] += the products of kCount columns of as many keys as a register has lanes, rows [lanes, D], in the
+// columns' order.
 template <int64_t kRows, int64_t kCount>
 inline void add_columns(const float* queries, int64_t query_stride, const float* rows, int64_t size,
-                        Vec (&sums)[kRows]) {
-  Vec columns[kLanes];
+                        Register (&sums)[kRows]) {
+  Register columns[kRegisterLanes];
   transpose_lanes<kCount>(rows, size, columns);
-  for (int64_t j = 0; j < kLanes; ++j) __builtin_prefetch(rows + (kLanes + j) * size);  // the next 16 keys
+  for (int64_t j = 0; j < kRegisterLanes; ++j)
+    __builtin_prefetch(rows + (kLanes + j) * size);  // keys to come
   for (int64_t d = 0; d < kCount; ++d)
-    for (int64_t r = 0; r < kRows; ++r)
-      sums[r] = sums[r] + broadcast(queries[r * query_stride + d]) * columns[d];
+    for (int64_t r = 0; r < kRows; ++r) sums[r] = sums[r] + queries[r * query_stride + d] * columns[d];
 }
 
-// The same from rows [64, D], bit for bit, for keys in [begin, end) rounded outwards to groups of 16; others'
-// scores stay as they are. Quicker than by columns for few query rows.
+// The same from rows [64, D], bit for bit, for keys in [begin, end) rounded outwards to whole registers;
+// others' scores stay as they are. Quicker than by columns for few query rows.
 template <int64_t kRows>
 void dot_rows(const float* queries, int64_t query_stride, const float* rows, int64_t size, KeyRange keys,
               float* scores) {
-  for (int64_t j = keys.begin / kLanes * kLanes; j < keys.end; j += kLanes) {
-    Vec total[kRows] = {};
+  constexpr int64_t kRest = std::min<int64_t>(kRegisterLanes, 8);  // head sizes are multiples of 8
+  for (int64_t j = keys.begin / kRegisterLanes * kRegisterLanes; j < keys.end; j += kRegisterLanes) {
+    Register total[kRows] = {};
     for (int64_t begin = 0; begin < size; begin += kDotColumns) {
-      Vec sums[kRows] = {};
+      Register sums[kRows] = {};
       const int64_t end = std::min(begin + kDotColumns, size);
       int64_t d = begin;
-      for (; d + kLanes <= end; d += kLanes)
-        add_columns<kRows, kLanes>(queries + d, query_stride, rows + j * size + d, size, sums);
-      if (d < end) add_columns<kRows, kLanes / 2>(queries + d, query_stride, rows + j * size + d, size, sums);
+      for (; d + kRegisterLanes <= end; d += kRegisterLanes)
+        add_columns<kRows, kRegisterLanes>(queries + d, query_stride, rows + j * size + d, size, sums);
+      if (d < end) add_columns<kRows, kRest>(queries + d, query_stride, rows + j * size + d, size, sums);
       for (int64_t r = 0; r < kRows; ++r) total[r] = begin ? total[r] + sums[r] : sums[r];
     }
-    for (int64_t r = 0; r < kRows; ++r) store(scores + r * kTileKeys + j, total[r]);
+    for (int64_t r = 0; r < kRows; ++r) store_register(scores + r * kTileKeys + j, total[r]);
   }
 }
 
-// Adds kVecs vectors from column d on: sums[r][d..] += sum over `keys` of weights[r][j] * rows[j][d..].
-template <int64_t kRows, int64_t kVecs>
-void add_weighted_vecs(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
-  Vec sum[kRows][kVecs] = {};  // apart, so that rounding does not grow with every tile
+// Adds kCount registers from column d on: sums[r][d..] += sum over `keys` of weights[r][j] * rows[j][d..].
+template <int64_t kRows, int64_t kCount>
+void add_weighted_registers(const float* weights, const float* rows, int64_t size, KeyRange keys,
+                            float* sums) {
+  Register sum[kRows][kCount] = {};  // apart, so that rounding does not grow with every tile
   for (int64_t j = keys.begin; j < keys.end; ++j)
-    for (int64_t v = 0; v < kVecs; ++v) {
-      const Vec value = load(rows + j * size + v * kLanes);
-      for (int64_t r = 0; r < kRows; ++r)
-        sum[r][v] = sum[r][v] + broadcast(weights[r * kTileKeys + j]) * value;
+    for (int64_t v = 0; v < kCount; ++v) {
+      const Register value = load_register(rows + j * size + v * kRegisterLanes);
+      for (int64_t r = 0; r < kRows; ++r) sum[r][v] = sum[r][v] + weights[r * kTileKeys + j] * value;
     }
   for (int64_t r = 0; r < kRows; ++r)
-    for (int64_t v = 0; v < kVecs; ++v) {
-      float* place = sums + r * size + v * kLanes;
-      store(place, load(place) + sum[r][v]);
+    for (int64_t v = 0; v < kCount; ++v) {
+      float* place = sums + r * size + v * kRegisterLanes;
+      store_register(place, load_register(place) + sum[r][v]);
     }
 }
 
 // sums[r][0..D) += sum over keys [begin, end) of weights[r][j] * rows[j].
 template <int64_t kRows>
 void add_weighted(const float* weights, const float* rows, int64_t size, KeyRange keys, float* sums) {
-  constexpr int64_t kWideVecs = kRows <= 2 ? 2 * kPassVecs : kPassVecs;
+  constexpr int64_t kWide = kRows <= 2 ? 2 * kPassRegisters : kPassRegisters;
   int64_t d = 0;
-  for (; d + kWideVecs * kLanes <= size; d += kWideVecs * kLanes)
-    add_weighted_vecs<kRows, kWideVecs>(weights, rows + d, size, keys, sums + d);
-  for (; d + kPassVecs * kLanes <= size; d += kPassVecs * kLanes)
-    add_weighted_vecs<kRows, kPassVecs>(weights, rows + d, size, keys, sums + d);
-  for (; d + kLanes <= size; d += kLanes)
-    add_weighted_vecs<kRows, 1>(weights, rows + d, size, keys, sums + d);
+  for (; d + kWide * kRegisterLanes <= size; d += kWide * kRegisterLanes)
+    add_weighted_registers<kRows, kWide>(weights, rows + d, size, keys, sums + d);
+  for (; d + kPassRegisters * kRegisterLanes <= size; d += kPassRegisters * kRegisterLanes)
+    add_weighted_registers<kRows, kPassRegisters>(weights, rows + d, size, keys, sums + d);
+  for (; d + kRegisterLanes <= size; d += kRegisterLanes)
+    add_weighted_registers<kRows, 1>(weights, rows + d, size, keys, sums + d);
   for (; d < size; ++d)
     for (int64_t r = 0; r < kRows; ++r) {
       float sum = 0;
@@ -238,12 +239,37 @@ void add_weighted(const float* weights, const float* rows, int64_t size, KeyRang
     }
 }
 
+// The largest of a tile's logits.
+inline float largest_logit(const float* logits) {
+  Register top[kVecRegisters];
+  for (int64_t i = 0; i < kVecRegisters; ++i) {
+    top[i] = load_register(logits + i * kRegisterLanes);
+    for (int64_t j = kLanes; j < kTileKeys; j += kLanes)
+      top[i] = maximum(top[i], load_register(logits + j + i * kRegisterLanes));
+  }
+  return horizontal_max(as_vec(top));
+}
+
+// The sum of exp(logit - largest) over a tile, each of which store(key, weights) gets, a register at a time.
+template <typename Store>
+float sum_exponentials(const float* logits, float largest, Store store) {
+  Register sum[kVecRegisters] = {};
+  for (int64_t j = 0; j < kTileKeys; j += kLanes)
+    for (int64_t i = 0; i < kVecRegisters; ++i) {
+      const int64_t key = j + i * kRegisterLanes;
+      const Register weights = exponential(load_register(logits + key) - largest);
+      store(key, weights);
+      sum[i] = sum[i] + weights;
+    }
+  return horizontal_sum(as_vec(sum));
+}
+
 // scores -> scaled, softcapped logits.
 inline void finish_scores(float* scores, int64_t count, float scale, float softcap) {
-  for (int64_t i = 0; i < count; i += kLanes) {
-    Vec z = load(scores + i) * scale;
+  for (int64_t i = 0; i < count; i += kRegisterLanes) {
+    Register z = load_register(scores + i) * scale;
     if (softcap > 0) z = hyperbolic_tangent(z * (1.0f / softcap)) * softcap;
-    store(scores + i, z);
+    store_register(scores + i, z);
   }
 }
 

@@ -24,12 +24,45 @@ inline void store(float* target, Vec v) { std::memcpy(target, &v, sizeof v); }
 
 inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
-inline Vec select(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
+// V: Vec or Register, here and in the functions below; what comparisons give is a vector of integers.
+template <typename V>
+inline V select(decltype(V() < V()) mask, V yes, V no) {
+  return mask ? yes : no;
+}
 
-inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+template <typename V>
+inline V maximum(V a, V b) {
+  return a > b ? a : b;
+}
 
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef float Vec4 __attribute__((vector_size(16)));
+
+// What one register holds. Sums that loops carry are of this type: the compiler keeps longer vectors in
+// memory.
+#if defined(__AVX512F__)
+typedef Vec Register;
+#elif defined(__AVX__)
+typedef Vec8 Register;
+#else
+typedef Vec4 Register;
+#endif
+constexpr int64_t kRegisterLanes = sizeof(Register) / sizeof(float);
+constexpr int64_t kVecRegisters = kLanes / kRegisterLanes;
+
+inline Register load_register(const float* source) {
+  Register v;
+  std::memcpy(&v, source, sizeof v);
+  return v;
+}
+
+inline void store_register(float* target, Register v) { std::memcpy(target, &v, sizeof v); }
+
+inline Vec as_vec(const Register (&registers)[kVecRegisters]) {
+  Vec v;
+  std::memcpy(&v, registers, sizeof v);
+  return v;
+}
 
 inline float horizontal_max(Vec v) {
   const Vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -52,8 +85,8 @@ inline float horizontal_sum(Vec v) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// Transposes an 8x8 block: columns[i][j] = rows[j][i], each lying its stride of floats apart.
-inline void transpose_block(const float* rows, int64_t row_stride, float* columns, int64_t column_stride) {
+// Transposes an 8x8 block in registers: columns[i][j] = rows[j][i], rows lying a stride of floats apart.
+inline void transpose_block(const float* rows, int64_t row_stride, Vec8 (&columns)[8]) {
   Vec8 a[8], b[8];
   for (int i = 0; i < 8; ++i) std::memcpy(&a[i], rows + i * row_stride, sizeof(Vec8));
   for (int i = 0; i < 8; i += 2) {
@@ -66,71 +99,88 @@ inline void transpose_block(const float* rows, int64_t row_stride, float* column
       a[i + 2 * k + 1] = __builtin_shufflevector(b[i + k], b[i + k + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
   for (int i = 0; i < 4; ++i) {
-    b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    b[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    columns[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    columns[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
-  for (int i = 0; i < 8; ++i) std::memcpy(columns + i * column_stride, &b[i], sizeof(Vec8));
+}
+inline void transpose_block(const float* rows, int64_t row_stride, float* columns, int64_t column_stride) {
+  Vec8 turned[8];
+  transpose_block(rows, row_stride, turned);
+  for (int i = 0; i < 8; ++i) std::memcpy(columns + i * column_stride, &turned[i], sizeof(Vec8));
 }
 
 // to = the elements of `from` by turns from its lower and its upper half.
-inline void interleave_halves(const Vec (&from)[kLanes], Vec (&to)[kLanes]) {
-  for (int i = 0; i < kLanes / 2; ++i) {
-    const Vec a = from[i], b = from[i + kLanes / 2];
+#if defined(__AVX512F__)
+inline void interleave_halves(const Register (&from)[kRegisterLanes], Register (&to)[kRegisterLanes]) {
+  for (int i = 0; i < kRegisterLanes / 2; ++i) {
+    const Register a = from[i], b = from[i + kRegisterLanes / 2];
     to[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     to[2 * i + 1] =
         __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
 }
+#endif
 
-// Transposes 16 rows of kCount floats in registers: columns[i][j] = rows[j][i], rows lying a stride of floats
-// apart. Each turn of four moves one bit of an element's place from its row to its column.
+// Transposes as many rows of kCount floats as a register has lanes: columns[i][j] = rows[j][i], rows lying a
+// stride of floats apart.
 template <int64_t kCount>
-inline void transpose_lanes(const float* rows, int64_t stride, Vec (&columns)[kLanes]) {
-  Vec turned[kLanes];
-  for (int i = 0; i < kLanes; ++i) {
-    columns[i] = Vec{};
+inline void transpose_lanes(const float* rows, int64_t stride, Register (&columns)[kRegisterLanes]) {
+#if defined(__AVX512F__)
+  // Each turn of four moves one bit of an element's place from its row to its column.
+  Register turned[kRegisterLanes];
+  for (int i = 0; i < kRegisterLanes; ++i) {
+    columns[i] = Register{};
     std::memcpy(&columns[i], rows + i * stride, kCount * sizeof(float));
   }
   interleave_halves(columns, turned);
   interleave_halves(turned, columns);
   interleave_halves(columns, turned);
   interleave_halves(turned, columns);
+#elif defined(__AVX__)
+  transpose_block(rows, stride, columns);
+#else
+  for (int i = 0; i < kRegisterLanes; ++i)
+    columns[i] = Register{rows[i], rows[stride + i], rows[2 * stride + i], rows[3 * stride + i]};
+#endif
 }
 
 // e^x for x <= 0 (relative error near 1e-7); 0 below the range of normal floats, -inf included.
-inline Vec exponential(Vec x) {
+template <typename V>
+inline V exponential(V x) {
+  using Ints = decltype(x < x);
   const float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec low = broadcast(-87.0f);
-  const IntVec underflow = x < low;
+  const V low = V{} - 87.0f;
+  const Ints underflow = x < low;
   x = select(underflow, low, x);
-  const Vec n = (x * kLog2E + kRound) - kRound;
-  const Vec r = (x - n * kLn2High) - n * kLn2Low;
-  Vec y = broadcast(1.0f / 720);
+  const V n = (x * kLog2E + kRound) - kRound;
+  const V r = (x - n * kLn2High) - n * kLn2Low;
+  V y = V{} + 1.0f / 720;
   y = y * r + 1.0f / 120;
   y = y * r + 1.0f / 24;
   y = y * r + 1.0f / 6;
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  const IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  Vec scale;
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  V scale;
   std::memcpy(&scale, &exponent, sizeof scale);
-  return select(underflow, Vec{}, y * scale);
+  return select(underflow, V{}, y * scale);
 }
 
 // tanh: an odd polynomial near 0 (coefficients of the Cephes library's tanhf), else by the exponential.
-inline Vec hyperbolic_tangent(Vec x) {
-  const Vec magnitude = select(x < 0.0f, -x, x);
-  const Vec square = x * x;
-  Vec p = broadcast(-5.70498872745e-3f);
+template <typename V>
+inline V hyperbolic_tangent(V x) {
+  const V magnitude = select(x < 0.0f, -x, x);
+  const V square = x * x;
+  V p = V{} - 5.70498872745e-3f;
   p = p * square + 2.06390887954e-2f;
   p = p * square - 5.37397155531e-2f;
   p = p * square + 1.33314422036e-1f;
   p = p * square - 3.33332819422e-1f;
-  const Vec small = p * square * x + x;
-  const Vec decay = exponential(magnitude * -2.0f);
-  const Vec large = (1.0f - decay) / (1.0f + decay);
+  const V small = p * square * x + x;
+  const V decay = exponential(magnitude * -2.0f);
+  const V large = (1.0f - decay) / (1.0f + decay);
   return select(magnitude < 0.625f, small, select(x < 0.0f, -large, large));
 }
 
