@@ -14,11 +14,11 @@ inline IntVec widen_bytes(CodeVec bytes) {
 #if defined(__AVX512F__)
   return reinterpret_cast<IntVec>(_mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(bytes)));
 #elif defined(__AVX2__)
-  typedef int32_t Int8 __attribute__((vector_size(32)));
   const __m128i low = reinterpret_cast<__m128i>(bytes), high = _mm_srli_si128(low, 8);
-  return __builtin_shufflevector(reinterpret_cast<Int8>(_mm256_cvtepu8_epi32(low)),
-                                 reinterpret_cast<Int8>(_mm256_cvtepu8_epi32(high)), 0, 1, 2, 3, 4, 5, 6, 7,
-                                 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m256i halves[2] = {_mm256_cvtepu8_epi32(low), _mm256_cvtepu8_epi32(high)};
+  IntVec wide;
+  std::memcpy(&wide, halves, sizeof wide);
+  return wide;
 #else
   IntVec wide;
   for (int i = 0; i < kLanes; ++i) wide[i] = bytes[i];

@@ -15,9 +15,10 @@ inline Vec load_lanes(const Half* source) {
   __m128i low, high;
   std::memcpy(&low, source, sizeof low);
   std::memcpy(&high, source + kLanes / 2, sizeof high);
-  return __builtin_shufflevector(reinterpret_cast<Vec8>(_mm256_cvtph_ps(low)),
-                                 reinterpret_cast<Vec8>(_mm256_cvtph_ps(high)), 0, 1, 2, 3, 4, 5, 6, 7, 8, 9,
-                                 10, 11, 12, 13, 14, 15);
+  const __m256 halves[2] = {_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
+  Vec v;
+  std::memcpy(&v, halves, sizeof v);
+  return v;
 #else
   float lanes[kLanes];
   load_row(source, kLanes, lanes);

@@ -64,6 +64,16 @@ class CodeRows {
   const uint8_t* codes_of(int64_t row) const { return w_.codes + row * (w_.columns * kBits / 8); }
   static constexpr int64_t bytes(int64_t columns) { return columns * kBits / 8; }
 
+  template <int64_t kTokens, int64_t kRows>
+  using LaneSums = Register[kTokens][kRows][kVecRegisters];
+
+  static void add_products(Register (&sums)[kVecRegisters], Vec weights, const float* input) {
+    Register parts[kVecRegisters];
+    as_registers(weights, parts);
+    for (int64_t v = 0; v < kVecRegisters; ++v)
+      sums[v] = sums[v] + parts[v] * load_register(input + v * kRegisterLanes);
+  }
+
   // Sixteen weights in their order.
   static Vec weights_at(const uint8_t* codes, GroupScale by) {
     if constexpr (kTable)
@@ -114,7 +124,7 @@ class CodeRows {
 
   template <int64_t kRows, int64_t kTokens, typename Store>
   void multiply_block(int64_t first, int64_t row, const InputRows& inputs, Store store) const {
-    Vec sums[kTokens][kRows] = {};
+    LaneSums<kTokens, kRows> sums = {};
     const uint8_t* codes[kRows];
     for (int64_t r = 0; r < kRows; ++r) codes[r] = codes_of(first + row + r);
     for (int64_t g = 0; g < w_.groups(); ++g) {
@@ -126,13 +136,13 @@ class CodeRows {
         add_group<kRows, kTokens>(codes, by, inputs, g * w_.group_size, sums);
     }
     for (int64_t t = 0; t < kTokens; ++t)
-      for (int64_t r = 0; r < kRows; ++r) store(t, row + r, horizontal_sum(sums[t][r]));
+      for (int64_t r = 0; r < kRows; ++r) store(t, row + r, horizontal_sum(as_vec(sums[t][r])));
   }
 
   // Adds the products of a group, which begins at column `begin`, and moves the codes past it.
   template <int64_t kRows, int64_t kTokens>
   void add_pairs(const uint8_t* (&codes)[kRows], const GroupScale (&by)[kRows], const InputRows& inputs,
-                 int64_t begin, Vec (&sums)[kTokens][kRows]) const {
+                 int64_t begin, LaneSums<kTokens, kRows>& sums) const {
     Vec tables[kRows];
     for (int64_t r = 0; r < kRows; ++r) tables[r] = group_table<kFormat>(by[r]);
     for (int64_t i = begin; i < begin + w_.group_size; i += kPairedColumns)
@@ -140,8 +150,8 @@ class CodeRows {
         const IntVec pairs = widen_bytes(load_bytes(codes[r]));
         const Vec even = lookup(tables[r], pairs), odd = lookup(tables[r], pairs >> 4);
         for (int64_t t = 0; t < kTokens; ++t) {
-          sums[t][r] = sums[t][r] + even * load(inputs.rows[t] + i);
-          sums[t][r] = sums[t][r] + odd * load(inputs.rows[t] + i + kLanes);
+          add_products(sums[t][r], even, inputs.rows[t] + i);
+          add_products(sums[t][r], odd, inputs.rows[t] + i + kLanes);
         }
         codes[r] += kLanes;
       }
@@ -149,11 +159,11 @@ class CodeRows {
 
   template <int64_t kRows, int64_t kTokens>
   void add_group(const uint8_t* (&codes)[kRows], const GroupScale (&by)[kRows], const InputRows& inputs,
-                 int64_t begin, Vec (&sums)[kTokens][kRows]) const {
+                 int64_t begin, LaneSums<kTokens, kRows>& sums) const {
     for (int64_t i = begin; i < begin + w_.group_size; i += kLanes)
       for (int64_t r = 0; r < kRows; ++r) {
         const Vec weights = weights_at(codes[r], by[r]);
-        for (int64_t t = 0; t < kTokens; ++t) sums[t][r] = sums[t][r] + weights * load(inputs.rows[t] + i);
+        for (int64_t t = 0; t < kTokens; ++t) add_products(sums[t][r], weights, inputs.rows[t] + i);
         codes[r] += bytes(kLanes);
       }
   }

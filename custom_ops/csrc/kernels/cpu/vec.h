@@ -63,6 +63,9 @@ inline Vec as_vec(const Register (&registers)[kVecRegisters]) {
   std::memcpy(&v, registers, sizeof v);
   return v;
 }
+inline void as_registers(Vec v, Register (&registers)[kVecRegisters]) {
+  std::memcpy(registers, &v, sizeof v);
+}
 
 inline float horizontal_max(Vec v) {
   const Vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);
