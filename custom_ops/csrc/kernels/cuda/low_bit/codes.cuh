@@ -72,6 +72,14 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t word) {
   return multiply_pairs<Element>(sign | rest, Places<Element>::kE2m1Factor);
 }
 
+// word & kMask | base in one instruction, which has room for one constant.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t masked_onto(uint32_t word, uint32_t base) {
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(bits) : "r"(word), "n"(kMask), "r"(base));
+  return bits;
+}
+
 // Expands a word of codes: of 4 bits to the pairs (0, 4), (1, 5), (2, 6), (3, 7), of 8 bits to (0, 2), (1,
 // 3). `offset` is what offset_of makes of a zero point, or of nvfp4's scale.
 template <typename Element, LowBitFormat kFormat>
@@ -88,10 +96,11 @@ struct Codes {
   }
   static __device__ __forceinline__ void expand(uint32_t word, uint32_t offset, uint32_t (&pairs)[kPairs]) {
     if constexpr (kFormat == LowBitFormat::kInt4) {
+      uint32_t base = Places<Element>::kNibbleBase;
+      asm("" : "+r"(base));  // in a register
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        pairs[n] =
-            subtract_pairs<Element>((word >> 4 * n & 0x000F000Fu) | Places<Element>::kNibbleBase, offset);
+        pairs[n] = subtract_pairs<Element>(masked_onto<0x000F000Fu>(word >> 4 * n, base), offset);
     } else if constexpr (kBytesByFloat) {
       const auto value = [&](unsigned byte) {
         return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440u + byte)) - __uint_as_float(offset);
