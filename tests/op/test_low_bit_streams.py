@@ -34,6 +34,16 @@ CASES = {
     "mxfp4": LowBitCase(format="mxfp4", group_size=32, inputs=2048, outputs=48, activation="gelu_mul"),
     "mxfp4-rows-of-90-scales": LowBitCase(format="mxfp4", group_size=32, inputs=2880, outputs=48, residual=True),
     "nvfp4": LowBitCase(format="nvfp4", group_size=16, inputs=1536, outputs=56, norm=True, residual=True),
+    "int4-rows-of-5120-gated": LowBitCase(
+        group_size=128, inputs=5120, outputs=1100, norm=True, bias=True, activation="silu_mul"
+    ),
+    "int4-rows-of-8192-zero-points": LowBitCase(
+        group_size=64, inputs=8192, outputs=2200, zero_points=True, norm=True, residual=True
+    ),
+    "int8-rows-of-6272": LowBitCase(format="int8", group_size=128, inputs=6272, outputs=90, residual=True),
+    "fp8-rows-of-14336": LowBitCase(format="fp8", group_size=0, inputs=14336, outputs=70, output="y_float32"),
+    "mxfp4-rows-of-4640": LowBitCase(format="mxfp4", group_size=32, inputs=4640, outputs=133, norm=True),
+    "nvfp4-rows-of-18432": LowBitCase(format="nvfp4", group_size=16, inputs=18432, outputs=30, activation="gelu_mul"),
     "rows-of-24576": LowBitCase(group_size=128, inputs=24576, outputs=20),
 }
 

@@ -114,6 +114,20 @@ struct Barrier {
   }
 };
 
+// Waits for the end of a phase to which other blocks of the cluster contribute; of sm_90 and later.
+__device__ __forceinline__ void wait_for_cluster(Barrier& barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(&barrier.state)), "r"(parity)
+        : "memory");
+#endif
+}
+
 // Walks a ring of places in shared memory; the parity is that of their barriers in this round.
 struct RingPlace {
   int place = 0;

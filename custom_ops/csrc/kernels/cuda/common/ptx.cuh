@@ -206,6 +206,32 @@ __device__ __forceinline__ void store_pair_at(uint32_t shared, int block, float 
       "r"(block), "f"(x), "f"(y)
       : "memory");
 }
+// Starts to store one value, or four, at an address of this block's shared memory, in a block of its cluster;
+// the barrier in the same place of that block counts their bytes. Of sm_90 and later.
+__device__ __forceinline__ void send_to(uint32_t shared, int block, float value, Barrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 place, counter;\nmapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %3, [counter];\n}\n" ::"r"(
+          shared),
+      "r"(shared_address(&barrier.state)), "r"(block), "f"(value)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void send_to(uint32_t shared, int block, const float4& values, Barrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 place, counter;\nmapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%3, %4, %5, %6}, "
+      "[counter];\n"
+      "}\n" ::"r"(shared),
+      "r"(shared_address(&barrier.state)), "r"(block), "f"(values.x), "f"(values.y), "f"(values.z),
+      "f"(values.w)
+      : "memory");
+#endif
+}
 // An address of this block's shared memory, as one of a block of its cluster; and loads from such.
 __device__ __forceinline__ uint32_t place_at(uint32_t shared, int block) {
   uint32_t place = shared;

@@ -62,7 +62,7 @@ struct LowBitKind {
   static __device__ __forceinline__ int zero_byte(int group) {
     return kF == LowBitFormat::kInt4 ? group / 2 : group;
   }
-  static __device__ __forceinline__ const uint8_t* scales(const LowBitWeight& w) {
+  static __host__ __device__ __forceinline__ const uint8_t* scales(const LowBitWeight& w) {
     if constexpr (kF == LowBitFormat::kFp8) return reinterpret_cast<const uint8_t*>(w.float_scales);
     if constexpr (Format::kInteger) return static_cast<const uint8_t*>(w.scales);
     return w.scale_codes;

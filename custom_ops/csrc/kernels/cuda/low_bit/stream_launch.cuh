@@ -9,6 +9,12 @@
 
 namespace ortolan::cuda {
 
+// Multiplies a pass of 9 to 16 tokens by held.cuh. False, and nothing launched, where the device or the layer
+// is not for it.
+template <typename Element>
+bool launch_low_bit_held(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
+                         cudaError_t& error);
+
 // Multiplies some tokens by blocks of which a multiprocessor holds `least` at least. False, and nothing
 // launched, where it does not.
 template <typename Kind, int kTokenTiles, int kTeams, int kDepth>
@@ -33,7 +39,9 @@ bool launch_low_bit_tiles(const LowBitLinearParams& p, const GemvPass& pass, int
 template <typename Kind>
 bool launch_low_bit_pass(const LowBitLinearParams& p, const GemvPass& pass, const Launch& launch,
                          cudaError_t& error) {
-  if (pass.num_tokens > 8) return launch_low_bit_tiles<Kind, 2, 2, 2>(p, pass, 1, launch, error);
+  if (pass.num_tokens > 8)
+    return launch_low_bit_held<typename Kind::Element>(p, pass, launch, error) ||
+           launch_low_bit_tiles<Kind, 2, 2, 2>(p, pass, 1, launch, error);
   return launch_low_bit_tiles<Kind, 1, 1, 5>(p, pass, 2, launch, error) ||
          launch_low_bit_tiles<Kind, 1, 2, 5>(p, pass, 1, launch, error) ||
          launch_low_bit_tiles<Kind, 1, 1, 5>(p, pass, 1, launch, error);

@@ -1,0 +1,8 @@
+#include "held_launch.cuh"
+
+namespace ortolan::cuda {
+
+template bool launch_low_bit_held<__half>(const LowBitLinearParams&, const GemvPass&, const Launch&,
+                                          cudaError_t&);
+
+}  // namespace ortolan::cuda
