@@ -85,7 +85,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         name = options.shape if options.layers is None else f"{options.shape}-{options.layers}"
         work = (options.work_dir or Path(scratch)) / name
-        checkpoint, weights = source_of(options, work / "checkpoint")
+        checkpoint, weights = source_of(
+            options.shape, work / "checkpoint", is_random=options.no_peer, layers=options.layers
+        )
         limit = max(options.prompts) + options.decode + 2
         folders = {"ortolan": export_ours(checkpoint, work / f"ortolan-{kind_of(options)}", limit, options, weights)}
         if options.batch_invariant:
@@ -105,13 +107,12 @@ def kind_of(options: argparse.Namespace) -> str:
     return "-".join(filter(None, ("bfloat16", options.weight_format, options.activation_format, options.cache_dtype)))
 
 
-def source_of(options: argparse.Namespace, checkpoint: Path) -> tuple[Path, str]:
+def source_of(shape: str, checkpoint: Path, *, is_random: bool, layers: int | None = None) -> tuple[Path, str]:
     """Make what an export reads, and say where its weights come from: of a config alone it draws them itself."""
-    if options.no_peer:
-        write_config(shape_config(options.shape, options.layers), checkpoint, "bfloat16")
+    if is_random:
+        write_config(shape_config(shape, layers), checkpoint, "bfloat16")
         return checkpoint, "random"
-    made = make_checkpoint(options.shape, checkpoint, "bfloat16", save_bfloat16, layers=options.layers)
-    return made, "checkpoint"
+    return make_checkpoint(shape, checkpoint, "bfloat16", save_bfloat16, layers=layers), "checkpoint"
 
 
 def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argparse.Namespace, weights: str) -> Path:
