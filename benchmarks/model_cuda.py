@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--activation-format", help="of ours, with fp8 weights: fp8 rounds what layers read (default: bfloat16)"
     )
+    parser.add_argument("--head-format", help="of our head (default: the export's)")
     parser.add_argument("--group-size", type=int, help="of our weight format (default: the export's)")
     parser.add_argument("--cache-dtype", help="of our caches (default: bfloat16)")
     parser.add_argument("--batch-invariant", action="store_true", help="measure ours loaded with batch_invariant, too")
@@ -104,7 +105,9 @@ def main() -> None:
 
 def kind_of(options: argparse.Namespace) -> str:
     """Name what the export of one set of options is."""
-    return "-".join(filter(None, ("bfloat16", options.weight_format, options.activation_format, options.cache_dtype)))
+    head = options.head_format and f"{options.head_format}-head"
+    kinds = ("bfloat16", options.weight_format, head, options.activation_format, options.cache_dtype)
+    return "-".join(filter(None, kinds))
 
 
 def source_of(shape: str, checkpoint: Path, *, is_random: bool, layers: int | None = None) -> tuple[Path, str]:
@@ -126,6 +129,7 @@ def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argpa
             max_context=max_context,
             chunk_size=options.chunk_size or (RINGS_CHUNK if windows else None),
             weight_format=options.weight_format,
+            head_format=options.head_format,
             group_size=options.group_size,
             activation_format=options.activation_format,
             cache_dtype=options.cache_dtype,

@@ -26,7 +26,7 @@ from ortolan.export.families.base import Family
 from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_sibling
 from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.model_files import ModelFiles, Progress, write_folder
-from ortolan.export.options import DENSE, HEADS, ExportOptions
+from ortolan.export.options import DENSE, ExportOptions
 from ortolan.export.packed import Published, read_quantization
 from ortolan.export.quantize import METHODS
 from ortolan.export.registry import find_family
@@ -43,7 +43,7 @@ from ortolan.export.weights import (
 from ortolan.graphs.config import ModelConfig
 from ortolan.graphs.formats.dense import Dense
 from ortolan.graphs.formats.low_bit import LowBit
-from ortolan.graphs.formats.plan import wished_formats
+from ortolan.graphs.formats.plan import head_stem, wished_formats, with_head
 from ortolan.graphs.parts import Formats
 from ortolan.graphs.weights import joint_weights, weight_shapes
 from ortolan.manifest import HEAD_WEIGHTS_FILE
@@ -82,7 +82,7 @@ def export(
     group_size: int | str | None = None,
     asymmetric: bool = False,
     quantizer: str = METHODS[0],
-    head_format: str = HEADS[0],
+    head_format: str | None = None,
     calibration: str | Path | None = None,
     activation_format: str | None = None,
 ) -> Path:
@@ -116,8 +116,8 @@ def export(
         asymmetric: give each group of int4 or int8 a zero point.
         quantizer: "search" for the scale of least squared error, "nearest" for that of the largest
             magnitude, or "gptq" for int4 and int8 whose errors make up for one another on the `calibration` text.
-        head_format: format of the head where weights are quantized, "int8", "int4" or "dense"; where it is the
-            embedding, too, that of both.
+        head_format: format of the head, "int8", "int4" or "dense"; where it is the embedding, too, that of both. None
+            takes "int8" with a `weight_format` of few bits, else leaves it as the checkpoint has it.
         calibration: path of a UTF-8 text like those that the model will read, at least 128 tokens; with "gptq" alone.
         activation_format: what linear layers of fp8 round their inputs to: None for the `dtype`, or "fp8" (W8A8), by
             the checkpoint's static scales where it has some, else by one for each token (and block of 128 inputs).
@@ -232,6 +232,7 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
         options,
         snapkv_window=0,
         weight_format=None,
+        head_format=None,
         group_size=None,
         asymmetric=False,
         quantizer=METHODS[0],
@@ -258,6 +259,9 @@ def _files(
         packed = None if published is None else published.weights(part, sources, config)
         formats = formats if packed is None else packed.formats
         provider = CheckpointWeights(part, sources, config, packed)
+    if options.head is not None:
+        _check_head(formats, config, options.head)
+        formats = with_head(config, formats, options.head)
     if shared is not None:
         formats = with_shared(formats, shared)
     if provider is None:
@@ -283,6 +287,16 @@ def _check_activations(options: ExportOptions, formats: Formats) -> None:
         raise ConfigError(
             "activation_format='fp8' needs linear layers of fp8; give weight_format='fp8', or a checkpoint that is "
             "published in fp8"
+        )
+
+
+def _check_head(formats: Formats, config: ModelConfig, kind: str) -> None:
+    """Refuse to quantize a head that is published in low bits. Raises ConfigError."""
+    stored = formats.of(head_stem(config))
+    if isinstance(stored, LowBit):
+        raise ConfigError(
+            f"head_format is {kind!r}, but the checkpoint's head is quantized already ({stored.kind}); leave "
+            "head_format out"
         )
 
 

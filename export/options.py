@@ -38,7 +38,7 @@ class ExportOptions(CacheOptions):
     asymmetric: bool = False
     quantizer: str = METHODS[0]
     calibration: Path | None = None
-    head_format: str = HEADS[0]
+    head_format: str | None = None
     activation_format: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +57,8 @@ class ExportOptions(CacheOptions):
         truth("asymmetric", self.asymmetric)
         one_of("quantizer", self.quantizer, METHODS)
         self._check_calibration()
-        one_of("head_format", self.head_format, HEADS)
+        if self.head_format is not None:
+            one_of("head_format", self.head_format, HEADS)
         if self.weight_format is not None:
             one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         if self.activation_format is not None:
@@ -98,9 +99,14 @@ class ExportOptions(CacheOptions):
             kind=cast("Kind", self.weight_format),
             group_size=self.group_size,
             zero_points=self.asymmetric,
-            head=cast("HeadFormat", self.head_format),
             input_format=self.input_format,
         )
+
+    @property
+    def head(self) -> HeadFormat | None:
+        """What the head becomes; None where it stays as the checkpoint has it."""
+        chosen = self.head_format or (HEADS[0] if self.weight_format in QUANTIZED else DENSE)
+        return None if chosen == DENSE else cast("HeadFormat", chosen)
 
     @property
     def input_format(self) -> InputFormat:

@@ -14,7 +14,7 @@ from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Formats, WeightFormat
 from ortolan.graphs.weights import joint_weights, weight_groups, weight_shapes
 
-HeadFormat: TypeAlias = Literal["int8", "int4", "dense"]
+HeadFormat: TypeAlias = Literal["int8", "int4"]
 
 CHANNEL = "channel"
 GROUP_SIZES = (32, 64, 128)
@@ -33,14 +33,12 @@ class Wish:
         group_size: columns that share a scale; "channel" for a row; None takes a row of fp8, 32 of mxfp4, and of int4
             and int8 the largest size, up to 128, that divides all weights.
         zero_points: whether int4 and int8 have them.
-        head: format of the head: "int8", "int4" or "dense".
         input_format: what linear layers round their inputs to: "none" or "fp8".
     """
 
     kind: Kind
     group_size: int | str | None = None
     zero_points: bool = False
-    head: HeadFormat = "int8"
     input_format: InputFormat = "none"
 
 
@@ -65,10 +63,7 @@ def expert_stems(config: ModelConfig) -> list[str]:
 
 
 def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
-    """Choose the formats of a model that is quantized.
-
-    A head of int8 in groups costs no accuracy that can be measured. Where the head is the embedding, too, the lookup
-    reads the same codes: half the bytes of the largest weight, or less, held once.
+    """Choose the formats of a model that is quantized, all but the head's.
 
     Raises:
         ConfigError: the group size does not divide the columns of a weight.
@@ -79,16 +74,26 @@ def wished_formats(config: ModelConfig, wish: Wish) -> Formats:
     columns |= {f"{stem}.{name}": shapes[f"{stem}.{name}"][2] for stem in mixtures for name in EXPERT_WEIGHTS}
     chosen = _chosen_format(wish, columns)
     by_stem: dict[str, WeightFormat] = dict.fromkeys(stems, replace(chosen, input_format=wish.input_format))
-    head = EMBEDDING if config.tied_embeddings else "head"
+    return with_joints(config, Formats(default=DENSE, by_stem=by_stem, experts=dict.fromkeys(mixtures, chosen)))
+
+
+def with_head(config: ModelConfig, formats: Formats, kind: HeadFormat) -> Formats:
+    """Quantize a dense head in groups; it stays as it is where no group size divides its columns.
+
+    A head of int8 costs no accuracy that can be measured. Where the head is the embedding, too, the lookup reads the
+    same codes: half the bytes of the largest weight, or less, held once.
+    """
     size = _largest_divisor(config.hidden_size, (16, *GROUP_SIZES))
-    lookup = None
-    if wish.head != "dense" and size:
-        stored = LowBit(kind=wish.head, group_size=size)
-        by_stem[head] = stored
-        lookup = stored if config.tied_embeddings else None
-    return with_joints(
-        config, Formats(default=DENSE, by_stem=by_stem, experts=dict.fromkeys(mixtures, chosen), lookup=lookup)
-    )
+    if not size:
+        return formats
+    stored = LowBit(kind=kind, group_size=size)
+    by_stem = {**formats.by_stem, head_stem(config): stored}
+    return replace(formats, by_stem=by_stem, lookup=stored if config.tied_embeddings else formats.lookup)
+
+
+def head_stem(config: ModelConfig) -> str:
+    """Return the name of the weight that gives the logits."""
+    return EMBEDDING if config.tied_embeddings else "head"
 
 
 def _chosen_format(wish: Wish, columns: Mapping[str, int]) -> LowBit:
@@ -179,9 +184,11 @@ __all__ = [
     "INTEGERS",
     "Wish",
     "expert_stems",
+    "head_stem",
     "joint_tensors",
     "linear_stems",
     "stored_groups",
     "wished_formats",
+    "with_head",
     "with_joints",
 ]

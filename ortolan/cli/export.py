@@ -54,7 +54,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--activation-format", help="fp8: layers of fp8 round their inputs, too, W8A8 (default: the dtype)"
     )
-    parser.add_argument("--head-format", default="int8", help="of quantized models: int8 (default), int4 or dense")
+    parser.add_argument(
+        "--head-format", help="int8, int4 or dense (default: int8 with --weight-format, else as the checkpoint has it)"
+    )
     parser.add_argument("--no-fuse", action="store_true", help="leave out the graphs of larger operators")
     parser.add_argument("--overwrite", action="store_true", help="replace an exported model in OUT_DIR")
     parser.set_defaults(run=run)

@@ -9,7 +9,7 @@ import torch
 from parity import relative_difference
 from published import FORMS, write_published
 from safetensors.torch import load_file, save_file
-from stored_weights import read_weight
+from stored_weights import low_bit_stems, read_weight
 from tolerances import ROUNDED_INPUTS_RELATIVE
 
 import ortolan
@@ -164,6 +164,22 @@ def test_what_is_quantized_is_not_quantized_again(tmp_path):
     source = write_published(tmp_path, FORMS["awq"])
     with pytest.raises(ConfigError, match=r"is quantized already \(awq\); leave weight_format out"):
         ortolan.export(source, tmp_path / "out", weight_format="int4")
+
+
+def test_a_head_that_is_quantized_is_not_quantized_again(tmp_path):
+    form = FORMS["gptq-symmetric"]
+    source = write_published(tmp_path, form)
+    tensors = load_file(source / "model.safetensors")
+    shape = tuple(tensors.pop("lm_head.weight").shape)
+    written = form.write(np.random.default_rng(3), shape, **form.options)
+    tensors |= {f"lm_head{ending}": tensor for ending, tensor in written.tensors.items()}
+    save_file(tensors, source / "model.safetensors")
+    folder = ortolan.export(source, tmp_path / "out", max_context=128)
+    assert "head" in low_bit_stems(onnx.load(folder / MODEL_FILE, load_external_data=False))
+    message = r"head_format is 'int8', but the checkpoint's head is quantized already \(int4\)"
+    with pytest.raises(ConfigError, match=message):
+        ortolan.export(source, tmp_path / "again", max_context=128, head_format="int8")
+    assert not (tmp_path / "again").exists()
 
 
 def test_random_weights_need_a_config_that_is_not_quantized(tmp_path):

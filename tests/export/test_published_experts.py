@@ -55,6 +55,17 @@ def test_gpt_oss_keeps_its_blocks_and_scales(tmp_path):
     assert products.count("Gemm") == 2 * (2 + 1) + 1  # attention, routers and the head are dense
 
 
+def test_gpt_oss_may_have_a_head_of_few_bits(tmp_path):
+    source = write_gpt_oss(tmp_path)
+    dense = ortolan.export(source, tmp_path / "dense-head", max_context=128)
+    folder = ortolan.export(source, tmp_path / "out", max_context=128, head_format="int8")
+    before, after = ({t.name: t for t in load(each).graph.initializer} for each in (dense, folder))
+    assert {name for name in after if name not in before} >= {"head.codes", "head.scales"}
+    for name in (f"{GATE_UP}.codes", f"{GATE_UP}.scale_codes"):
+        np.testing.assert_array_equal(read_tensor(folder, after[name]), read_tensor(dense, before[name]))
+    assert 0 < relative_difference(logits(folder), logits(dense)) < 0.05
+
+
 def test_gpt_oss_computes_what_transformers_does(tmp_path):
     source = write_gpt_oss(tmp_path)
     folder = ortolan.export(source, tmp_path / "out", max_context=128)

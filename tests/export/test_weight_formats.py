@@ -9,7 +9,7 @@ import pytest
 from families import tiny_checkpoint
 from parity import relative_difference
 from safetensors.torch import load_file, save_file
-from stored_weights import read_weight
+from stored_weights import low_bit_stems, read_weight
 from tolerances import ROUNDED_INPUTS_RELATIVE
 
 import ortolan
@@ -114,6 +114,25 @@ def test_the_head_can_stay_dense(tmp_path):
     assert [node.name for node in graph.node if node.op_type == "Gemm"] == ["head/Gemm"]
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head_format", ["int8", "int4"])
+def test_the_head_alone_can_be_quantized(head_format, tied, tmp_path):
+    source = tiny_checkpoint("llama", tmp_path / "hf", **SIZES, tie_word_embeddings=tied)
+    folder = ortolan.export(source, tmp_path / "out", head_format=head_format, max_context=128)
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    ours, theirs = ("embedding", "model.embed_tokens.weight") if tied else ("head", "lm_head.weight")
+    assert low_bit_stems(model) == [ours]
+    tensors = load_file(source / "model.safetensors")
+    stored = read_weight(folder, model, ours).astype(np.float32)
+    error = np.sqrt(np.mean((stored - tensors[theirs].numpy()) ** 2)) / tensors[theirs].numpy().std()
+    assert 0 < error <= CASES[head_format if head_format == "int8" else "int4-head"][1]
+    tensors[theirs].numpy()[:] = stored
+    save_file(tensors, source / "model.safetensors")
+    dense = ortolan.export(source, tmp_path / "dense", max_context=128)
+    assert relative_difference(logits(folder), logits(dense)) <= ROUNDED_INPUTS_RELATIVE
+    assert read_manifest(folder).weight_format == "dense"
+
+
 @pytest.mark.parametrize("head_format", ["int8", "int4"])
 def test_both_graphs_look_up_the_rows_that_are_stored(head_format, tmp_path):
     source = tiny_checkpoint("llama", tmp_path / "hf", **SIZES, tie_word_embeddings=True)
@@ -163,6 +182,7 @@ def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):
         ({"weight_format": "fp8", "asymmetric": True}, "fp8 has no zero points"),
         ({"weight_format": "int4", "quantizer": "best"}, "quantizer is 'best'; allowed: search, nearest, gptq"),
         ({"weight_format": "int4", "head_format": "int2"}, "head_format is 'int2'; allowed: int8, int4, dense"),
+        ({"head_format": "fp8"}, "head_format is 'fp8'; allowed: int8, int4, dense"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
