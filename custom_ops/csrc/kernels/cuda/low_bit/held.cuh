@@ -245,7 +245,7 @@ struct HeldProducts {
 template <typename Kind>
 __global__ void __launch_bounds__(HeldPlan::kThreads, 1)
     low_bit_held_kernel(const __grid_constant__ HeldParams p) {
-#if __CUDA_ARCH__ == 900
+#if __CUDA_ARCH_FEAT_SM90_ALL
   // Together what the block is launched with.
   constexpr int kComputeRegisters = 104, kOtherRegisters = 64;
   using Products = HeldProducts<Kind>;
