@@ -46,7 +46,8 @@ def build() -> ModelProto:
         ),
     ]
     graph = helper.make_graph(nodes, "ring_attention", inputs, outputs)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("ortolan", 1)])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("ortolan", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)  # onnx's newest may be newer than ONNX Runtime
 
 
 def open_session() -> onnxruntime.InferenceSession:
