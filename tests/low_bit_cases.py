@@ -111,11 +111,11 @@ def running_sums(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 
 
 def rounded_inputs(case: LowBitCase, x: np.ndarray) -> np.ndarray:
-    """Round rows [T, K] as the node asks, and as the CPU does for int4: to 16 bits, a power of two for 128 columns."""
+    """Round rows [T, K] as the node asks, and as the CPU does for int4 and int8: to 16 bits, 128 to a step."""
     if case.input_format == "fp8":
         return low_bit_reference.round_inputs(x, case.group_size, case.input_scale).astype(np.float32)
     columns, group = 128, case.group_size or x.shape[1]
-    fits = case.format == "int4" and (group in (32, 64, x.shape[1]) or group % columns == 0)
+    fits = case.format in ("int4", "int8") and (group in (32, 64, x.shape[1]) or group % columns == 0)
     if devices.current() != "cpu" or not fits:
         return x
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % columns))).reshape(len(x), -1, columns)

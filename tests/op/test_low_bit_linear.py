@@ -89,12 +89,22 @@ def test_many_rows_of_codes_are_as_good_as_plain_arithmetic(options, outputs):
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["int4-zero-points", "int4-128", "int4-64", "int4-channel", "int8", "int8-128", "fp8-channel", "nvfp4"]
+INTEGERS = (
+    "int4-zero-points",
+    "int4-128",
+    "int4-64",
+    "int4-channel",
+    "int8",
+    "int8-128",
+    "int8-zero-points",
+    "int8-channel",
 )
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, "fp8-channel", "nvfp4"])
 def test_every_instruction_set_computes_the_same(name, isa):
     case = CASES[name]
-    for tokens in (1, 9):
+    for tokens in (1, 4, 9, 65):
         feeds = low_bit_feeds(case, tokens)
         expected = low_bit_reference.low_bit_linear(**feeds, **case.attributes)
         assert_as_good_as_plain(run_low_bit(case, feeds), plain_low_bit(case, feeds), expected)
@@ -122,6 +132,18 @@ def test_a_row_does_not_depend_on_the_others(name):
             {k: v[part] if k in ("x", "residual") else v for k, v in feeds.items()} for part in (slice(tokens), some)
         )
         devices.assert_same_bits(run_low_bit(case, fewer), run_low_bit(case, most)[some])
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_on_the_cpu_a_row_does_not_depend_on_how_many_others_there_are(name, isa):
+    if devices.current() != "cpu":
+        pytest.skip("kernels of a GPU change with the number of rows")
+    case = CASES[name]
+    feeds = low_bit_feeds(case, 101)
+    most = run_low_bit(case, feeds)
+    for some in (slice(40, 41), slice(97, 101), slice(49, 54), slice(60)):
+        fewer = {k: v[some] if k in ("x", "residual") else v for k, v in feeds.items()}
+        devices.assert_same_bits(run_low_bit(case, fewer), most[some])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "aligned_floats.h"
 #include "expert_lists.h"
@@ -59,10 +60,8 @@ void dot_block(const Element* rows, int64_t size, const float* const* inputs, fl
 
 // Rows that are multiplied by the same weights.
 struct InputRows {
-  std::unique_ptr<const float*[]> rows;
+  const float* const* rows;
   int64_t count;
-
-  explicit InputRows(int64_t count) : rows(new const float*[count]), count(count) {}
 };
 
 // Gives store(input, row, product) the products of `count` rows of weights with all inputs: those of some
@@ -183,8 +182,9 @@ class ExpertLayer {
   void activate(int64_t place, int64_t first) {
     const int64_t count = std::min(kTaskWeightRows, p_.inner_size - first);
     const int64_t begin = lists_.begin[place], pairs = lists_.begin[place + 1] - begin;
-    InputRows inputs(pairs);
-    for (int64_t i = 0; i < pairs; ++i) inputs.rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * x_floats_;
+    std::vector<const float*> rows(pairs);
+    for (int64_t i = 0; i < pairs; ++i) rows[i] = x_ + lists_.pairs[begin + i] / p_.top_k * x_floats_;
+    const InputRows inputs{rows.data(), pairs};
     const int64_t expert = lists_.experts[place], factor = p_.inner_size + first;
     const int64_t biases = expert * 2 * p_.inner_size;
     gate_up_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
@@ -205,8 +205,9 @@ class ExpertLayer {
     std::unique_ptr<float[]> parts(new float[lists_.pairs.size() * count]);
     for (int64_t place = 0; place < lists_.num_chosen(); ++place) {
       const int64_t begin = lists_.begin[place], expert = lists_.experts[place];
-      InputRows inputs(lists_.begin[place + 1] - begin);
-      for (int64_t i = 0; i < inputs.count; ++i) inputs.rows[i] = inner_row(begin + i);
+      std::vector<const float*> rows(lists_.begin[place + 1] - begin);
+      for (size_t i = 0; i < rows.size(); ++i) rows[i] = inner_row(begin + i);
+      const InputRows inputs{rows.data(), static_cast<int64_t>(rows.size())};
       down_.multiply(expert, first, count, inputs, [&](int64_t i, int64_t row, float sum) {
         parts[lists_.pairs[begin + i] * count + row] =
             sum + element_at(p_.down_bias, expert * p_.hidden_size + first + row);

@@ -1,163 +1,281 @@
-// Products of codes of int4 with rounded inputs. What a unit adds up is exact: whole numbers in lanes of 32
-// bits. Lanes are scaled and added in float32, unit by unit, so a product has one order of sums whatever the
-// other rows and inputs are.
+// Products of codes of int4 and int8 with rounded inputs. What a group of a unit adds up is exact: whole
+// numbers of 32 bits. They are scaled and added in float32, group by group, so a product has one order of
+// sums whatever the other rows and inputs are, and whichever of two ways computes it.
+//
+// With few inputs a register holds codes of one row, which are multiplied as they are read; the sums of as
+// many rows as it has lanes are then gathered in one. With many, codes are first turned so that each lane
+// holds another row, and every number of the inputs meets all lanes.
 #pragma once
 
+#include "aligned_floats.h"
 #include "code_vectors.h"
 #include "experts_impl.h"
 #include "rounded_inputs.h"
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
-#if defined(__AVX512F__)
-constexpr int64_t kIntegerRows = 4, kIntegerTokens = 2;
-#else
-constexpr int64_t kIntegerRows = 2, kIntegerTokens = 2;
-#endif
-constexpr int64_t kPrefetchBytes = 2048;  // ahead in a row of codes, and into the rows behind it
-
-// 64 bytes of codes, parted for the products.
-struct CodeUnit {
+constexpr int64_t kFewInputs = 4;
+constexpr int64_t kManyRegisters = 2;  // of rows, which share the numbers that are read
 #if defined(__AVX512VNNI__)
-  IntVec parts[kCodeParts];  // bytes
-
-  explicit CodeUnit(IntVec codes) : parts{codes & 0x0f0f0f0f, (codes >> 4) & 0x0f0f0f0f} {}
-
-  // Sums of code * q in each lane, less `offset`.
-  IntVec dot(const RoundedUnit& unit, IntVec offset) const {
-    const int8_t* bytes = reinterpret_cast<const int8_t*>(unit.numbers);
-    __m512i high = _mm512_setzero_si512(), low = reinterpret_cast<__m512i>(-offset);
-    for (int64_t part = 0; part < kCodeParts; ++part, bytes += 2 * kUnitBytes) {
-      const __m512i codes = reinterpret_cast<__m512i>(parts[part]);
-      high = _mm512_dpbusd_epi32(high, codes, _mm512_load_si512(bytes));
-      low = _mm512_dpbusd_epi32(low, codes, _mm512_load_si512(bytes + kUnitBytes));
-    }
-    return (reinterpret_cast<IntVec>(high) << 8) + reinterpret_cast<IntVec>(low);
-  }
+constexpr int64_t kManyInputs = 6;
+#elif defined(__AVX512F__)
+constexpr int64_t kManyInputs = 8;
 #else
-  IntVec parts[2 * kCodeParts];  // pairs of 16 bits: bytes 0 and 2 of each lane, then 1 and 3
+constexpr int64_t kManyInputs = 4;
+#endif
+constexpr int64_t kManyTile = 8 * kManyInputs;  // inputs that stay in the cache while rows pass
 
-  explicit CodeUnit(IntVec codes) {
-    for (int part = 0; part < 2 * kCodeParts; ++part) parts[part] = (codes >> (part * 4)) & 0x000f000f;
-  }
+inline IntRegister load_words(const void* source) {
+  IntRegister words;
+  std::memcpy(&words, source, sizeof words);
+  return words;
+}
 
-  IntVec dot(const RoundedUnit& unit, IntVec offset) const {
-    IntVec sum = -offset;
-    for (int64_t part = 0; part < 2 * kCodeParts; ++part)
-      sum = sum + multiply_pairs(parts[part], unit.numbers + part * 2 * kLanes);
-    return sum;
-  }
+inline Register to_floats(IntRegister v) { return __builtin_convertvector(v, Register); }
 
- private:
-  static IntVec multiply_pairs(IntVec codes, const int16_t* numbers) {
-    IntVec sums;
-#if defined(__AVX512BW__)
-    sums = reinterpret_cast<IntVec>(
-        _mm512_madd_epi16(reinterpret_cast<__m512i>(codes), _mm512_load_si512(numbers)));
+// sum + the products of a part of codes with numbers.
+inline IntRegister add_products(IntRegister sum, IntRegister codes, IntRegister numbers) {
+#if defined(__AVX512VNNI__)
+  return reinterpret_cast<IntRegister>(_mm512_dpbusd_epi32(
+      reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(numbers)));
+#elif defined(__AVX512BW__)
+  return sum + reinterpret_cast<IntRegister>(
+                   _mm512_madd_epi16(reinterpret_cast<__m512i>(codes), reinterpret_cast<__m512i>(numbers)));
 #elif defined(__AVX2__)
-    __m256i halves[2];
-    std::memcpy(halves, &codes, sizeof codes);
-    for (int i = 0; i < 2; ++i)
-      halves[i] = _mm256_madd_epi16(
-          halves[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(numbers + i * kLanes)));
-    std::memcpy(&sums, halves, sizeof sums);
+  return sum + reinterpret_cast<IntRegister>(
+                   _mm256_madd_epi16(reinterpret_cast<__m256i>(codes), reinterpret_cast<__m256i>(numbers)));
 #else
-    for (int i = 0; i < kLanes; ++i)
-      sums[i] = (codes[i] & 0xffff) * numbers[2 * i] + (codes[i] >> 16) * numbers[2 * i + 1];
+  return sum + (codes & 0xffff) * (numbers << 16 >> 16) + (codes >> 16) * (numbers >> 16);
 #endif
-    return sums;
+}
+
+// Exact sums of the planes of numbers.
+template <int64_t kPlanes>
+struct PlaneSums {
+  IntRegister planes[kPlanes] = {};
+
+  void add(IntRegister codes, const int32_t* numbers) {
+    for (int64_t p = 0; p < kPlanes; ++p)
+      planes[p] = add_products(planes[p], codes, load_words(numbers + p * kRegisterLanes));
   }
+  // Of one word of numbers for all lanes.
+  void add_broadcast(IntRegister codes, const int32_t* numbers) {
+    for (int64_t p = 0; p < kPlanes; ++p)
+      planes[p] = add_products(planes[p], codes, IntRegister{} + numbers[p * kRegisterLanes]);
+  }
+  IntRegister total() const {
+    if constexpr (kPlanes == 1) return planes[0];
+    return (planes[0] << 8) + planes[kPlanes - 1];
+  }
+};
+
+// Neighbours added within each block of four lanes: in each, two sums of `a`, then two of `b`.
+inline IntRegister fold_lanes(IntRegister a, IntRegister b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
+#elif defined(__AVX__)
+  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+#else
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
 #endif
-};
-
-// kScales values, each for its share of the lanes.
-template <int64_t kScales>
-Vec spread(const float* values) {
-  if constexpr (kScales == 1) return broadcast(values[0]);
-  Vec4 four = {};
-  std::memcpy(&four, values, kScales * sizeof(float));
-  if constexpr (kScales == 2)
-    return __builtin_shufflevector(four, four, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-  return __builtin_shufflevector(four, four, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
 }
 
-// Some rows of a weight and some inputs; where there are fewer, the last ones stand for those that lack.
-struct IntegerBlock {
-  const uint8_t* codes[kIntegerRows];
-  const float* scales[kIntegerRows];  // kScales for each unit
-  const float* zeros[kIntegerRows];   // the same, where the weight has zero points
-  const float* inputs[kIntegerTokens];
-  int64_t whole_units;
-  int64_t rest_bytes;   // of codes behind them
-  int64_t scale_shift;  // units that share a scale are 2^scale_shift
-};
-using IntegerSums = float[kIntegerTokens][kIntegerRows];
-using IntegerKernel = void (*)(const IntegerBlock&, IntegerSums&);
+constexpr int64_t kBlocks = kRegisterLanes / 4;  // of four lanes, in a register
 
-inline Vec to_floats(IntVec v) { return __builtin_convertvector(v, Vec); }
+#if defined(__AVX__)
+// Blocks of four lanes: the even ones of `a`, then those of `b`; and the odd ones.
+inline IntRegister even_blocks(IntRegister a, IntRegister b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+#else
+  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+#endif
+}
+inline IntRegister odd_blocks(IntRegister a, IntRegister b) {
+#if defined(__AVX512F__)
+  return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#else
+  return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+#endif
 
-inline IntVec load_ints(const void* source, int64_t bytes = kUnitBytes) {
-  IntVec loaded{};
-  std::memcpy(&loaded, source, bytes);
-  return loaded;
+// Block b of quads[q] has sums of rows 4q .. 4q + 3, over the b-th part of the columns. Gives sums of kGroups
+// equal parts, each with a row in a lane.
+template <int64_t kGroups>
+inline void gather_rows(const IntRegister (&quads)[kBlocks], IntRegister (&groups)[kGroups]) {
+#if defined(__AVX512F__)
+  const IntRegister even[2] = {even_blocks(quads[0], quads[1]), even_blocks(quads[2], quads[3])};
+  const IntRegister odd[2] = {odd_blocks(quads[0], quads[1]), odd_blocks(quads[2], quads[3])};
+  if constexpr (kGroups == 4) {
+    groups[0] = even_blocks(even[0], even[1]);
+    groups[1] = even_blocks(odd[0], odd[1]);
+    groups[2] = odd_blocks(even[0], even[1]);
+    groups[3] = odd_blocks(odd[0], odd[1]);
+  } else {
+    const IntRegister halves[2] = {even[0] + odd[0], even[1] + odd[1]};
+    const IntRegister first = even_blocks(halves[0], halves[1]), second = odd_blocks(halves[0], halves[1]);
+    groups[0] = kGroups == 1 ? first + second : first;
+    groups[kGroups - 1] = kGroups == 1 ? groups[0] : second;
+  }
+#elif defined(__AVX__)
+  const IntRegister first = even_blocks(quads[0], quads[1]), second = odd_blocks(quads[0], quads[1]);
+  groups[0] = kGroups == 1 ? first + second : first;
+  groups[kGroups - 1] = kGroups == 1 ? groups[0] : second;
+#else
+  groups[0] = quads[0];
+#endif
 }
 
-template <int64_t kScales, bool kZeroPoints, int64_t kTokens>
-[[gnu::always_inline]] inline void add_unit(const IntegerBlock& block, int64_t unit, const IntVec* loaded,
-                                            Vec (&sums)[kTokens][kIntegerRows]) {
-  constexpr int32_t kMiddle = 8;
-  for (int64_t r = 0; r < kIntegerRows; ++r) {
-    const CodeUnit codes(loaded[r]);
-    const int64_t place = (unit >> block.scale_shift) * kScales;
-    const Vec scales = spread<kScales>(block.scales[r] + place);
-    for (int64_t t = 0; t < kTokens; ++t) {
-      const auto& x = reinterpret_cast<const RoundedUnit*>(block.inputs[t])[unit];
-      const IntVec lane_sums = load_ints(x.lane_sums);
-      Vec dots = to_floats(codes.dot(x, kZeroPoints ? IntVec{} : lane_sums * kMiddle));
-      if constexpr (kZeroPoints) dots = dots - spread<kScales>(block.zeros[r] + place) * to_floats(lane_sums);
-      sums[t][r] = sums[t][r] + dots * (scales * x.scale);
+// The scales and zero points of a register of rows, group by group.
+struct GroupLanes {
+  const Register* scales;
+  const IntRegister* zeros;
+
+  GroupLanes from(int64_t group) const { return {scales + group, zeros + group}; }
+
+  // sum + the exact `products` of a group, whose inputs' numbers add up to number_sum, scaled.
+  [[gnu::always_inline]] Register add_scaled(Register sum, int64_t group, IntRegister products,
+                                             int32_t number_sum, float step) const {
+    return sum + to_floats(products - zeros[group] * number_sum) * (scales[group] * step);
+  }
+};
+
+// Adds the products of a unit of as many rows as a register has lanes, whose codes lie `stride` bytes apart.
+template <int64_t kBits, int64_t kGroups, int64_t kInputs>
+[[gnu::always_inline]] inline void add_few(const uint8_t* codes, int64_t stride, const uint8_t* ahead,
+                                           const RoundedUnit* const (&inputs)[kInputs], GroupLanes lanes,
+                                           Register (&sums)[kInputs]) {
+  using Layout = UnitLayout<kBits>;
+  constexpr int64_t kGroupWords = Layout::kWords / kGroups;
+  constexpr int64_t kGroupSteps = std::max<int64_t>(1, kGroupWords / kRegisterLanes);
+  constexpr int64_t kStepGroups = std::max<int64_t>(1, kRegisterLanes / kGroupWords);
+  for (int64_t first = 0; first < kGroups; first += kStepGroups) {
+    IntRegister quads[kInputs][kBlocks];
+    for (int64_t q = 0; q < kBlocks; ++q) {
+      IntRegister products[kInputs][4];
+      for (int64_t r = 0; r < 4; ++r) {
+        PlaneSums<Layout::kPlanes> dots[kInputs];
+        for (int64_t i = 0; i < kGroupSteps; ++i) {
+          const int64_t step = first / kStepGroups * kGroupSteps + i;
+          const uint8_t* place = codes + (4 * q + r) * stride + step * 4 * kRegisterLanes;
+          __builtin_prefetch(ahead + (((first / kStepGroups * kBlocks + q) * 4 + r) * kGroupSteps + i) * 4 *
+                                         kRegisterLanes);
+          const IntRegister words = load_words(place);
+          for (int64_t part = 0; part < Layout::kParts; ++part)
+            for (int64_t t = 0; t < kInputs; ++t)
+              dots[t].add(words >> (part * kBits) & Layout::kMask,
+                          inputs[t]->words + Layout::place(step, part));
+        }
+        for (int64_t t = 0; t < kInputs; ++t) products[t][r] = dots[t].total();
+      }
+      for (int64_t t = 0; t < kInputs; ++t) {
+        const auto& p = products[t];
+        quads[t][q] = fold_lanes(fold_lanes(p[0], p[1]), fold_lanes(p[2], p[3]));
+      }
+    }
+    for (int64_t t = 0; t < kInputs; ++t) {
+      IntRegister groups[kStepGroups];
+      gather_rows<kStepGroups>(quads[t], groups);
+      for (int64_t g = 0; g < kStepGroups; ++g)
+        sums[t] = lanes.add_scaled(sums[t], first + g, groups[g],
+                                   inputs[t]->template group_sum<kGroups>(first + g), inputs[t]->scale);
     }
   }
 }
 
-template <int64_t kScales, bool kZeroPoints, int64_t kTokens>
-[[gnu::noinline]] void multiply_integers(const IntegerBlock& block, IntegerSums& products) {
-  Vec sums[kTokens][kIntegerRows] = {};
-  IntVec loaded[kIntegerRows];
-  for (int64_t unit = 0; unit < block.whole_units; ++unit) {
-    for (int64_t r = 0; r < kIntegerRows; ++r) {
-      const uint8_t* codes = block.codes[r] + unit * kUnitBytes;
-      __builtin_prefetch(codes + kPrefetchBytes);
-      loaded[r] = load_ints(codes);
+// Rows of codes, and how their units are grouped.
+struct CodeSpan {
+  const uint8_t* codes;
+  int64_t stride;  // bytes between rows
+  int64_t ahead;   // bytes to what is read next
+  int64_t units;
+  int64_t group_units;  // units that share their groups
+};
+
+using FewKernel = void (*)(const CodeSpan&, const RoundedUnit* const*, GroupLanes, Register*);
+
+template <int64_t kBits, int64_t kGroups, int64_t kInputs>
+[[gnu::noinline]] void multiply_few(const CodeSpan& span, const RoundedUnit* const* inputs, GroupLanes lanes,
+                                    Register* totals) {
+  const RoundedUnit* units[kInputs];
+  Register sums[kInputs];
+  for (int64_t t = 0; t < kInputs; ++t) {
+    units[t] = inputs[t];
+    sums[t] = totals[t];
+  }
+  const uint8_t *codes = span.codes, *ahead = codes + span.ahead;
+  for (int64_t unit = 0; unit < span.units;) {
+    const int64_t end = std::min(unit + span.group_units, span.units);
+    for (; unit < end; ++unit) {
+      add_few<kBits, kGroups, kInputs>(codes, span.stride, ahead, units, lanes, sums);
+      codes += UnitLayout<kBits>::kBytes;
+      ahead += kRegisterLanes * UnitLayout<kBits>::kBytes;
+      for (int64_t t = 0; t < kInputs; ++t) ++units[t];
     }
-    add_unit<kScales, kZeroPoints, kTokens>(block, unit, loaded, sums);
+    lanes = lanes.from(kGroups);
   }
-  if (block.rest_bytes) {
-    for (int64_t r = 0; r < kIntegerRows; ++r)
-      loaded[r] = load_ints(block.codes[r] + block.whole_units * kUnitBytes, block.rest_bytes);
-    add_unit<kScales, kZeroPoints, kTokens>(block, block.whole_units, loaded, sums);
-  }
-  for (int64_t t = 0; t < kTokens; ++t)
-    for (int64_t r = 0; r < kIntegerRows; ++r) products[t][r] = horizontal_sum(sums[t][r]);
+  for (int64_t t = 0; t < kInputs; ++t) totals[t] = sums[t];
 }
 
-// The kernels of a weight's format: for one input, and for several.
-struct IntegerKernels {
-  IntegerKernel one, several;
-
-  template <int64_t kScales>
-  static IntegerKernels with(bool zero_points) {
-    if (zero_points)
-      return {multiply_integers<kScales, true, 1>, multiply_integers<kScales, true, kIntegerTokens>};
-    return {multiply_integers<kScales, false, 1>, multiply_integers<kScales, false, kIntegerTokens>};
+// Turns a unit of as many rows as a register has lanes: words[w][part] has a row in each lane.
+template <int64_t kBits>
+void turn_codes(const uint8_t* codes, int64_t stride, int64_t ahead, IntRegister* words,
+                int64_t words_apart) {
+  using Layout = UnitLayout<kBits>;
+  alignas(64) float rows[kRegisterLanes][kRegisterLanes];
+  for (int64_t step = 0; step < Layout::kSteps; ++step) {
+    for (int64_t r = 0; r < kRegisterLanes; ++r) {
+      const uint8_t* place = codes + r * stride + step * sizeof(Register);
+      __builtin_prefetch(place + ahead);
+      std::memcpy(rows[r], place, sizeof(Register));
+    }
+    Register turned[kRegisterLanes];
+    transpose_lanes<kRegisterLanes>(rows[0], kRegisterLanes, turned);
+    for (int64_t i = 0; i < kRegisterLanes; ++i) {
+      const IntRegister word = reinterpret_cast<IntRegister>(turned[i]);
+      for (int64_t part = 0; part < Layout::kParts; ++part, words += words_apart)
+        *words = word >> (part * kBits) & Layout::kMask;
+    }
   }
+}
 
-  static IntegerKernels of(const LowBitWeight& w, int64_t unit_scales) {
-    const bool zeros = w.zero_points;
-    if (unit_scales == 4) return with<4>(zeros);
-    return unit_scales == 2 ? with<2>(zeros) : with<1>(zeros);
+// Adds the products of a unit of kManyRegisters registers of rows, turned, with kInputs inputs.
+template <int64_t kBits, int64_t kInputs>
+[[gnu::noinline]] void add_many(const IntRegister* codes, const RoundedUnit* const* inputs, int64_t groups,
+                                const GroupLanes (&lanes)[kManyRegisters], Register (*sums)[kManyRegisters]) {
+  using Layout = UnitLayout<kBits>;
+  const int64_t group_words = Layout::kWords / groups;
+  for (int64_t group = 0; group < groups; ++group) {
+    PlaneSums<Layout::kPlanes> dots[kInputs][kManyRegisters];
+    for (int64_t word = group * group_words; word < (group + 1) * group_words; ++word)
+      for (int64_t part = 0; part < Layout::kParts; ++part, codes += kManyRegisters) {
+        const int64_t place = Layout::word_place(word, part);
+        for (int64_t t = 0; t < kInputs; ++t)
+          for (int64_t v = 0; v < kManyRegisters; ++v)
+            dots[t][v].add_broadcast(codes[v], inputs[t]->words + place);
+      }
+    const auto add = [&]<int64_t kGroups>() {
+      for (int64_t t = 0; t < kInputs; ++t)
+        for (int64_t v = 0; v < kManyRegisters; ++v)
+          sums[t][v] = lanes[v].add_scaled(sums[t][v], group, dots[t][v].total(),
+                                           inputs[t]->template group_sum<kGroups>(group), inputs[t]->scale);
+    };
+    groups == 1   ? add.template operator()<1>()
+    : groups == 2 ? add.template operator()<2>()
+                  : add.template operator()<4>();
   }
-};
+}
+
+template <int64_t kBits, int64_t kInputs = kManyInputs>
+void add_many(int64_t count, const IntRegister* codes, const RoundedUnit* const* inputs, int64_t groups,
+              const GroupLanes (&lanes)[kManyRegisters], Register (*sums)[kManyRegisters]) {
+  if constexpr (kInputs > 1)
+    if (count < kInputs) return add_many<kBits, kInputs - 1>(count, codes, inputs, groups, lanes, sums);
+  add_many<kBits, kInputs>(codes, inputs, groups, lanes, sums);
+}
 
 // Products with a weight that takes rounded inputs.
 template <typename Element>
@@ -165,93 +283,181 @@ class IntegerRows {
  public:
   explicit IntegerRows(const LowBitWeight& weight)
       : w_(weight),
-        units_(num_units(weight.columns)),
-        unit_scales_(
-            weight.groups() > 1 && weight.group_size < kUnitColumns ? kUnitColumns / weight.group_size : 1),
+        bits_(code_bits(weight.format)),
         groups_(weight.groups()),
-        group_units_(groups_ == 1 ? units_ : std::max<int64_t>(1, weight.group_size / kUnitColumns)),
-        in_place_(std::is_same_v<Element, float> && !weight.zero_points &&
-                  !(group_units_ & (group_units_ - 1)) && groups_ * group_units_ == units_ * unit_scales_),
-        kernels_(IntegerKernels::of(weight, unit_scales_)) {
-    if (in_place_) return;
-    scales_ = aligned_floats(2 * kIntegerRows * units_ * unit_scales_);
-    std::fill_n(scales_.get(), 2 * kIntegerRows * units_ * unit_scales_, 0.0f);  // behind the last group
+        units_(num_units(weight.columns)),
+        unit_groups_(groups_ > 1 && w_.group_size < kUnitColumns ? kUnitColumns / w_.group_size : 1),
+        group_units_(groups_ == 1 ? units_ : std::max<int64_t>(1, w_.group_size / kUnitColumns)),
+        lane_groups_((units_ + group_units_ - 1) / group_units_ * unit_groups_),
+        scales_(kManyRegisters * lane_groups_ * kRegisterLanes),
+        zeros_(kManyRegisters * lane_groups_ * kRegisterLanes) {
+    const int32_t middle = bits_ == 4 ? 8 : 128;
+    std::fill_n(scales_.get(), kManyRegisters * lane_groups_ * kRegisterLanes,
+                0.0f);  // behind the last group
+    std::fill_n(zeros(), kManyRegisters * lane_groups_ * kRegisterLanes, middle);
   }
 
-  // Some inputs at a time, which stay in the cache while all the rows pass.
   template <typename Store>
   void multiply(int64_t first, int64_t count, const InputRows& inputs, Store store) {
-    for (int64_t token = 0; token < inputs.count; token += kTileInputs) {
-      const int64_t end = std::min(token + kTileInputs, inputs.count);
-      for (int64_t row = 0; row < count; row += kIntegerRows) {
-        const int64_t rows = std::min(kIntegerRows, count - row);
-        IntegerBlock block = block_of(first + row, rows);
-        multiply_tokens(block, token, end, inputs, [&](int64_t t, const float* products) {
-          for (int64_t r = 0; r < rows; ++r) store(t, row + r, products[r]);
-        });
-      }
-    }
+    bits_ == 4 ? multiply_bits<4>(first, count, inputs, store)
+               : multiply_bits<8>(first, count, inputs, store);
   }
 
  private:
-  template <typename Store>
-  void multiply_tokens(IntegerBlock& block, int64_t token, int64_t end, const InputRows& inputs,
-                       Store store) {
-    IntegerSums products;
-    for (; token < end; token += kIntegerTokens) {
-      const int64_t count = std::min(kIntegerTokens, end - token);
-      for (int64_t t = 0; t < kIntegerTokens; ++t)
-        block.inputs[t] = inputs.rows[token + std::min(t, count - 1)];
-      (count == 1 ? kernels_.one : kernels_.several)(block, products);
-      for (int64_t t = 0; t < count; ++t) store(token + t, products[t]);
-    }
+  template <int64_t kBits, typename Store>
+  void multiply_bits(int64_t first, int64_t count, const InputRows& inputs, Store store) {
+    if (inputs.count <= kFewInputs) return multiply_few_inputs<kBits>(first, count, inputs, store);
+    for (int64_t token = 0; token < inputs.count; token += kManyTile)
+      multiply_tile<kBits>(first, count, inputs, token, std::min(kManyTile, inputs.count - token), store);
   }
 
-  IntegerBlock block_of(int64_t first, int64_t count) {
-    IntegerBlock block;
-    const int64_t row_bytes = w_.columns / 2;
-    block.whole_units = w_.columns / kUnitColumns;
-    block.rest_bytes = w_.columns % kUnitColumns / 2;
-    block.scale_shift = in_place_ ? __builtin_ctzll(group_units_) : 0;
-    for (int64_t r = 0; r < kIntegerRows; ++r) {
-      const int64_t row = first + std::min(r, count - 1);
-      block.codes[r] = w_.codes + row * row_bytes;
-      if (in_place_) {
-        block.scales[r] = block.zeros[r] = static_cast<const float*>(w_.scales) + row * groups_;
-        continue;
+  static const RoundedUnit* units_of(const float* row) { return reinterpret_cast<const RoundedUnit*>(row); }
+
+  template <int64_t kBits, typename Store>
+  void multiply_few_inputs(int64_t first, int64_t count, const InputRows& inputs, Store store) {
+    const RoundedUnit* units[kFewInputs];
+    for (int64_t t = 0; t < inputs.count; ++t) units[t] = units_of(inputs.rows[t]);
+    const FewKernel multiply = few_kernel<kBits>(inputs.count);
+    for (int64_t row = 0; row < count; row += kRegisterLanes) {
+      const int64_t rows = std::min(kRegisterLanes, count - row);
+      const GroupLanes lanes = place_groups(first + row, rows, 0);
+      Register sums[kFewInputs] = {};
+      const int64_t whole = rows == kRegisterLanes ? w_.columns / kUnitColumns : 0;
+      const uint8_t* codes = codes_of(first + row);
+      const int64_t ahead = kRegisterLanes * row_bytes();
+      multiply({codes, row_bytes(), ahead, whole, group_units_}, units, lanes, sums);
+      for (int64_t unit = whole; unit < units_; ++unit) {
+        const RoundedUnit* one[kFewInputs];
+        for (int64_t t = 0; t < inputs.count; ++t) one[t] = units[t] + unit;
+        constexpr int64_t kBytes = UnitLayout<kBits>::kBytes;
+        alignas(64) uint8_t padded[kRegisterLanes * kBytes];
+        pad_unit<kBits>(codes, rows, unit, padded);
+        multiply({padded, kBytes, 0, 1, 1}, one, lanes.from(unit / group_units_ * unit_groups_), sums);
       }
-      float* scales = scales_.get() + 2 * r * units_ * unit_scales_;
-      block.scales[r] = scales;
-      block.zeros[r] = scales + units_ * unit_scales_;
-      copy_scales(row, scales);
+      for (int64_t t = 0; t < inputs.count; ++t)
+        for (int64_t r = 0; r < rows; ++r) store(t, row + r, sums[t][r]);
     }
-    return block;
   }
 
-  // In float32, for each unit, and zero points behind them.
-  void copy_scales(int64_t row, float* scales) const {
-    float* zeros = scales + units_ * unit_scales_;
-    for (int64_t g = 0, i = 0; g < groups_; ++g) {
-      const float scale = to_float(static_cast<const Element*>(w_.scales)[row * groups_ + g]);
-      const float zero = w_.zero_points ? zero_point(row, g) : 0.0f;
-      for (int64_t repeat = 0; repeat < group_units_; ++repeat, ++i) {
-        scales[i] = scale;
-        zeros[i] = zero;
+  // The kernel of 1 to kFewInputs inputs.
+  template <int64_t kBits>
+  FewKernel few_kernel(int64_t inputs) const {
+    static constexpr auto of = []<int64_t kGroups>(int64_t count) {
+      constexpr FewKernel kernels[] = {multiply_few<kBits, kGroups, 1>, multiply_few<kBits, kGroups, 2>,
+                                       multiply_few<kBits, kGroups, 3>, multiply_few<kBits, kGroups, 4>};
+      static_assert(std::size(kernels) == kFewInputs);
+      return kernels[count - 1];
+    };
+    if (unit_groups_ == 4) return of.template operator()<4>(inputs);
+    return unit_groups_ == 2 ? of.template operator()<2>(inputs) : of.template operator()<1>(inputs);
+  }
+
+  // Products of some inputs, which stay in the cache while all the rows pass.
+  template <int64_t kBits, typename Store>
+  void multiply_tile(int64_t first, int64_t count, const InputRows& inputs, int64_t token, int64_t tokens,
+                     Store store) {
+    using Layout = UnitLayout<kBits>;
+    constexpr int64_t kRows = kManyRegisters * kRegisterLanes;
+    for (int64_t row = 0; row < count; row += kRows) {
+      Register sums[kManyTile][kManyRegisters] = {};
+      GroupLanes lanes[kManyRegisters];
+      int64_t rows[kManyRegisters];
+      for (int64_t v = 0; v < kManyRegisters; ++v) {
+        rows[v] = std::clamp<int64_t>(count - row - v * kRegisterLanes, 0, kRegisterLanes);
+        lanes[v] = place_groups(first + row + v * kRegisterLanes, rows[v], v);
       }
+      for (int64_t unit = 0; unit < units_; ++unit) {
+        IntRegister codes[Layout::kWords * Layout::kParts * kManyRegisters];
+        GroupLanes group_lanes[kManyRegisters];
+        for (int64_t v = 0; v < kManyRegisters; ++v) {
+          turn_unit<kBits>(first + row + v * kRegisterLanes, rows[v], unit, codes + v);
+          group_lanes[v] = lanes[v].from(unit / group_units_ * unit_groups_);
+        }
+        for (int64_t t = 0, some; t < tokens; t += some) {
+          const int64_t rest = tokens - t, shares = (rest + kManyInputs - 1) / kManyInputs;
+          some = (rest + shares - 1) / shares;  // alike, so that none is left alone
+          const RoundedUnit* units[kManyInputs];
+          for (int64_t i = 0; i < some; ++i) units[i] = units_of(inputs.rows[token + t + i]) + unit;
+          add_many<kBits>(some, codes, units, unit_groups_, group_lanes, sums + t);
+        }
+      }
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t v = 0; v < kManyRegisters; ++v)
+          for (int64_t r = 0; r < rows[v]; ++r) store(token + t, row + v * kRegisterLanes + r, sums[t][v][r]);
     }
   }
 
-  float zero_point(int64_t row, int64_t group) const {
+  template <int64_t kBits>
+  void turn_unit(int64_t row, int64_t rows, int64_t unit, IntRegister* words) const {
+    constexpr int64_t kBytes = UnitLayout<kBits>::kBytes;
+    if (rows == kRegisterLanes && (unit + 1) * kUnitColumns <= w_.columns)
+      return turn_codes<kBits>(codes_of(row) + unit * kBytes, row_bytes(),
+                               kManyRegisters * kRegisterLanes * row_bytes(), words, kManyRegisters);
+    alignas(64) uint8_t padded[kRegisterLanes * kBytes];
+    pad_unit<kBits>(rows ? codes_of(row) : nullptr, rows, unit, padded);
+    turn_codes<kBits>(padded, kBytes, 0, words, kManyRegisters);
+  }
+
+  // Copies what there is of a unit; the numbers of other columns are 0.
+  template <int64_t kBits>
+  void pad_unit(const uint8_t* codes, int64_t rows, int64_t unit, uint8_t* padded) const {
+    constexpr int64_t kBytes = UnitLayout<kBits>::kBytes;
+    std::memset(padded, 0, kRegisterLanes * kBytes);
+    const int64_t bytes = std::min(kBytes, row_bytes() - unit * kBytes);
+    for (int64_t r = 0; r < rows; ++r)
+      std::memcpy(padded + r * kBytes, codes + r * row_bytes() + unit * kBytes, bytes);
+  }
+
+  int64_t row_bytes() const { return w_.columns * bits_ / 8; }
+  const uint8_t* codes_of(int64_t row) const { return w_.codes + row * row_bytes(); }
+  int32_t* zeros() { return reinterpret_cast<int32_t*>(zeros_.get()); }
+
+  // Puts the scales and zero points of some rows into the lanes of one of kManyRegisters registers.
+  GroupLanes place_groups(int64_t first, int64_t rows, int64_t place) {
+    float* scales = scales_.get() + place * lane_groups_ * kRegisterLanes;
+    int32_t* zero_points = zeros() + place * lane_groups_ * kRegisterLanes;
+    const Element* stored = static_cast<const Element*>(w_.scales) + first * groups_;
+    int64_t turned = 0;
+    if (std::is_same_v<Element, float> && rows == kRegisterLanes)
+      turned = turn_scales(reinterpret_cast<const float*>(stored), scales);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t g = turned; g < groups_; ++g)
+        scales[g * kRegisterLanes + r] = to_float(stored[r * groups_ + g]);
+    for (int64_t r = 0; r < rows && w_.zero_points; ++r)
+      for (int64_t g = 0; g < groups_; ++g) zero_points[g * kRegisterLanes + r] = zero_point(first + r, g);
+    return {reinterpret_cast<const Register*>(scales), reinterpret_cast<const IntRegister*>(zero_points)};
+  }
+
+  // Transposes scales [kRegisterLanes, groups], and returns of how many groups.
+  int64_t turn_scales(const float* stored, float* scales) const {
+    int64_t group = 0;
+    const auto turn = [&]<int64_t kCount>() {
+      for (; group + kCount <= groups_; group += kCount) {
+        Register turned[kRegisterLanes];
+        transpose_lanes<kCount>(stored + group, groups_, turned);
+        std::memcpy(scales + group * kRegisterLanes, turned, kCount * sizeof(Register));
+      }
+    };
+    turn.template operator()<kRegisterLanes>();
+#if defined(__AVX512F__)
+    turn.template operator()<8>();
+    turn.template operator()<4>();
+#endif
+    return group;
+  }
+
+  int32_t zero_point(int64_t row, int64_t group) const {
+    if (bits_ == 8) return w_.zero_points[row * groups_ + group];
     const uint8_t pair = w_.zero_points[row * ((groups_ + 1) / 2) + group / 2];
     return group % 2 ? pair >> 4 : pair & 15;
   }
 
   const LowBitWeight& w_;
-  const int64_t units_, unit_scales_, groups_;
-  const int64_t group_units_;  // whole units of a group, or 1
-  const bool in_place_;        // whether scales are read where they are stored
-  const IntegerKernels kernels_;
-  AlignedFloats scales_;  // else of a block's rows, each with its zero points
+  const int64_t bits_, groups_, units_;
+  const int64_t unit_groups_;  // groups of a unit, or 1
+  const int64_t group_units_;  // units of a group, or 1
+  const int64_t lane_groups_;  // groups of all units
+  const FewFloats scales_, zeros_;
 };
 
 }  // namespace ortolan::cpu::ORTOLAN_ISA

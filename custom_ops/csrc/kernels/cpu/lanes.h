@@ -107,4 +107,20 @@ inline Vec sigmoid(Vec x) {
 
 inline Vec silu(Vec x) { return x * sigmoid(x); }
 
+template <typename Function>
+Vec each_lane(Vec x, Function function) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (float& lane : lanes) lane = function(lane);
+  return load(lanes);
+}
+
+inline Vec gelu(Vec x) {
+  return 0.5f * x * (1.0f + each_lane(x, [](float lane) { return std::erf(lane * 0.70710678118654752f); }));
+}
+
+inline Vec gelu_tanh(Vec x) {
+  return 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+}
+
 }  // namespace ortolan::cpu::ORTOLAN_ISA

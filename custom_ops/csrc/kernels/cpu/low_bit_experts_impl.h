@@ -19,7 +19,7 @@ struct CodeStack {
   }
   bool finishes() const { return takes_rounded(weights.first); }
   void finish(float* row) const {
-    if (finishes()) round_inputs(row, weights.first.columns, row);
+    if (finishes()) round_inputs(weights.first, row, row);
   }
 
   template <typename Store>

@@ -32,14 +32,6 @@ void normalise_row(const RmsNormAddParams& p, int64_t token) {
   }
 }
 
-template <typename Function>
-Vec each_lane(Vec x, Function function) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (float& lane : lanes) lane = function(lane);
-  return load(lanes);
-}
-
 inline float softplus(float x) { return std::fmax(x, 0.0f) + std::log1p(std::exp(-std::fabs(x))); }
 
 inline Vec opened(GateActivation activation, Vec gate) {
@@ -51,11 +43,9 @@ inline Vec opened(GateActivation activation, Vec gate) {
     case GateActivation::kSoftplus:
       return each_lane(gate, [](float x) { return x == x ? softplus(x) : x; });
     case GateActivation::kGelu:
-      return 0.5f * gate *
-             (1.0f + each_lane(gate, [](float x) { return std::erf(x * 0.70710678118654752f); }));
+      return gelu(gate);
     default:
-      return 0.5f * gate *
-             (1.0f + hyperbolic_tangent(0.79788456080286536f * (gate + 0.044715f * gate * gate * gate)));
+      return gelu_tanh(gate);
   }
 }
 

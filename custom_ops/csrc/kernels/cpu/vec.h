@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace ortolan::cpu::ORTOLAN_ISA {
 
 constexpr int64_t kLanes = 16;
@@ -131,10 +135,9 @@ inline void transpose_lanes(const float* rows, int64_t stride, Register (&column
 #if defined(__AVX512F__)
   // Each turn of four moves one bit of an element's place from its row to its column.
   Register turned[kRegisterLanes];
-  for (int i = 0; i < kRegisterLanes; ++i) {
-    columns[i] = Register{};
-    std::memcpy(&columns[i], rows + i * stride, kCount * sizeof(float));
-  }
+  constexpr auto kMask = static_cast<__mmask16>((1u << kCount) - 1);
+  for (int i = 0; i < kRegisterLanes; ++i)
+    columns[i] = reinterpret_cast<Register>(_mm512_maskz_loadu_ps(kMask, rows + i * stride));
   interleave_halves(columns, turned);
   interleave_halves(turned, columns);
   interleave_halves(columns, turned);
