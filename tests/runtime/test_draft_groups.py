@@ -1,5 +1,8 @@
 """Drafts of many requests are made together, within bounds, and change no text."""
 
+import contextlib
+import threading
+
 import numpy as np
 import pytest
 from draft_heads import checkpoint_with_head
@@ -59,6 +62,17 @@ def steps(monkeypatch):
     return made
 
 
+@contextlib.contextmanager
+def together(engine):
+    """Requests submitted in here wait for each other: the engine's next step finds all of them."""
+    submitted = threading.Event()
+    engine.worker.send(lambda core: submitted.wait())
+    try:
+        yield
+    finally:
+        submitted.set()
+
+
 def texts(model, prompts, count=30):
     return [list(model.session().generate(p, count, SAMPLINGS[i % 3])) for i, p in enumerate(prompts)]
 
@@ -67,7 +81,8 @@ def test_drafts_of_requests_share_steps(model, own_draft, draw_tokens, steps):
     prompts = [draw_tokens(count, seed=count) for count in (20, 9, 33, 5)]
     expected = texts(model, prompts)
     with Engine(model, 4, chunk_tokens=100, max_context=200) as engine:
-        streams = [engine.submit(p, 30, SAMPLINGS[i % 3], speculation=own_draft) for i, p in enumerate(prompts)]
+        with together(engine):
+            streams = [engine.submit(p, 30, SAMPLINGS[i % 3], speculation=own_draft) for i, p in enumerate(prompts)]
         assert [stream.result() for stream in streams] == expected
         stats = engine.stats()
     greedy = streams[0].speculation
@@ -81,7 +96,8 @@ def test_a_head_drafts_for_requests_together(headed, draw_tokens, steps):
     prompts = [draw_tokens(count, seed=count) for count in (20, 9, 33, 5)]
     expected = texts(headed, prompts)
     with Engine(headed, 4, chunk_tokens=100, max_context=200) as engine:
-        streams = [engine.submit(p, 30, SAMPLINGS[i % 3], speculation=MtpHead()) for i, p in enumerate(prompts)]
+        with together(engine):
+            streams = [engine.submit(p, 30, SAMPLINGS[i % 3], speculation=MtpHead()) for i, p in enumerate(prompts)]
         assert [stream.result() for stream in streams] == expected
         assert engine.stats().accepted_tokens > 10
     assert max(map(len, steps)) == 4
