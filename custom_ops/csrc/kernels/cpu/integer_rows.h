@@ -7,6 +7,8 @@
 // holds another row, and every number of the inputs meets all lanes.
 #pragma once
 
+#include <utility>
+
 #include "aligned_floats.h"
 #include "code_vectors.h"
 #include "experts_impl.h"
@@ -14,14 +16,14 @@
 
 namespace ortolan::cpu::ORTOLAN_ISA {
 
-constexpr int64_t kFewInputs = 4;
 constexpr int64_t kManyRegisters = 2;  // of rows, which share the numbers that are read
+// The most inputs that meet codes as these are read, and what many are taken by, as registers allow.
 #if defined(__AVX512VNNI__)
-constexpr int64_t kManyInputs = 6;
+constexpr int64_t kFewInputs = 4, kManyInputs = 6;
 #elif defined(__AVX512F__)
-constexpr int64_t kManyInputs = 8;
+constexpr int64_t kFewInputs = 3, kManyInputs = 8;
 #else
-constexpr int64_t kManyInputs = 4;
+constexpr int64_t kFewInputs = 3, kManyInputs = 4;
 #endif
 constexpr int64_t kManyTile = 8 * kManyInputs;  // inputs that stay in the cache while rows pass
 
@@ -69,64 +71,98 @@ struct PlaneSums {
   }
 };
 
-// Neighbours added within each block of four lanes: in each, two sums of `a`, then two of `b`.
-inline IntRegister fold_lanes(IntRegister a, IntRegister b) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-#elif defined(__AVX__)
-  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
-         __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
-#else
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
-#endif
+// A register whose lane i is lane kSource(i) of `a` and `b`, one behind the other.
+template <auto kSource, int... kLane>
+inline IntRegister pick_lanes(IntRegister a, IntRegister b, std::integer_sequence<int, kLane...>) {
+  return reinterpret_cast<IntRegister>(__builtin_shufflevector(
+      reinterpret_cast<Register>(a), reinterpret_cast<Register>(b), kSource(kLane)...));
+}
+template <auto kSource>
+inline IntRegister pick_lanes(IntRegister a, IntRegister b) {
+  return pick_lanes<kSource>(a, b, std::make_integer_sequence<int, kRegisterLanes>());
 }
 
-constexpr int64_t kBlocks = kRegisterLanes / 4;  // of four lanes, in a register
+// Lanes lie in blocks of four. Place 0 to 3 in a lane's block of the first of two registers, 4 to 7 in that
+// of the second.
+constexpr int in_blocks(int lane, int place) {
+  return lane - lane % 4 + place % 4 + (place < 4 ? 0 : static_cast<int>(kRegisterLanes));
+}
 
-#if defined(__AVX__)
-// Blocks of four lanes: the even ones of `a`, then those of `b`; and the odd ones.
+// Neighbours added within each block: in each, two sums of `a`, then two of `b`.
+inline IntRegister fold_lanes(IntRegister a, IntRegister b) {
+  return pick_lanes<[](int lane) { return in_blocks(lane, lane % 4 * 2); }>(a, b) +
+         pick_lanes<[](int lane) { return in_blocks(lane, lane % 4 * 2 + 1); }>(a, b);
+}
+
+// The even blocks of `a`, then those of `b`; and the odd ones.
 inline IntRegister even_blocks(IntRegister a, IntRegister b) {
-#if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-#else
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
-#endif
+  return pick_lanes<[](int lane) { return lane / 4 * 8 + lane % 4; }>(a, b);
 }
 inline IntRegister odd_blocks(IntRegister a, IntRegister b) {
+  return pick_lanes<[](int lane) { return lane / 4 * 8 + lane % 4 + 4; }>(a, b);
+}
+
+// Transposes four rows of blocks: lane j of a block of rows[i] becomes lane i of that block of rows[j].
+inline void turn_blocks(IntRegister (&rows)[4]) {
+  constexpr auto kLow = [](int lane) { return in_blocks(lane, lane % 2 * 4 + lane % 4 / 2); };
+  constexpr auto kHigh = [](int lane) { return in_blocks(lane, lane % 2 * 4 + lane % 4 / 2 + 2); };
+  constexpr auto kFirst = [](int lane) { return in_blocks(lane, lane % 4 / 2 * 4 + lane % 2); };
+  constexpr auto kLast = [](int lane) { return in_blocks(lane, lane % 4 / 2 * 4 + lane % 2 + 2); };
+  const IntRegister low[2] = {pick_lanes<kLow>(rows[0], rows[1]), pick_lanes<kLow>(rows[2], rows[3])};
+  const IntRegister high[2] = {pick_lanes<kHigh>(rows[0], rows[1]), pick_lanes<kHigh>(rows[2], rows[3])};
+  rows[0] = pick_lanes<kFirst>(low[0], low[1]);
+  rows[1] = pick_lanes<kLast>(low[0], low[1]);
+  rows[2] = pick_lanes<kFirst>(high[0], high[1]);
+  rows[3] = pick_lanes<kLast>(high[0], high[1]);
+}
+
+constexpr int64_t kBlocks = kRegisterLanes / 4;  // of a register
+
+// Blocks that lie `stride` bytes apart.
+inline IntRegister load_blocks(const uint8_t* source, [[maybe_unused]] int64_t stride) {
+#if defined(__AVX2__)
+  const auto block = [&](int64_t i) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i * stride));
+  };
+#endif
 #if defined(__AVX512F__)
-  return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  __m512i blocks = _mm512_inserti32x4(_mm512_castsi128_si512(block(0)), block(1), 1);
+  blocks = _mm512_inserti32x4(_mm512_inserti32x4(blocks, block(2), 2), block(3), 3);
+  return reinterpret_cast<IntRegister>(blocks);
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntRegister>(
+      _mm256_inserti128_si256(_mm256_castsi128_si256(block(0)), block(1), 1));
 #else
-  return __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  static_assert(kBlocks == 1);
+  return load_words(source);
 #endif
 }
-#endif
 
 // Block b of quads[q] has sums of rows 4q .. 4q + 3, over the b-th part of the columns. Gives sums of kGroups
 // equal parts, each with a row in a lane.
 template <int64_t kGroups>
 inline void gather_rows(const IntRegister (&quads)[kBlocks], IntRegister (&groups)[kGroups]) {
-#if defined(__AVX512F__)
-  const IntRegister even[2] = {even_blocks(quads[0], quads[1]), even_blocks(quads[2], quads[3])};
-  const IntRegister odd[2] = {odd_blocks(quads[0], quads[1]), odd_blocks(quads[2], quads[3])};
-  if constexpr (kGroups == 4) {
-    groups[0] = even_blocks(even[0], even[1]);
-    groups[1] = even_blocks(odd[0], odd[1]);
-    groups[2] = odd_blocks(even[0], even[1]);
-    groups[3] = odd_blocks(odd[0], odd[1]);
-  } else {
-    const IntRegister halves[2] = {even[0] + odd[0], even[1] + odd[1]};
-    const IntRegister first = even_blocks(halves[0], halves[1]), second = odd_blocks(halves[0], halves[1]);
+  if constexpr (kBlocks == 1) {
+    groups[0] = quads[0];
+  } else if constexpr (kBlocks == 2) {
+    const IntRegister first = even_blocks(quads[0], quads[1]), second = odd_blocks(quads[0], quads[1]);
     groups[0] = kGroups == 1 ? first + second : first;
-    groups[kGroups - 1] = kGroups == 1 ? groups[0] : second;
+    if constexpr (kGroups == 2) groups[1] = second;
+  } else {
+    const IntRegister even[2] = {even_blocks(quads[0], quads[1]), even_blocks(quads[2], quads[3])};
+    const IntRegister odd[2] = {odd_blocks(quads[0], quads[1]), odd_blocks(quads[2], quads[3])};
+    if constexpr (kGroups == 4) {
+      groups[0] = even_blocks(even[0], even[1]);
+      groups[1] = even_blocks(odd[0], odd[1]);
+      groups[2] = odd_blocks(even[0], even[1]);
+      groups[3] = odd_blocks(odd[0], odd[1]);
+    } else {
+      const IntRegister halves[2] = {even[0] + odd[0], even[1] + odd[1]};
+      const IntRegister first = even_blocks(halves[0], halves[1]), second = odd_blocks(halves[0], halves[1]);
+      groups[0] = kGroups == 1 ? first + second : first;
+      if constexpr (kGroups == 2) groups[1] = second;
+    }
   }
-#elif defined(__AVX__)
-  const IntRegister first = even_blocks(quads[0], quads[1]), second = odd_blocks(quads[0], quads[1]);
-  groups[0] = kGroups == 1 ? first + second : first;
-  groups[kGroups - 1] = kGroups == 1 ? groups[0] : second;
-#else
-  groups[0] = quads[0];
-#endif
 }
 
 // The scales and zero points of a register of rows, group by group.
@@ -161,8 +197,8 @@ template <int64_t kBits, int64_t kGroups, int64_t kInputs>
         for (int64_t i = 0; i < kGroupSteps; ++i) {
           const int64_t step = first / kStepGroups * kGroupSteps + i;
           const uint8_t* place = codes + (4 * q + r) * stride + step * 4 * kRegisterLanes;
-          __builtin_prefetch(ahead + (((first / kStepGroups * kBlocks + q) * 4 + r) * kGroupSteps + i) * 4 *
-                                         kRegisterLanes);
+          __builtin_prefetch(ahead);
+          ahead += 4 * kRegisterLanes;
           const IntRegister words = load_words(place);
           for (int64_t part = 0; part < Layout::kParts; ++part)
             for (int64_t t = 0; t < kInputs; ++t)
@@ -220,25 +256,20 @@ template <int64_t kBits, int64_t kGroups, int64_t kInputs>
   for (int64_t t = 0; t < kInputs; ++t) totals[t] = sums[t];
 }
 
-// Turns a unit of as many rows as a register has lanes: words[w][part] has a row in each lane.
+// Turns a unit of as many rows as a register has lanes: each of its words' parts, with a row in each lane.
 template <int64_t kBits>
-void turn_codes(const uint8_t* codes, int64_t stride, int64_t ahead, IntRegister* words,
+void turn_codes(const uint8_t* codes, int64_t stride, const uint8_t* ahead, IntRegister* words,
                 int64_t words_apart) {
   using Layout = UnitLayout<kBits>;
-  alignas(64) float rows[kRegisterLanes][kRegisterLanes];
-  for (int64_t step = 0; step < Layout::kSteps; ++step) {
-    for (int64_t r = 0; r < kRegisterLanes; ++r) {
-      const uint8_t* place = codes + r * stride + step * sizeof(Register);
-      __builtin_prefetch(place + ahead);
-      std::memcpy(rows[r], place, sizeof(Register));
-    }
-    Register turned[kRegisterLanes];
-    transpose_lanes<kRegisterLanes>(rows[0], kRegisterLanes, turned);
-    for (int64_t i = 0; i < kRegisterLanes; ++i) {
-      const IntRegister word = reinterpret_cast<IntRegister>(turned[i]);
+  for (int64_t place = 0; place < Layout::kBytes; place += 16) {
+    IntRegister rows[4];
+    for (int64_t i = 0; i < 4; ++i) rows[i] = load_blocks(codes + i * stride + place, 4 * stride);
+    for (int64_t i = 0; i < kRegisterLanes / 4; ++i) __builtin_prefetch(ahead + 64 * i);
+    ahead += kRegisterLanes * 16;
+    turn_blocks(rows);
+    for (const IntRegister word : rows)
       for (int64_t part = 0; part < Layout::kParts; ++part, words += words_apart)
         *words = word >> (part * kBits) & Layout::kMask;
-    }
   }
 }
 
@@ -250,13 +281,15 @@ template <int64_t kBits, int64_t kInputs>
   const int64_t group_words = Layout::kWords / groups;
   for (int64_t group = 0; group < groups; ++group) {
     PlaneSums<Layout::kPlanes> dots[kInputs][kManyRegisters];
-    for (int64_t word = group * group_words; word < (group + 1) * group_words; ++word)
+    for (int64_t word = group * group_words; word < (group + 1) * group_words; ++word) {
+#pragma GCC unroll 1  // else products of several parts are added up first, in memory
       for (int64_t part = 0; part < Layout::kParts; ++part, codes += kManyRegisters) {
         const int64_t place = Layout::word_place(word, part);
         for (int64_t t = 0; t < kInputs; ++t)
           for (int64_t v = 0; v < kManyRegisters; ++v)
             dots[t][v].add_broadcast(codes[v], inputs[t]->words + place);
       }
+    }
     const auto add = [&]<int64_t kGroups>() {
       for (int64_t t = 0; t < kInputs; ++t)
         for (int64_t v = 0; v < kManyRegisters; ++v)
@@ -324,8 +357,7 @@ class IntegerRows {
       Register sums[kFewInputs] = {};
       const int64_t whole = rows == kRegisterLanes ? w_.columns / kUnitColumns : 0;
       const uint8_t* codes = codes_of(first + row);
-      const int64_t ahead = kRegisterLanes * row_bytes();
-      multiply({codes, row_bytes(), ahead, whole, group_units_}, units, lanes, sums);
+      multiply({codes, row_bytes(), kRegisterLanes * row_bytes(), whole, group_units_}, units, lanes, sums);
       for (int64_t unit = whole; unit < units_; ++unit) {
         const RoundedUnit* one[kFewInputs];
         for (int64_t t = 0; t < inputs.count; ++t) one[t] = units[t] + unit;
@@ -342,14 +374,14 @@ class IntegerRows {
   // The kernel of 1 to kFewInputs inputs.
   template <int64_t kBits>
   FewKernel few_kernel(int64_t inputs) const {
-    static constexpr auto of = []<int64_t kGroups>(int64_t count) {
-      constexpr FewKernel kernels[] = {multiply_few<kBits, kGroups, 1>, multiply_few<kBits, kGroups, 2>,
-                                       multiply_few<kBits, kGroups, 3>, multiply_few<kBits, kGroups, 4>};
-      static_assert(std::size(kernels) == kFewInputs);
-      return kernels[count - 1];
+    const auto of_groups = [&]<int64_t kGroups, int64_t... kLess>(std::integer_sequence<int64_t, kLess...>) {
+      static constexpr FewKernel kKernels[] = {multiply_few<kBits, kGroups, kLess + 1>...};
+      return kKernels[inputs - 1];
     };
-    if (unit_groups_ == 4) return of.template operator()<4>(inputs);
-    return unit_groups_ == 2 ? of.template operator()<2>(inputs) : of.template operator()<1>(inputs);
+    constexpr std::make_integer_sequence<int64_t, kFewInputs> kAll;
+    if (unit_groups_ == 4) return of_groups.template operator()<4>(kAll);
+    return unit_groups_ == 2 ? of_groups.template operator()<2>(kAll)
+                             : of_groups.template operator()<1>(kAll);
   }
 
   // Products of some inputs, which stay in the cache while all the rows pass.
@@ -359,6 +391,7 @@ class IntegerRows {
     using Layout = UnitLayout<kBits>;
     constexpr int64_t kRows = kManyRegisters * kRegisterLanes;
     for (int64_t row = 0; row < count; row += kRows) {
+      const uint8_t* ahead = codes_of(first + row + kRows);  // a little at a time
       Register sums[kManyTile][kManyRegisters] = {};
       GroupLanes lanes[kManyRegisters];
       int64_t rows[kManyRegisters];
@@ -370,7 +403,8 @@ class IntegerRows {
         IntRegister codes[Layout::kWords * Layout::kParts * kManyRegisters];
         GroupLanes group_lanes[kManyRegisters];
         for (int64_t v = 0; v < kManyRegisters; ++v) {
-          turn_unit<kBits>(first + row + v * kRegisterLanes, rows[v], unit, codes + v);
+          turn_unit<kBits>(first + row + v * kRegisterLanes, rows[v], unit, ahead, codes + v);
+          ahead += kRegisterLanes * Layout::kBytes;
           group_lanes[v] = lanes[v].from(unit / group_units_ * unit_groups_);
         }
         for (int64_t t = 0, some; t < tokens; t += some) {
@@ -388,14 +422,13 @@ class IntegerRows {
   }
 
   template <int64_t kBits>
-  void turn_unit(int64_t row, int64_t rows, int64_t unit, IntRegister* words) const {
+  void turn_unit(int64_t row, int64_t rows, int64_t unit, const uint8_t* ahead, IntRegister* words) const {
     constexpr int64_t kBytes = UnitLayout<kBits>::kBytes;
     if (rows == kRegisterLanes && (unit + 1) * kUnitColumns <= w_.columns)
-      return turn_codes<kBits>(codes_of(row) + unit * kBytes, row_bytes(),
-                               kManyRegisters * kRegisterLanes * row_bytes(), words, kManyRegisters);
+      return turn_codes<kBits>(codes_of(row) + unit * kBytes, row_bytes(), ahead, words, kManyRegisters);
     alignas(64) uint8_t padded[kRegisterLanes * kBytes];
     pad_unit<kBits>(rows ? codes_of(row) : nullptr, rows, unit, padded);
-    turn_codes<kBits>(padded, kBytes, 0, words, kManyRegisters);
+    turn_codes<kBits>(padded, kBytes, ahead, words, kManyRegisters);
   }
 
   // Copies what there is of a unit; the numbers of other columns are 0.
@@ -417,6 +450,9 @@ class IntegerRows {
     float* scales = scales_.get() + place * lane_groups_ * kRegisterLanes;
     int32_t* zero_points = zeros() + place * lane_groups_ * kRegisterLanes;
     const Element* stored = static_cast<const Element*>(w_.scales) + first * groups_;
+    const char* next = reinterpret_cast<const char*>(stored + 2 * kRegisterLanes * groups_);
+    for (int64_t i = 0; i < kRegisterLanes * groups_ * static_cast<int64_t>(sizeof(Element)); i += 64)
+      __builtin_prefetch(next + i);
     int64_t turned = 0;
     if (std::is_same_v<Element, float> && rows == kRegisterLanes)
       turned = turn_scales(reinterpret_cast<const float*>(stored), scales);

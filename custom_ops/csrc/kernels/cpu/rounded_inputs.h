@@ -79,9 +79,13 @@ inline int64_t input_floats(const LowBitWeight& w) {
 
 // The power of two that makes `largest` a number below 2^15 - 128, whose high byte is at most 127.
 inline float rounding_step(float largest) {
-  int exponent;
-  const float fraction = std::frexp(largest, &exponent);
-  return std::ldexp(1.0f, exponent - (fraction > 32639.0f / 32768.0f ? 14 : 15));
+  uint32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  constexpr uint32_t kOver = 0x101ff;  // carries mantissas above 32639 / 16384 into the exponent
+  bits = ((bits + kOver) & 0xff800000u) - (14u << 23);
+  float step;
+  std::memcpy(&step, &bits, sizeof step);
+  return step;
 }
 
 constexpr int64_t kUnitVecs = kUnitColumns / kLanes;
