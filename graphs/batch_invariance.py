@@ -18,9 +18,10 @@ _ROW_BY_ROW = frozenset((
     "Relu", "Reshape", "RotaryEmbedding", "Round", "Shape", "Sigmoid", "Sin", "Slice", "Softplus", "Split", "Sqrt",
     "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
 ))  # fmt: skip
-_MICROSOFT_ROW_BY_ROW = frozenset(
-    ("Gelu", "QuickGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization", "RotaryEmbedding")
-)
+_MICROSOFT_ROW_BY_ROW = frozenset((
+    "GatherBlockQuantized", "Gelu", "QuickGelu", "SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization",
+    "RotaryEmbedding",
+))  # fmt: skip
 _ON_BOTH = frozenset((
     _FUSED, "GateMul", "GatherRows", "NarrowStep", "NormRope", "QkvRopeAppend", "RingKvAppend", "RmsNormAdd",
     "RopeAngles", "SnapKvCapture", "SwaAttention",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 import onnx
@@ -15,7 +14,7 @@ from ortolan.graphs.builder import FLOAT, INT64, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import declare_step
 from ortolan.graphs.config import AttentionConfig, ModelConfig
 from ortolan.graphs.formats.dense import Dense
-from ortolan.graphs.fused_parts import CudaParts, FusedParts
+from ortolan.graphs.fused_parts import FusedParts
 from ortolan.graphs.kinds import LayerKind
 from ortolan.graphs.layer_inputs import add_layer_input, prepare_layer_inputs
 from ortolan.graphs.mixers import MIXERS
@@ -33,7 +32,6 @@ DOC_STRING = (
     "logit_rows names."
 )
 FUSED_DOC_STRING = " Fused for {}: computes what model.onnx does, over the same weights and the same bindings."
-_PARTS: Mapping[str | None, type[Parts]] = {None: Parts, "cpu": FusedParts, "cuda": CudaParts}
 _PLAIN = ("Gemm", "RMSNormalization", "RotaryEmbedding", "RingKvAppend")
 
 
@@ -56,7 +54,7 @@ def build_model(config: ModelConfig, options: GraphOptions, formats: Formats | N
     graph = GraphBuilder(config.architecture, described)
     formats = formats or Formats(default=Dense())
     shapes = weight_shapes(config) | shared_shapes(config) | joint_shapes(config)
-    parts = _PARTS[device](graph, config, options, shapes, formats)
+    parts = (FusedParts if options.fused else Parts)(graph, config, options, shapes, formats)
     attentions = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
     states = [layer.mixer.kind for layer in config.layers if not isinstance(layer.mixer, AttentionConfig)]
     parts.step = declare_step(graph, options, [mixer.window for mixer in attentions], states)

@@ -16,21 +16,33 @@ GATE_UP, GATE_UP_MEMBERS = "gate_up", ("gate", "up")
 
 
 class FusedParts(Parts):
-    """A decoder under construction for the CPU, whose linear layers stay ONNX Runtime's.
+    """A decoder under construction for one device.
 
-    1. Gate and up are one product, as query, key and value are in every graph. A QkvRopeAppend normalises heads,
-       rotates, appends and captures; a NormRope normalises and rotates heads whose projections stay apart.
+    1. Gate and up are one product, as query, key and value are in every graph. Norms before linear layers, gates and
+       residuals after them are folded in where the weight's format can on the device. A QkvRopeAppend normalises
+       heads, rotates, appends and captures; a NormRope normalises and rotates heads whose projections stay apart.
     2. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is any other norm. A residual
        and the norm of the sum are one SkipSimplifiedLayerNormalization.
     3. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
        the gated delta rule are one DeltaGates.
-    4. One GatherRows picks the rows that the head reads. Where the last layers compute those alone, a NarrowStep tells
-       what belongs to them.
+    4. One GatherRows picks the rows that the head reads; on CUDA another looks embeddings up, whose launch overlaps
+       with its neighbours', so that the first layer's weights are on their way. Where the last layers compute wanted
+       rows alone, a NarrowStep tells what belongs to them.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._sums: dict[str, Node] = {}  # by name of the sum
+
+    def add_linear(self, linear: Linear) -> Tensor:
+        """Add a linear layer as its weight's format has it for the device."""
+        return self.format(linear.stem).fused(self, linear)
+
+    def look_up(self, path: str, table: Tensor, token_ids: Tensor) -> Tensor:
+        """Pick the rows [T, features] of tokens in a table [V, features]."""
+        if self.options.fused_for != "cuda":
+            return super().look_up(path, table, token_ids)
+        return self.rows(path, table, token_ids)
 
     def columns(self, path: str, x: Tensor | Normed, whole: str, names: Sequence[str]) -> list[Columns]:
         """Add several linear layers of one input, by one product where they are stored as one."""
@@ -44,12 +56,21 @@ class FusedParts(Parts):
 
     def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
         """Add activation(gate(x)) * up(x)."""
+        stem = f"{path}/{GATE_UP}".replace("/", ".")
+        members = [f"{path}/{name}".replace("/", ".") for name in GATE_UP_MEMBERS]
+        if self.joins(stem, members) and self.format(stem).folds(self.options.fused_for):
+            return self.add_linear(Linear(path=f"{path}/{GATE_UP}", stem=stem, x=x, activation=f"{activation}_mul"))
         gate, up = self.columns(path, self.value(x), GATE_UP, GATE_UP_MEMBERS)
         size = self.shapes[f"{path}/up.weight".replace("/", ".")][0]
         return gate_mul(self, path, Gated(x=up, gates=gate, size=size, activation=activation))
 
     def open_gate(self, path: str, x: Tensor, factor: Columns, size: int, activation: str) -> Tensor:
         """Add activation(gate(x)) * factor, of `size` columns."""
+        stem = f"{path}/gate".replace("/", ".")
+        weights = self.format(stem)
+        if weights.takes_factors and weights.folds(self.options.fused_for):
+            linear = Linear(path=f"{path}/gate", stem=stem, x=x, activation=f"{activation}_mul", factor=factor)
+            return self.add_linear(linear)
         gate = Columns(self.linear(f"{path}/gate", x))
         return gate_mul(self, path, Gated(x=factor, gates=gate, size=size, activation=activation))
 
@@ -137,38 +158,3 @@ class FusedParts(Parts):
         inputs = {"rows": x, "row_indices": indices}
         (y,) = self.graph.operator(f"{path}/GatherRows", emitters.gather_rows, inputs)
         return y
-
-
-class CudaParts(FusedParts):
-    """A decoder under construction for CUDA.
-
-    1. Norms before linear layers, gates and residuals after them are folded in where the weight's format can.
-    2. A GatherRows looks embeddings up. Its launch overlaps with its neighbours', so the first layer's weights are on
-       their way.
-    3. All else is as in FusedParts.
-    """
-
-    def look_up(self, path: str, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Pick the rows [T, features] of tokens in a table [V, features]."""
-        return self.rows(path, table, token_ids)
-
-    def add_linear(self, linear: Linear) -> Tensor:
-        """Add a linear layer as its weight's format has it for CUDA."""
-        return self.format(linear.stem).fused(self, linear)
-
-    def gated(self, path: str, x: Tensor | Normed, activation: str) -> Tensor:
-        """Add activation(gate(x)) * up(x)."""
-        stem = f"{path}/{GATE_UP}".replace("/", ".")
-        members = [f"{path}/{name}".replace("/", ".") for name in GATE_UP_MEMBERS]
-        if not self.joins(stem, members) or not self.format(stem).folds:
-            return super().gated(path, x, activation)
-        return self.add_linear(Linear(path=f"{path}/{GATE_UP}", stem=stem, x=x, activation=f"{activation}_mul"))
-
-    def open_gate(self, path: str, x: Tensor, factor: Columns, size: int, activation: str) -> Tensor:
-        """Add activation(gate(x)) * factor, of `size` columns."""
-        stem = f"{path}/gate".replace("/", ".")
-        if not self.format(stem).takes_factors:
-            return super().open_gate(path, x, factor, size, activation)
-        return self.add_linear(
-            Linear(path=f"{path}/gate", stem=stem, x=x, activation=f"{activation}_mul", factor=factor)
-        )

@@ -12,7 +12,7 @@ from ortolan.graphs.builder import FLOAT, GraphBuilder, Tensor
 from ortolan.graphs.cached_attention import CachedAttention, Step
 from ortolan.graphs.config import AttentionConfig, ModelConfig, QueryScale
 from ortolan.graphs.kinds import Shapes
-from ortolan.graphs.options import GraphOptions
+from ortolan.graphs.options import Fusion, GraphOptions
 
 EXPERT_WEIGHTS = ("gate_up", "down")  # of a mixture
 
@@ -77,12 +77,11 @@ class WeightFormat(Protocol):
     """How a linear weight is stored and multiplied."""
 
     @property
-    def folds(self) -> bool:
-        """Whether its fused product takes norms, gates and residuals."""
-
-    @property
     def takes_factors(self) -> bool:
-        """Whether its fused product takes the factor of a gate."""
+        """Whether a product that folds takes the factor of a gate."""
+
+    def folds(self, device: Fusion | None) -> bool:
+        """Tell whether its fused product on a device takes norms, gates and residuals."""
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors that a weight of a shape is stored as: element type and shape by name."""
@@ -91,7 +90,7 @@ class WeightFormat(Protocol):
         """Add a linear layer in operators that every device has."""
 
     def fused(self, parts: Parts, linear: Linear) -> Tensor:
-        """Add a linear layer for CUDA."""
+        """Add a linear layer for the device that the options name."""
 
 
 class ExpertFormat(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ortolan.element_types import element_type
 from ortolan.graphs.builder import MICROSOFT, Tensor
+from ortolan.graphs.options import Fusion
 from ortolan.graphs.parts import Linear, Parts
 
 PORTS = ("blocks", "scales", "zero_points")  # of MatMulNBits, after its first input
@@ -24,8 +25,11 @@ class Blocks:
     attributes: Mapping[str, int]
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
 
-    folds = False
     takes_factors = False
+
+    def folds(self, device: Fusion | None) -> bool:
+        """Tell that MatMulNBits takes no norm, gate or residual."""
+        return False
 
     def tensors(self, name: str, shape: tuple[int, ...], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """List the tensors."""

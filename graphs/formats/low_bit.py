@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ortolan.element_types import element_type
 from ortolan.graphs.builder import FLOAT, MICROSOFT, Tensor, emitters
 from ortolan.graphs.formats.blocks import Blocks
+from ortolan.graphs.options import Fusion
 from ortolan.graphs.parts import EXPERT_WEIGHTS, Linear, Normed, Parts
 
 Kind: TypeAlias = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
@@ -42,13 +43,16 @@ class LowBit:
     input_format: InputFormat = "none"
     input_scale: float = 0.0
 
-    folds = True
     takes_factors = False
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
         return BITS[self.kind]
+
+    def folds(self, device: Fusion | None) -> bool:
+        """Tell that LowBitLinear takes norms, gates and residuals on every device."""
+        return True
 
     def groups(self, columns: int) -> int:
         """Return how many groups a row has."""
@@ -143,7 +147,7 @@ class LowBit:
         shape, graph = parts.shapes[f"{stem}.weight"], parts.graph
         stored = self.ports(shape, parts.options.dtype)
         scales = self._tensor(parts, stem, "scales", stored["scales"])
-        fused = parts.options.fused_for == "cuda"
+        fused = parts.options.fused
         codes = self._tensor(parts, stem, "codes", stored["codes"] if fused else ("uint8", self._blocks(shape)))
         if self.bits == 4:
             return self._half_byte_rows(parts, stem, codes, scales, indices)

@@ -14,18 +14,11 @@ from tolerances import ROUNDED_INPUTS_RELATIVE
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
-from ortolan.graphs.formats import low_bit
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 PROMPT = list(range(3, 60))
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 QUERY = "layers.1.attention.query"
-
-
-@pytest.fixture(autouse=True)
-def exact_activations(monkeypatch):
-    """Let products read activations as they are, so that weights alone are compared."""
-    monkeypatch.setattr(low_bit, "ACCURACY_LEVEL", 1)
 
 
 def logits(folder):

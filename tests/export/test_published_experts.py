@@ -15,19 +15,12 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
-from ortolan.graphs.formats import low_bit
 from ortolan.manifest import MODEL_FILE, read_manifest
 
 PROMPT = list(range(3, 60))
 GATE_UP = "layers.1.mlp.experts.gate_up"
 MIXTURE = {"moe_intermediate_size": 128, "num_experts": 4, "mlp_only_layers": [], "num_hidden_layers": 2}
 SWAPPED = {"gptq": "gptq-symmetric", "packed-zero-points": "packed-4"}
-
-
-@pytest.fixture(autouse=True)
-def exact_activations(monkeypatch):
-    """Let products read activations as they are, so that weights alone are compared."""
-    monkeypatch.setattr(low_bit, "ACCURACY_LEVEL", 1)
 
 
 def logits(folder):

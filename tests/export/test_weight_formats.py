@@ -14,7 +14,6 @@ from tolerances import ROUNDED_INPUTS_RELATIVE
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError
-from ortolan.graphs.formats import low_bit
 from ortolan.manifest import FUSED_FILE, MODEL_FILE, read_manifest
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
@@ -34,12 +33,6 @@ CASES = {
     "mxfp4-nearest": ({"weight_format": "mxfp4", "quantizer": "nearest"}, 0.13),
     "fp8-blocks": ({"weight_format": "fp8", "group_size": 128}, 0.03),
 }
-
-
-@pytest.fixture(autouse=True)
-def exact_activations(monkeypatch):
-    """Let products read activations as they are, so that weights alone are compared."""
-    monkeypatch.setattr(low_bit, "ACCURACY_LEVEL", 1)
 
 
 def logits(folder):

@@ -23,8 +23,8 @@ SNAPKV = SnapKv(budget=40, window=8, sink=2)
 WIDE = {"hidden_size": 128, "intermediate_size": 128}  # which groups of weights divide
 
 
-def export(family, dtype="float32", **options):
-    sizes = WIDE if "weight_format" in options else {}
+def export(family, dtype="float32", *, tied=False, **options):
+    sizes = WIDE | {"tie_word_embeddings": tied} if "weight_format" in options else {}
     checkpoint = shared_checkpoint(family, seed=5, num_key_value_heads=2, **sizes)
     return shared_model(checkpoint, dtype=dtype, max_context=CONTEXT, chunk_size=64, **options)
 
@@ -114,12 +114,20 @@ def test_logits_are_those_of_the_same_model_without_it(model, prompts):
     assert np.abs(found - wanted).max() <= (2e-4 if model.manifest.dtype == "float32" else 0.1) * np.std(wanted)
 
 
-CODES = [{"weight_format": "fp8"}, {"weight_format": "int8", "group_size": "channel"}]
+CODES = {
+    "fp8": {"weight_format": "fp8"},
+    "mxfp4": {"weight_format": "mxfp4", "head_format": "dense"},
+    "int8-channel": {"weight_format": "int8", "group_size": "channel"},
+    "int8": {"weight_format": "int8", "group_size": 32},
+    "int4": {"weight_format": "int4", "group_size": 32},
+    "int4-head": {"weight_format": "int4", "group_size": 64, "head_format": "int4"},
+}
 
 
-@pytest.mark.parametrize("options", CODES, ids=str)
-def test_codes_that_each_row_multiplies_by_itself_are_allowed(prompts, options):
-    folder = export("llama", head_format="dense", **options)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", CODES.values(), ids=CODES)
+def test_codes_keep_the_bits(prompts, options, tied):
+    folder = export("llama", tied=tied, **options)
     model = ortolan.load(folder, device="cpu", batch_invariant=True)
     found = {model.session(chunk_size=size).prefill(prompts[-1]).tobytes() for size in (None, 7, 64, 1)}
     assert len(found) == 1
@@ -137,11 +145,14 @@ def test_caches_of_codes_keep_the_bits(prompts, cache_dtype):
 
 
 REFUSED = {
-    "int4": (lambda: export("llama", weight_format="int4", group_size=32), "few bits.*MatMulNBits.*weight_format"),
     "gated-delta": (lambda: export("qwen3_next"), "gated delta layers.*CausalConv|gated delta layers.*GatedDeltaRule"),
     "scaled-queries": (lambda: export("ministral3"), "operator Log"),
 }
-REFUSED_PLAIN = ("phi3", "laguna")  # their angles do not fill the vectors by which ONNX Runtime computes them
+REFUSED_PLAIN = {  # the first two have angles that do not fill the vectors by which ONNX Runtime computes them
+    "phi3": (lambda: export("phi3"), "operator Cos"),
+    "laguna": (lambda: export("laguna"), "operator Cos"),
+    "int4": (lambda: export("llama", weight_format="int4", group_size=32), "few bits.*MatMulNBits.*weight_format"),
+}
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
@@ -152,10 +163,10 @@ def test_models_whose_rows_may_depend_on_each_other_are_refused(make, message):
         ortolan.load(folder, device="cpu", batch_invariant=True)
 
 
-@pytest.mark.parametrize("family", REFUSED_PLAIN)
-def test_plain_graphs_whose_rows_may_depend_on_each_other_are_refused(family):
-    with pytest.raises(ConfigError, match=r"cannot be kept on the CPU: .*operator Cos"):
-        ortolan.load(export(family), device="cpu", fused=False, batch_invariant=True)
+@pytest.mark.parametrize(("make", "message"), REFUSED_PLAIN.values(), ids=REFUSED_PLAIN)
+def test_plain_graphs_whose_rows_may_depend_on_each_other_are_refused(make, message):
+    with pytest.raises(ConfigError, match=rf"cannot be kept on the CPU: .*{message}"):
+        ortolan.load(make(), device="cpu", fused=False, batch_invariant=True)
 
 
 def test_eviction_between_chunks_is_refused(model):
