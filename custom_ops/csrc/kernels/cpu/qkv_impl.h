@@ -1,5 +1,5 @@
-// QkvRopeAppend and NormRope on the CPU: a task is a token. A head is normalised and rotated in float32,
-// rounded once, and put where it belongs; what is neither normalised nor rotated keeps its bits.
+// QkvRopeAppend and NormRope on the CPU: a task is a head of a token. It is normalised and rotated in
+// float32, rounded once, and put where it belongs; what is neither normalised nor rotated keeps its bits.
 #pragma once
 
 #include "kernels/cpu/operators.generated.h"
@@ -12,26 +12,35 @@ namespace ortolan::cpu::ORTOLAN_ISA {
 constexpr int64_t kMostHeadSize = 512;
 
 template <typename Element>
-class TokenHeads {
+class TokenHead {
  public:
-  TokenHeads(const QkvRopeAppendParams& p, int64_t token)
+  TokenHead(const QkvRopeAppendParams& p, int64_t token)
       : p_(p), token_(token), size_(p.cache.head_size), sequence_(sequence_of(p.packing, token)) {}
 
-  void move() {
-    const int64_t kv_heads = p_.cache.num_kv_heads,
-                  row_heads = p_.num_heads + (p_.value_is_key ? 1 : 2) * kv_heads;
-    const auto* row = static_cast<const Element*>(p_.qkv) + token_ * row_heads * size_;
-    for (int64_t h = 0; h < p_.num_heads; ++h) {
-      prepare(row + h * size_, p_.query_norm_weight, true);
-      put(p_.query, token_ * p_.num_heads + h);
-      if (p_.capture_rows > 0) capture(h);
-    }
-    const auto* keys = row + p_.num_heads * size_;
-    const auto* values = p_.value_is_key ? keys : keys + kv_heads * size_;
-    for (int64_t h = 0; h < kv_heads; ++h) append(keys + h * size_, values + h * size_, h);
+  void move_query(int64_t head) {
+    prepare(head_of(head), p_.query_norm_weight, true);
+    put(p_.query, token_ * p_.num_heads + head);
+    if (p_.capture_rows > 0) capture(head);
+  }
+
+  void append(int64_t head) {
+    const int64_t row = cache_row(head);
+    if (row < 0) return;
+    const Element* key = head_of(p_.num_heads + head);
+    prefetch_row(p_.key_cache, row);
+    prefetch_row(p_.value_cache, row);
+    prepare(key, p_.key_norm_weight, true);
+    store_row(p_.key_cache, p_.key_scale, row);
+    prepare_value(p_.value_is_key ? key : key + p_.cache.num_kv_heads * size_);
+    store_row(p_.value_cache, p_.value_scale, row);
   }
 
  private:
+  const Element* head_of(int64_t place) const {
+    const int64_t heads = p_.num_heads + (p_.value_is_key ? 1 : 2) * p_.cache.num_kv_heads;
+    return static_cast<const Element*>(p_.qkv) + (token_ * heads + place) * size_;
+  }
+
   // The sequence that owns a row; -1 where none does.
   static int64_t sequence_of(const Packing& packing, int64_t row) {
     if (packing.num_sequences == 0) return -1;
@@ -89,15 +98,6 @@ class TokenHeads {
     put(p_.capture, (sequence_ * p_.capture_rows + place) * p_.num_heads + head);
   }
 
-  void append(const Element* key, const Element* value, int64_t head) {
-    const int64_t row = cache_row(head);
-    if (row < 0) return;
-    prepare(key, p_.key_norm_weight, true);
-    store_row(p_.key_cache, p_.key_scale, row);
-    prepare_value(value);
-    store_row(p_.value_cache, p_.value_scale, row);
-  }
-
   // Of two tokens of a chunk that share a slot only the later is written; -1 for the other.
   int64_t cache_row(int64_t head) const {
     if (sequence_ < 0) return -1;
@@ -105,6 +105,13 @@ class TokenHeads {
     if (position >= p_.cache.sink && t + p_.cache.capacity - p_.cache.sink < p_.packing.count(sequence_))
       return -1;
     return p_.cache.row_index(sequence_, head, p_.cache.slot(position));
+  }
+
+  // Asks for a row that is to be written, which no cache of the processor holds.
+  void prefetch_row(const void* cache, int64_t row) const {
+    const int64_t bytes = size_ * element_bytes(p_.cache_element);
+    for (int64_t i = 0; i < bytes; i += 64)
+      __builtin_prefetch(static_cast<const char*>(cache) + row * bytes + i, 1);
   }
 
   void store_row(void* cache, float* scales, int64_t row) const {
@@ -118,11 +125,20 @@ class TokenHeads {
   alignas(64) Element rounded_[kMostHeadSize];
 };
 
-inline void qkv_rope_append(const QkvRopeAppendParams& p, ParallelFor& parallel) {
-  const bool is_half = p.element == ElementType::kFloat16;
-  parallel.each(p.packing.num_tokens, [&](int64_t token) {
-    is_half ? TokenHeads<Half>(p, token).move() : TokenHeads<float>(p, token).move();
+// Each kv head follows the queries of its group, so that any share of the tasks has its share of both.
+template <typename Element>
+void move_heads(const QkvRopeAppendParams& p, ParallelFor& parallel) {
+  const int64_t kv_heads = p.cache.num_kv_heads, group = p.num_heads / std::max<int64_t>(1, kv_heads),
+                heads = p.num_heads + kv_heads;
+  parallel.each(p.packing.num_tokens * heads, [&](int64_t task) {
+    TokenHead<Element> token(p, task / heads);
+    const int64_t kv_head = task % heads / (group + 1), place = task % heads % (group + 1);
+    place < group ? token.move_query(kv_head * group + place) : token.append(kv_head);
   });
+}
+
+inline void qkv_rope_append(const QkvRopeAppendParams& p, ParallelFor& parallel) {
+  p.element == ElementType::kFloat16 ? move_heads<Half>(p, parallel) : move_heads<float>(p, parallel);
 }
 
 inline void norm_rope(const NormRopeParams& p, ParallelFor& parallel) {
