@@ -1,11 +1,12 @@
 // SwaAttention on the CPU: online softmax over tiles of 64 positions, in spans of 1024 positions.
 //
-// A task is one (sequence, kv head, block of query rows) when there are many rows, or one (sequence, kv
-// head, span) when there are few, as in decode. Both fold the spans in ascending order with the same
-// arithmetic, so a row's bits depend on its visible keys alone. Idea of the online softmax: Milakov and
-// Gimelshein, arXiv 1805.02867; of splitting keys in decode: FlashDecoding.
+// A task is one (sequence, kv head, block of query rows) when there are many rows or a span holds all keys,
+// or one (sequence, kv head, span) when there are few rows, as in decode. Both fold the spans in ascending
+// order with the same arithmetic, so a row's bits depend on its visible keys alone. Idea of the online
+// softmax: Milakov and Gimelshein, arXiv 1805.02867; of splitting keys in decode: FlashDecoding.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -278,19 +279,25 @@ void attend_split(const SwaAttentionParams& p, const std::vector<RowBlock>& bloc
     parts[i].states = task.span_state();
     parts[i].values = task.span_values();
   });
-  for (size_t b = 0; b < blocks.size(); ++b) {
+  parallel.each(static_cast<int64_t>(blocks.size()), [&](int64_t b) {
     AttentionTask<Element> task(p, blocks[b]);
     for (size_t i = first_part[b]; i < first_part[b + 1]; ++i)
       task.fold(parts[i].states.data(), parts[i].values.data());
     task.finish();
-  }
+  });
+}
+
+inline bool fits_a_span(const SwaAttentionParams& p, const RowBlock& block) {
+  return p.past_len.at(block.sequence, block.head) + p.packing.count(block.sequence) <= kSpanKeys;
 }
 
 template <typename Element>
 void attend(const SwaAttentionParams& p, ParallelFor& parallel) {
   constexpr size_t kEnoughBlocks = 16;
   const std::vector<RowBlock> blocks = row_blocks(p);
-  if (blocks.size() < kEnoughBlocks) return attend_split<Element>(p, blocks, parallel);
+  const auto is_whole = [&](const RowBlock& block) { return fits_a_span(p, block); };
+  if (blocks.size() < kEnoughBlocks && !std::all_of(blocks.begin(), blocks.end(), is_whole))
+    return attend_split<Element>(p, blocks, parallel);
   parallel.each(static_cast<int64_t>(blocks.size()), [&](int64_t i) { attend_block<Element>(p, blocks[i]); });
 }
 
