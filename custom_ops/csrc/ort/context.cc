@@ -33,7 +33,8 @@ void check(const OrtApi* api, OrtStatus* status) {
   throw std::runtime_error("ONNX Runtime rejected a call of the operator library: " + message);
 }
 
-Context::Context(const NodeInfo& node, OrtKernelContext* context) : node_(node), context_(context) {
+Context::Context(const NodeInfo& node, OrtKernelContext* context)
+    : node_(node), context_(context), inputs_(node.schema->inputs.size()) {
   check(node.api, abi::KernelContext_GetInputCount::of(node.api)(context, &num_inputs_));
 }
 
@@ -43,7 +44,13 @@ void* Context::gpu_stream() const {
   return stream;
 }
 
-Tensor Context::input(size_t index) const {
+const Tensor& Context::input(size_t index) const {
+  std::optional<Tensor>& known = inputs_[index];
+  if (!known) known = read_input(index);
+  return *known;
+}
+
+Tensor Context::read_input(size_t index) const {
   const Port& port = node_.schema->inputs[index];
   const OrtValue* value = nullptr;
   if (index < num_inputs_)
@@ -66,8 +73,8 @@ Tensor Context::input(size_t index) const {
   return tensor;
 }
 
-Tensor Context::input(size_t index, std::span<const int64_t> dims) const {
-  Tensor tensor = input(index);
+const Tensor& Context::input(size_t index, std::span<const int64_t> dims) const {
+  const Tensor& tensor = input(index);
   if (!tensor.present) return tensor;
   bool fits = tensor.shape.size() == dims.size();
   size_t axis = 0;
@@ -117,10 +124,8 @@ Context::Span Context::span_of(const Port& port, const Tensor& tensor) const {
 void Context::check_apart(size_t index, const Span& output) const {
   const Schema& schema = *node_.schema;
   const Port& port = schema.outputs[index];
-  if (inputs_.empty())
-    for (size_t i = 0; i < num_inputs_; ++i) inputs_.push_back(span_of(schema.inputs[i], input(i)));
   for (size_t i = 0; i < inputs_.size(); ++i) {
-    const Span& other = inputs_[i];
+    const Span other = span_of(schema.inputs[i], input(i));
     const bool reused = static_cast<int>(i) == port.reused_input();
     if (!output.overlaps(other)) continue;
     if (reused && output.begin == other.begin && output.bytes == other.bytes) continue;

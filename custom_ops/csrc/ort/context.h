@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -41,12 +42,12 @@ class Context {
   void* gpu_stream() const;
 
   // Input `index`, of the schema's rank; an absent optional input has `present` false.
-  Tensor input(size_t index) const;
+  const Tensor& input(size_t index) const;
   // Input `index`, with these dimensions; -1 allows any.
-  Tensor input(size_t index, std::initializer_list<int64_t> dims) const {
+  const Tensor& input(size_t index, std::initializer_list<int64_t> dims) const {
     return input(index, std::span(dims.begin(), dims.size()));
   }
-  Tensor input(size_t index, std::span<const int64_t> dims) const;
+  const Tensor& input(size_t index, std::span<const int64_t> dims) const;
   // Output `index`; data is null where the caller did not ask for it. It shares no memory with an input or
   // with another output, but for all of the one input that its port may continue: kernels read while they
   // write.
@@ -68,6 +69,7 @@ class Context {
     }
   };
 
+  Tensor read_input(size_t index) const;
   void copy(void* target, const void* source, size_t bytes) const;
   Span span_of(const Port& port, const Tensor& tensor) const;
   void check_apart(size_t index, const Span& output) const;
@@ -75,7 +77,7 @@ class Context {
   const NodeInfo& node_;
   OrtKernelContext* context_;
   size_t num_inputs_ = 0;
-  mutable std::vector<Span> inputs_;                      // of all inputs, once there is an output
+  mutable std::vector<std::optional<Tensor>> inputs_;     // that were read, each once
   mutable std::vector<std::pair<size_t, Span>> outputs_;  // that were taken
 };
 
