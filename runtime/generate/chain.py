@@ -133,13 +133,20 @@ class Chain:
             turn: the generation.
             is_early: whether tokens are there that do not wait for a graph to be captured.
         """
-        tokens = [*self.state.tokens, *(token for token, _ in self._checked)] if self._checked else self.state.tokens
-        draft = self._draft(turn, tokens)
-        if not draft:
+        if self.speculator is None or len(self.state.pending) != 1:
             return False
-        ahead = len(self._checked)
-        given = np.array([*tokens[len(tokens) - ahead :], *draft], np.int64)
-        row = self._feeder.row(self._reader.with_pending(given)[ahead:], ahead, self.wanted_after(turn, tokens, draft))
+        tokens, checked = self.state.tokens, [token for token, _ in self._checked]
+        known, ahead = len(tokens), len(checked)
+        try:
+            tokens.extend(checked)  # until the draft is made: a copy of a long sequence would keep the device waiting
+            draft = self._draft(turn, tokens)
+            if not draft:
+                return False
+            wanted = self.wanted_after(turn, tokens, draft)
+        finally:
+            del tokens[known:]
+        given = np.array([*checked, *draft], np.int64)
+        row = self._feeder.row(self._reader.with_pending(given)[ahead:], ahead, wanted)
         if is_early and not self._feeder.stepper.is_ready(row):
             return False
         start, captured = time.perf_counter(), self._stats.graph_capture_seconds
@@ -157,8 +164,7 @@ class Chain:
     def _draft(self, turn: Turn, tokens: Sequence[int]) -> list[int]:
         """Return a draft that a step may read behind all tokens that are known; empty: none."""
         speculator, ahead = self.speculator, len(self._checked)
-        if speculator is None or len(self.state.pending) != 1:
-            return []
+        assert speculator is not None
         most = min(MOST_DRAFTED, self._feeder.plan.chunk_size - 1, turn.max_new_tokens - turn.count - 1) - ahead
         while most > 0 and not self._reader.can_go_on(ahead + most):
             most -= 1

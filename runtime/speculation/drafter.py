@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ortolan.errors import OrtolanError
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.speculation.options import Speculation
 from ortolan.runtime.speculation.packed import NoDraftRoomError, PackedDrafter, ReadingBudget
 from ortolan.runtime.steps.row import HiddenReader
 from ortolan.runtime.steps.stepper import Stepper
-from ortolan.runtime.steps.together import Work, run_together
+from ortolan.runtime.steps.together import Work
 
 SIZES = (1, 2, 4, 8)  # of drafts below the most: on CUDA each has a graph of its own
 MOST_COST = 0.9  # of a token, so that drafts which are always right are made whatever they cost
@@ -160,10 +159,11 @@ class Speculator:
         count = self.draft_count(most)
         if not count:
             return []
-        [draft] = run_together([self.drafting(tokens, count, sampling, ReadingBudget(len(tokens)))])
-        if isinstance(draft, OrtolanError):
-            raise draft
-        return draft
+        try:
+            return self._fitting(self._opened().propose(tokens, count, sampling), count)
+        except NoDraftRoomError:
+            self.stats.without_room += 1
+            return []
 
     def drafting(self, tokens: Sequence[int], count: int, sampling: Sampling, budget: ReadingBudget) -> Work[list[int]]:
         """Draft as `draft` does, in steps that others share; nothing where the caches of drafts are full.
@@ -183,8 +183,7 @@ class Speculator:
         except NoDraftRoomError:
             self.stats.without_room += 1
             return []
-        known = next((i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size), len(proposed))
-        return list(proposed[: self._length.fit(min(known, count))])
+        return self._fitting(proposed, count)
 
     def skip(self) -> None:
         """Count a step without a draft."""
@@ -202,6 +201,11 @@ class Speculator:
         if isinstance(self._drafter, PackedDrafter):
             self._drafter.close()
         self._drafter = self._reader = None
+
+    def _fitting(self, proposed: Sequence[int], count: int) -> list[int]:
+        """Return the first tokens of a draft: up to one that is none, and as many as a draft may have."""
+        known = next((i for i, token in enumerate(proposed) if not 0 <= token < self._vocab_size), len(proposed))
+        return list(proposed[: self._length.fit(min(known, count))])
 
     def _opened(self) -> Drafter:
         if self._drafter is None:

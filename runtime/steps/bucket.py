@@ -132,10 +132,10 @@ class Bucket:
 
     def write(self, begin: int, end: int) -> None:
         """Enqueue the copy of a range of the host's inputs; these may be changed at once."""
-        staging = self._staging[self._turn % STAGING_BUFFERS][begin:end]
+        staging = self._staging[self._turn % STAGING_BUFFERS]
         self._turn += 1
-        staging[:] = self._host[begin:end]
-        self._device.write(self.block[begin:end], staging)
+        staging[begin:end] = self._host[begin:end]
+        self._device.write_bytes(self.block, staging, begin, end)
 
     def choose(
         self, rows: Sequence[Row], *, goes_on: bool, advance_tokens: int, begin: Any, staging: Any

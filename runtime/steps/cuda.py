@@ -71,6 +71,7 @@ class CudaStepper:
         self._logits = self._make_logits(self._sizes[-1])
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._last: tuple[Bucket | None, int] = (None, 0)  # of the step before: its bucket, rows of a decode step
+        self._begin = self._device.event()  # of the next step, made while the one before it runs
         self._no_captures: dict[int, Mapping[int, Array]] = {}
         self._eager, self._binding = run_options(NO_GRAPH), decoder.session.io_binding()
         self._generation = -1  # of the caches that `_binding` has
@@ -87,7 +88,7 @@ class CudaStepper:
         goes_on = self._goes_on(rows, bucket)
         chosen = None if goes_on else self._pick_chosen(rows)
         self._last = (None, 0)  # until the step is enqueued
-        begin = self._device.event()
+        begin = self._begin
         self._device.record(begin)
         try:
             staging = self._run_eagerly(rows, bucket, chosen) if is_eager else None
@@ -97,6 +98,7 @@ class CudaStepper:
             advance = int(not is_eager and bucket.layout.shape.tokens == bucket.layout.shape.sequences)
             result = bucket.choose(rows, goes_on=goes_on, advance_tokens=advance, begin=begin, staging=staging)
             hidden.hand_on(rows)
+            self._begin = self._device.event()
         except Exception:
             self._device.synchronize()  # what was enqueued still reads pinned memory, which others get now
             raise
