@@ -43,7 +43,7 @@ struct GroupLanes {
 };
 
 // Asks for codes to come, which are read once: to L2, so that L1 keeps the inputs, and twice, first from far
-// ahead. Past both (as what is read once may be asked for) takes twice as long on servers of Intel's.
+// ahead. To L1 alone, as what is read once may be asked for, takes twice as long on servers of Intel's.
 [[gnu::always_inline]] inline void prefetch_codes(const uint8_t* ahead) {
   constexpr int kToL2 = 2;
   constexpr int64_t kFarAhead = 2048;

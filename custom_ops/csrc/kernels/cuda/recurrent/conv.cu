@@ -5,6 +5,7 @@
 // its taps in one order, whatever thread it is in. Tokens of a step that fits the ring go to rows that no
 // history is read from, so their threads write them; of longer steps a second launch writes the last ones.
 // Safety: rows outside the packing, negative positions and slots outside the buffer are passed over.
+// Overlap: weights and bias, which no kernel writes, are read before the kernel in front has ended.
 #include "kernels/cuda/common/element_dispatch.cuh"
 #include "kernels/cuda/common/elements.cuh"
 #include "kernels/cuda/common/launch.cuh"
@@ -155,11 +156,11 @@ __global__ void __launch_bounds__(kThreads)
   launch_dependents();
   const int64_t column = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
   if (column >= columns) return;
+  ConvColumn<Element, kCount, kWindow> of_column(p, column);
   wait_for_previous_kernel();
   const int64_t first = blockIdx.y * static_cast<int64_t>(group_rows);
   const int64_t end = first + group_rows;
-  ConvColumn<Element, kCount, kWindow>(p, column).run(
-      first, end < p.packing.num_tokens ? end : p.packing.num_tokens);
+  of_column.run(first, end < p.packing.num_tokens ? end : p.packing.num_tokens);
 }
 
 // Block y: sequence and n-th input from its end.
