@@ -179,6 +179,15 @@ __device__ __forceinline__ void touch_parameters(const Parameters&... parameters
 #endif
 }
 
+// True for one lane of a whole warp; of sm_90 and later. The compiler knows that there is only one: copies by
+// the copy engine, whose operands all lanes must share, are then issued without a loop over lanes.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+#endif
+  return elected;
+}
 // Copies a multiple of 16 bytes to shared memory by the copy engine of sm_90 and later; the barrier counts
 // them.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, uint32_t bytes,

@@ -57,10 +57,10 @@ struct FewStep {
   GemvUnit unit;  // its slice counts from the block's first
   int step = 0;
 
-  __device__ __forceinline__ void advance(int steps, int slices) {
+  __device__ __forceinline__ void advance(int steps, const UnitStep& of_warp, int slices) {
     if (++step < steps) return;
     step = 0;
-    unit.advance(kGemvWarps, slices);
+    unit.advance(of_warp, slices);
   }
 };
 
@@ -77,6 +77,7 @@ struct FewWeights {
   int groups;               // of the cluster
   char* buffers;
   Barrier* full;
+  UnitStep of_warp;    // from one unit of the warp to its next one
   FewStep next, step;  // to be fetched, and to be multiplied
   RingPlace at;
 
@@ -89,8 +90,8 @@ struct FewWeights {
     groups = p.stream.groups_per_cluster + (cluster < p.stream.larger_clusters ? 1 : 0);
     buffers = ring + warp * p.stream.rounds * kCopyBytes;
     full = barriers + warp * p.stream.rounds;
-    next.unit = {0, 0};
-    next.unit.advance(warp, slices);
+    of_warp = UnitStep::of(kGemvWarps, slices);
+    next.unit.advance(UnitStep::of(warp, slices), slices);
     step = next;
   }
   __device__ __forceinline__ int first_output(int group) const {
@@ -111,7 +112,7 @@ struct FewWeights {
     for (int n = 0; n < p.stream.rounds && !all_fetched(); ++n) fetch(n);
   }
   __device__ __forceinline__ void fetch(int place) {
-    if (threadIdx.x % 32 == 0) {
+    if (elect_lane()) {
       const int first =
           (first_slice + next.unit.slice) * p.stream.slices.bytes + next.step * RowSlices::kStepBytes;
       full[place].arrive_expecting(kCopyBytes);
@@ -121,7 +122,7 @@ struct FewWeights {
                  first_output(next.unit.group) + tile * kTileOutputs, 0, first / (2 * FewStream::kColumns),
                  full[place]);
     }
-    next.advance(steps(next.unit.slice), slices);
+    next.advance(steps(next.unit.slice), of_warp, slices);
   }
   __device__ __forceinline__ const char* wait() const {
     full[at.place].wait(at.parity);
@@ -134,7 +135,7 @@ struct FewWeights {
       fetch(at.place);
       if (all_fetched()) launch_dependents();
     }
-    step.advance(steps(step.unit.slice), slices);
+    step.advance(steps(step.unit.slice), of_warp, slices);
     at.advance(p.stream.rounds);
   }
 };

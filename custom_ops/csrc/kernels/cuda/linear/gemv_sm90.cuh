@@ -45,6 +45,28 @@ __device__ __forceinline__ float sum_of_slice(Part part) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+// From a unit to the one so many behind it.
+struct UnitStep {
+  int groups, slices;
+
+  static ORTOLAN_HOST_DEVICE UnitStep of(int units, int slices) { return {units / slices, units % slices}; }
+};
+
+// Walks over the units that a warp takes: slice after slice of a group of rows, group after group.
+struct GemvUnit {
+  int group = 0, slice = 0;
+
+  // Returns whether it passes the end of a group beside the step's whole ones.
+  __device__ __forceinline__ bool advance(const UnitStep& step, int slices) {
+    group += step.groups;
+    slice += step.slices;
+    if (slice < slices) return false;
+    slice -= slices;
+    ++group;
+    return true;
+  }
+};
+
 // How a launch streams its weights. A line is a row's part of a unit: one slice.
 struct GemvStream {
   static constexpr int kLines = 2;
@@ -59,6 +81,7 @@ struct GemvStream {
   int larger_blocks;
   int slices;
   int slice_bytes;
+  UnitStep step;        // from a warp's unit to its next one
   int groups_per_turn;  // of kLines rows each: parts wait in shared memory for the end of their turn
   int buffers;          // at least one per warp
   int norm_bytes;
@@ -84,19 +107,6 @@ struct GemvStream {
   }
 };
 
-// Walks over the units that a warp takes: slice after slice of a group of rows, group after group.
-struct GemvUnit {
-  int group, slice;
-
-  __device__ __forceinline__ void advance(int units, int slices) {
-    slice += units;
-    while (slice >= slices) {
-      slice -= slices;
-      ++group;
-    }
-  }
-};
-
 // The weights of a block on their way through a warp's ring of buffers. Lines of a gated layer are outputs'
 // gates, then their factors.
 template <typename Element, int kTokens, bool kGated>
@@ -111,6 +121,8 @@ struct GemvWeights {
   Barrier* full;
   int rounds;           // buffers in the ring
   GemvUnit next, unit;  // to be fetched, and to be multiplied
+  const char* source;   // of what is to be fetched: its first line
+  uint64_t policy = evict_first_policy();
   RingPlace at;
 
   __device__ __forceinline__ GemvWeights(const FusedLinearParams& p, const GemvStream& stream, char* shared)
@@ -120,9 +132,10 @@ struct GemvWeights {
     buffers = shared + warp * GemvStream::kBufferBytes;
     full = reinterpret_cast<Barrier*>(shared + stream.barriers_offset(kTokens * row_bytes)) + warp;
     rounds = (stream.buffers - warp + kGemvWarps - 1) / kGemvWarps;
-    next = {0, 0};
-    next.advance(warp, stream.slices);
+    next.advance(UnitStep::of(warp, stream.slices), stream.slices);
     unit = next;
+    source = static_cast<const char*>(p.weight) + int64_t{first_output(next.group)} * row_bytes +
+             next.slice * stream.slice_bytes;
   }
   static __device__ __forceinline__ int first_output(int group) {
     return (group * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * kOutputs;
@@ -140,19 +153,22 @@ struct GemvWeights {
     for (int n = 0; n < rounds && !all_fetched(); ++n) fetch(n);
   }
   __device__ __forceinline__ void fetch(int round) {
-    const int lane = threadIdx.x % 32;
+    static_assert(GemvStream::kLines == 2);
     const int bytes = line_bytes(next.slice);
-    const int first = first_output(next.group);
-    const int valid = min(kOutputs, static_cast<int>(p.num_outputs) - first);
-    const int64_t row = first + lane % kOutputs + lane / kOutputs * p.num_outputs;
+    const bool has_second = kGated || first_output(next.group) + 1 < p.num_outputs;
+    const uint32_t target = shared_address(buffer(round));
     Barrier& barrier = full[round * kGemvWarps];
-    if (lane == 0) barrier.arrive_expecting(valid * bytes * (kGated ? 2 : 1));
-    __syncwarp();
-    if (lane < GemvStream::kLines && lane % kOutputs < valid)
-      bulk_load(shared_address(buffer(round)) + lane * GemvStream::kLineBytes,
-                static_cast<const char*>(p.weight) + row * row_bytes + next.slice * stream.slice_bytes, bytes,
-                barrier, evict_first_policy());
-    next.advance(kGemvWarps, stream.slices);
+    if (elect_lane()) {
+      barrier.arrive_expecting(has_second ? 2 * bytes : bytes);
+      bulk_load(target, source, bytes, barrier, policy);
+      if (has_second)
+        bulk_load(target + GemvStream::kLineBytes, source + (kGated ? p.num_outputs : 1) * row_bytes, bytes,
+                  barrier, policy);
+    }
+    const int64_t group_bytes = int64_t{row_bytes} * kOutputs * gridDim.x;
+    const bool is_past = next.advance(stream.step, stream.slices);
+    source += (stream.step.groups + is_past) * group_bytes +
+              (stream.step.slices - is_past * stream.slices) * stream.slice_bytes;
   }
   __device__ __forceinline__ char* buffer(int round) const {
     return buffers + round * kGemvWarps * GemvStream::kBufferBytes;
@@ -168,8 +184,27 @@ struct GemvWeights {
       fetch(at.place);
       if (all_fetched()) launch_dependents();
     }
-    unit.advance(kGemvWarps, stream.slices);
+    unit.advance(stream.step, stream.slices);
     at.advance(rounds);
+  }
+};
+
+// A lane's pieces of a unit's lines, which leave its buffer to a later unit.
+struct GemvLines {
+  static constexpr int kSteps = GemvStream::kLineBytes / GemvStream::kStepBytes;
+  uint4 pieces[kSteps][GemvStream::kLines];
+
+  // `line`: the lane's first piece. Of a slice, only so many bytes are there.
+  __device__ __forceinline__ void load(const char* line, int bytes) {
+    const int lane_bytes = bytes - threadIdx.x % 32 * 16;
+#pragma unroll
+    for (int n = 0; n < kSteps * GemvStream::kLines; ++n) {
+      const int step = n / GemvStream::kLines, l = n % GemvStream::kLines;
+      const bool exists = bytes == GemvStream::kLineBytes || step * GemvStream::kStepBytes < lane_bytes;
+      pieces[step][l] = exists ? *reinterpret_cast<const uint4*>(line + step * GemvStream::kStepBytes +
+                                                                 l * GemvStream::kLineBytes)
+                               : uint4{};
+    }
   }
 };
 
@@ -179,34 +214,33 @@ template <typename Element, int kTokens>
 struct GemvProducts {
   float sums[GemvStream::kLines][2][4];
 
-  // `line` and `input`: the lane's first pieces.
-  __device__ __forceinline__ void multiply(const char* line, const char* input, int input_bytes, int bytes) {
-    constexpr int kSteps = GemvStream::kLineBytes / GemvStream::kStepBytes;
+  // `input`: the lane's first piece.
+  __device__ __forceinline__ void multiply(const GemvLines& lines, const char* input, int input_bytes,
+                                           int bytes) {
     const int lane_bytes = bytes - threadIdx.x % 32 * 16;
 #pragma unroll
     for (int n = 0; n < GemvStream::kLines * 8; ++n) sums[n / 8][n / 4 % 2][n % 4] = 0;
     if (bytes == GemvStream::kLineBytes) {
 #pragma unroll
-      for (int n = 0; n < kSteps; ++n) step(n, line, input, input_bytes, true);
+      for (int n = 0; n < GemvLines::kSteps; ++n)
+        step(lines.pieces[n], input + n * GemvStream::kStepBytes, input_bytes, true);
     } else {
 #pragma unroll
-      for (int n = 0; n < kSteps; ++n)
+      for (int n = 0; n < GemvLines::kSteps; ++n)
         if (n * GemvStream::kStepBytes < bytes)
-          step(n, line, input, input_bytes, n * GemvStream::kStepBytes < lane_bytes);
+          step(lines.pieces[n], input + n * GemvStream::kStepBytes, input_bytes,
+               n * GemvStream::kStepBytes < lane_bytes);
     }
   }
-  __device__ __forceinline__ void step(int n, const char* line, const char* input, int input_bytes,
-                                       bool exists) {
-    const auto piece = [&](const char* first) {
-      return exists ? *reinterpret_cast<const uint4*>(first + n * GemvStream::kStepBytes) : uint4{};
-    };
+  __device__ __forceinline__ void step(const uint4 (&pieces)[GemvStream::kLines], const char* input,
+                                       int input_bytes, bool exists) {
+    const auto piece = [&](const char* at) { return exists ? *reinterpret_cast<const uint4*>(at) : uint4{}; };
     const uint4 x = piece(input), y = kTokens == 2 ? piece(input + input_bytes) : uint4{};
     const uint32_t left[] = {x.x, y.x, x.y, y.y}, right[] = {x.z, y.z, x.w, y.w};
 #pragma unroll
     for (int l = 0; l < GemvStream::kLines; ++l) {
-      const uint4 w = piece(line + l * GemvStream::kLineBytes);
-      Half<Element>::multiply_add(sums[l][0], left, w.x, w.y);
-      Half<Element>::multiply_add(sums[l][1], right, w.z, w.w);
+      Half<Element>::multiply_add(sums[l][0], left, pieces[l].x, pieces[l].y);
+      Half<Element>::multiply_add(sums[l][1], right, pieces[l].z, pieces[l].w);
     }
   }
   // Writes the lane's parts, if it has any, to `parts` [tokens, slices, kParts, stride].
@@ -299,13 +333,15 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
     const int end = min(group + stream.groups_per_turn, weights.groups);
     while (weights.unit.group < end) {
       const GemvUnit unit = weights.unit;
-      const char* lines = weights.wait();
+      const int bytes = weights.line_bytes(unit.slice);
+      GemvLines lines;
+      lines.load(weights.wait() + lane_bytes, bytes);
+      weights.release();
       GemvProducts<Element, kTokens> products;
-      products.multiply(lines + lane_bytes, inputs + unit.slice * stream.slice_bytes + lane_bytes,
-                        weights.row_bytes, weights.line_bytes(unit.slice));
+      products.multiply(lines, inputs + unit.slice * stream.slice_bytes + lane_bytes, weights.row_bytes,
+                        bytes);
       products.store(parts + unit.slice * slice_stride + (unit.group - group) * GemvStream::kLines,
                      stream.parts_stride(), stream.slices * slice_stride);
-      weights.release();
     }
     __syncthreads();
     outputs.finish_turn(parts);
@@ -319,9 +355,14 @@ __global__ void __launch_bounds__(kGemvThreads, 3)
 
 // Shared memory that a block takes beside its own, and for the norm's sums.
 constexpr int kReservedBytes = 1024, kStaticBytes = 128;
-// What a gated layer's block takes: more than half of a multiprocessor, so that its blocks spread evenly even
-// where attention still holds some multiprocessors. Blocks of the other layers fit beside it.
-constexpr int kGatedBytes = 139264;
+// What a gated layer's block takes; those of the other layers fit beside it. One of the two has more than
+// half of a multiprocessor, so that its blocks spread evenly even where attention still holds some
+// multiprocessors: the gated layer's or, where rows are long, the others', which could hold too few of theirs
+// otherwise.
+inline int gated_bytes(const FusedLinearParams& p) {
+  constexpr int64_t kLong = 3072;  // elements of the model's rows: the shorter side of its weights
+  return std::min(p.num_inputs, p.num_outputs) >= kLong ? 98304 : 139264;
+}
 constexpr int64_t kMaxOutputs = 1 << 29;
 
 // False where another kernel must multiply.
@@ -340,6 +381,7 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
   const RowSlices slices = RowSlices::of(row_bytes);
   stream.slices = slices.count;
   stream.slice_bytes = slices.bytes;
+  stream.step = UnitStep::of(kGemvWarps, slices.count);
   const int groups = ceil(all_groups, stream.blocks);
   const int part_bytes = kTokens * stream.slices * GemvStream::kParts * static_cast<int>(sizeof(float));
   const int most_groups = std::min(groups, kGemvThreads / kTokens / kOutputs);
@@ -350,7 +392,7 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
   const auto fitting = [&](int64_t bytes) {
     return (bytes - fixed) / (GemvStream::kBufferBytes + static_cast<int>(sizeof(Barrier)));
   };
-  int64_t most = fitting(kGated ? kGatedBytes : limit - kReservedBytes - kGatedBytes);
+  int64_t most = fitting(kGated ? gated_bytes(p) : limit - kReservedBytes - gated_bytes(p));
   if (most < kGemvWarps) most = fitting(limit);
   if (most < kGemvWarps) return false;
   most = std::min<int64_t>(most, GemvStream::kMaxBuffers);
@@ -367,7 +409,7 @@ bool launch_gemv_stream(const FusedLinearParams& p, const GemvPass& pass, const 
   if (!plan_stream<Element, kTokens, kGated>(p, launch.device, stream)) return false;
   constexpr auto kKernel = gemv_stream_kernel<Element, kTokens, kGated>;
   int bytes = stream.shared_bytes(kTokens * p.num_inputs * static_cast<int64_t>(sizeof(Element)), kTokens);
-  if (kGated) bytes = std::max(bytes, kGatedBytes - kStaticBytes);
+  if (kGated) bytes = std::max(bytes, gated_bytes(p) - kStaticBytes);
   error = allow_shared_memory<kKernel>(launch.device);
   if (error == cudaSuccess)
     error = launch_overlapped(kKernel, dim3(static_cast<unsigned>(stream.blocks)), dim3(kGemvThreads), bytes,

@@ -30,8 +30,11 @@ struct PartialSum {
   __device__ __forceinline__ void merge(const PartialSum& other) {
     const Merge merge = Merge::of(state, other.state);
     state = merge.state;
-    sums = {merge.apply(sums.x, other.sums.x), merge.apply(sums.y, other.sums.y),
-            merge.apply(sums.z, other.sums.z), merge.apply(sums.w, other.sums.w)};
+    apply(merge, other.sums);
+  }
+  __device__ __forceinline__ void apply(const Merge& merge, const float4& other) {
+    sums = {merge.apply(sums.x, other.x), merge.apply(sums.y, other.y), merge.apply(sums.z, other.z),
+            merge.apply(sums.w, other.w)};
   }
 };
 
@@ -66,29 +69,46 @@ struct PartialRow {
     sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
   }
   // The same where the blocks of a cluster keep their sums: a span that one block holds lies in the place of
-  // its last tile.
+  // its last tile. For whole groups of kMostSpanTiles lanes: each finds the factors of one tile, those of
+  // Merge, and all take them from there.
   __device__ __forceinline__ PartialSum sum_kept_span(const SpanTiles& span) const {
-    PartialSum sum, parts[kMostSpanTiles];
+    constexpr int kLanes = kMostSpanTiles;
+    const int lane = threadIdx.x % 32, own = lane % kLanes;
+    const unsigned lanes = ((1u << kLanes) - 1) << (lane - own);
     const bool whole = short_owner(line.cut, span.begin) == short_owner(line.cut, span.end - 1);
+    const int first = whole ? span.end - 1 : span.begin, count = span.end - first;
+    uint32_t source = 0;
+    const SoftmaxState state = own < count ? load_kept(first + own, source) : kNoKeys;
+    float highest = state.maximum;  // of tiles so far
 #pragma unroll
-    for (int t = 0; t < kMostSpanTiles; ++t) {
-      const int tile = whole ? span.end - 1 : span.begin + t;
-      if (whole ? t > 0 : tile >= span.end) continue;
-      const int owner = short_owner(line.cut, tile);
-      parts[t] = load_kept(owner, tile - line.cut.begin(owner));
+    for (int step = 1; step < kLanes; step *= 2)
+      highest = fmaxf(highest, __shfl_up_sync(lanes, highest, step, kLanes));
+    const float before = __shfl_up_sync(lanes, highest, 1, kLanes), base = finite_max(highest);
+    const float kept = own ? fast_exp2(before - base) : 0, added = fast_exp2(state.maximum - base);
+    float4 parts[kLanes];
+#pragma unroll
+    for (int t = 0; t < kLanes; ++t) {
+      const uint32_t sums = __shfl_sync(lanes, source, t, kLanes);
+      parts[t] = t < count ? load_quad_at(sums + column * static_cast<int>(sizeof(float))) : float4{};
     }
-    if (whole) return parts[0];
+    PartialSum sum;
 #pragma unroll
-    for (int t = 0; t < kMostSpanTiles; ++t) sum.merge(parts[t]);
+    for (int t = 0; t < kLanes; ++t) {
+      const Merge merge{__shfl_sync(lanes, kept, t, kLanes), __shfl_sync(lanes, added, t, kLanes), {}};
+      sum.state.total = merge.apply(sum.state.total, __shfl_sync(lanes, state.total, t, kLanes));
+      sum.apply(merge, parts[t]);
+    }
+    sum.state.maximum = __shfl_sync(lanes, highest, kLanes - 1, kLanes);
     return sum;
   }
-  __device__ __forceinline__ PartialSum load_kept(int block, int place) const {
-    const int source = place * workspace.rows + row;
+  // The state of a tile's row, and where its sums lie.
+  __device__ __forceinline__ SoftmaxState load_kept(int tile, uint32_t& sums) const {
+    const int block = short_owner(line.cut, tile);
+    const int source = (tile - line.cut.begin(block)) * workspace.rows + row;
     const uint32_t memory = place_at(kept, block);
     const float2 state = load_pair_at(memory + source * static_cast<int>(sizeof(SoftmaxState)));
-    const uint32_t sums = memory + kept_states_bytes(workspace.rows);
-    return {{state.x, state.y},
-            load_quad_at(sums + (source * kHeadSize + column) * static_cast<int>(sizeof(float)))};
+    sums = memory + kept_states_bytes(workspace.rows) + source * kHeadSize * static_cast<int>(sizeof(float));
+    return {state.x, state.y};
   }
   // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
   __device__ __forceinline__ PartialSum sum_span(int index) const {
