@@ -57,6 +57,15 @@ bool limit_isa(Isa isa) {
   return true;
 }
 
+bool reads_past_caches() {
+#if defined(ORTOLAN_X86_64)
+  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return is_amd;
+#else
+  return false;
+#endif
+}
+
 void swa_attention(const SwaAttentionParams& params, ParallelFor& parallel) {
   arithmetic().swa_attention(params, parallel);
 }

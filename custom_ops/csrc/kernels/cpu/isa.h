@@ -9,5 +9,7 @@ enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Vnni };
 Isa best_isa();
 // Limits what later calls may use; for tests. Returns false where the machine lacks it.
 bool limit_isa(Isa isa);
+// Whether what is read once is read fastest past the caches behind L1; of the processor alone.
+bool reads_past_caches();
 
 }  // namespace ortolan::cpu
