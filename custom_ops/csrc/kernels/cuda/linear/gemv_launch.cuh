@@ -5,7 +5,7 @@
 #include "few_sm90_launch.cuh"
 #include "few_tokens.h"
 #include "gemv.cuh"
-#include "gemv_sm90.cuh"
+#include "gemv_sm90_launch.cuh"
 
 namespace ortolan::cuda {
 
