@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from ortolan.custom_ops.reference import Array, Floats, ring_kv_append, snapkv_capture
+from ortolan.custom_ops.reference import Array, Floats, ring_kv_append, snapkv_capture, swa_attention
 
 
 def _rms_norm(x: Array, weight: Array, epsilon: float) -> Floats:
@@ -205,3 +206,36 @@ def qkv_rope_append(
     if capture is None or capture_past_len is None:
         return query, keys, values, *scales
     return query, keys, values, snapkv_capture(query, capture, query_start, capture_past_len), *scales
+
+
+def qkv_attention(
+    qkv: Array,
+    key_cache: Array,
+    value_cache: Array,
+    query_start: Array,
+    past_len: Array,
+    block_table: Array | None = None,
+    *,
+    sink_logits: Array | None = None,
+    prefix_end: Array | None = None,
+    num_heads: int,
+    window: int = -1,
+    scale: float = 0.0,
+    softcap: float = 0.0,
+    causal: int = 1,
+    sink: int = 0,
+    capacity: int = 0,
+    **others: Any,
+) -> tuple[Array, ...]:
+    """Return attention's output [T, Hq, D] in float64, the updated caches, the queries, and what else is updated.
+
+    `others` are what `qkv_rope_append` takes besides.
+    """
+    step, ring = (query_start, past_len, block_table), {"sink": sink, "capacity": capacity}
+    append: dict[str, Any] = {"num_heads": num_heads, **ring, **others}
+    query, keys, values, *rest = qkv_rope_append(qkv, key_cache, value_cache, *step, **append)
+    mask: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "causal": causal, **ring}
+    if others.get("key_scale") is not None:
+        mask |= {"key_scale": rest[-2], "value_scale": rest[-1]}
+    output, _ = swa_attention(query, keys, values, *step, sink_logits, prefix_end, **mask)
+    return output, keys, values, query, *rest

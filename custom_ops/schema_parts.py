@@ -165,6 +165,43 @@ BLOCK_TABLE = Port(
     "that no token has reached may hold anything.",
     optional=True,
 )
+SINK_LOGITS = Port(
+    name="sink_logits",
+    shape="[Hq]",
+    type=FLOAT,
+    doc="A learned logit per head that joins the softmax's denominator and has no value.",
+    optional=True,
+)
+PREFIX_END = Port(
+    name="prefix_end",
+    shape="[B]",
+    type=INT32,
+    doc="Positions before it see each other in both directions, whatever the window. Only with causal = 1.",
+    optional=True,
+)
+ATTENDED = Port(
+    name="output",
+    shape="[T, Hq, D]",
+    type=ELEMENT,
+    doc="Attention output; 0 where nothing is visible.",
+)
+WINDOW = Attribute(
+    name="window",
+    symbol="W",
+    default=-1,
+    least=-1,
+    nonzero=True,
+    allowed="-1, or 1 or more",
+    doc="W: keys a query sees, itself included; -1 for no window.",
+)
+CAUSAL = Attribute(
+    name="causal",
+    default=1,
+    least=0,
+    most=1,
+    allowed="0 or 1",
+    doc="0: a query sees later keys, too: all of its sequence, or those less than W before or after it, and the sinks.",
+)
 SINK = Attribute(
     name="sink",
     symbol="S",

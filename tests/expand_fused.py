@@ -54,12 +54,12 @@ class _Expander:
                 self._sizes[node.output[0]] = numpy_helper.to_array(shapes[node.input[1]]).tolist()
 
     def expand(self, node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
-        by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv}
+        by_name = {"FusedLinear": self._linear, "QkvRopeAppend": self._qkv, "QkvAttention": self._qkv_attention}
         by_name |= {"GatherRows": self._gather_rows, "NormRope": self._norm_rope, "NarrowStep": self._narrow}
         by_name |= {"RopeAngles": self._angles, "RmsNormAdd": self._norm_add}
         by_name |= {"GateMul": self._gate_mul, "DeltaGates": self._delta_gates}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        inputs = [*node.input, *[""] * 14]
+        inputs = [*node.input, *[""] * 16]
         yield from by_name[node.op_type](node, inputs, attributes) if node.op_type in by_name else [node]
 
     def _constant(self, name: str, values) -> str:
@@ -252,6 +252,21 @@ class _Expander:
         if inputs[10]:
             rows = (outputs[0], inputs[10], inputs[3], inputs[11])
             yield emitters.snap_kv_capture(*rows, outputs=(node.output[3],), name=f"{path}/capture")
+
+    def _qkv_attention(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
+        output, *updated, query, captured, key_scale, value_scale = [*node.output, "", "", ""][:7]
+        ring = {name: attributes[name] for name in ("sink", "capacity")}
+        mask = {name: attributes[name] for name in ("window", "scale", "softcap", "causal")}
+        scales = (key_scale, value_scale) if key_scale else ()
+        append = emitters.qkv_rope_append(
+            *inputs[:14],
+            outputs=(query, *updated, captured, *scales),
+            name=f"{node.name}/heads",
+            **{name: value for name, value in attributes.items() if name not in mask},
+        )
+        yield from self._qkv(append, inputs, attributes)
+        read = (query, *updated, *inputs[3:6], *inputs[14:16], *scales)
+        yield emitters.swa_attention(*read, outputs=(output,), name=f"{node.name}/attend", **ring, **mask)
 
     def _norm_rope(self, node, inputs, attributes) -> Iterator[onnx.NodeProto]:
         heads, cosine, sine, weight = inputs[:4]

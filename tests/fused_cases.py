@@ -81,9 +81,15 @@ def run_expanded(name: str, feeds: Feeds, outputs: Outputs, **attributes: object
     return dict(zip(outputs, session.run(list(outputs), dict(feeds)), strict=True))
 
 
-def run_model(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], outputs: Outputs) -> Feeds:
-    """Run any model on the GPU."""
-    return devices.run(_session(model.SerializeToString(deterministic=True), "cuda"), feeds, outputs)
+def run_model(
+    model: onnx.ModelProto,
+    feeds: Mapping[str, np.ndarray],
+    outputs: Outputs,
+    in_place: Mapping[str, str] | None = None,
+) -> Feeds:
+    """Run any model on the device of the test; `in_place` as in `run_fused`."""
+    session = _session(model.SerializeToString(deterministic=True), devices.current())
+    return devices.run(session, feeds, outputs, in_place)
 
 
 def linear_chain(

@@ -9,6 +9,7 @@ are not ours; `--racecheck-report analysis` tells the kernels apart.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from fused_cases import (
     run_fused,
 )
 from harness import empty_caches, random_batch, run_in_place, run_op
+from joint_cases import JointCase, joint_feeds, run_joint
 
 
 def attention() -> None:
@@ -81,6 +83,20 @@ def heads() -> None:
         run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
         heads = norm_rope_feeds(case, feeds)
         run_fused("NormRope", heads, {"rotated": (heads["heads"].shape, devices.element())}, epsilon=1e-6)
+
+
+def joint_attention() -> None:
+    """Attention from a joint projection: one token, chunks and batches, past a wrap, captured, coded and paged."""
+    for size in (64, 80, 128, 256):
+        options = {"size": size, "pairs": size // 2, "norms": ("query", "key"), "capture_rows": 8}
+        ring = JointCase(past=(700,), window=50, sink=3, slots=200, sink_logits=True, softcap=5.0, **options)
+        for case in (
+            JointCase(past=(600,), slots=640, heads=16, **options),
+            ring,
+            dataclasses.replace(ring, code=np.dtype(np.int8)),
+            dataclasses.replace(ring, tokens=(40, 0, 3), past=(0, 5, 300), page_slots=16),
+        ):
+            run_joint(case, joint_feeds(case))
 
 
 def gathered_rows() -> None:
@@ -141,6 +157,7 @@ def main() -> None:
                 copies()
                 products()
                 heads()
+                joint_attention()
                 gathered_rows()
                 narrowed_steps()
                 scores()

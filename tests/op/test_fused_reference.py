@@ -19,6 +19,7 @@ from fused_cases import (
     qkv_outputs,
     run_expanded,
 )
+from joint_cases import JointCase, joint_feeds, joint_outputs
 from tolerances import assert_as_good_as_plain
 
 from ortolan.custom_ops import fused_reference
@@ -135,3 +136,25 @@ def test_qkv_with_normalised_values(value_is_key):
     np.testing.assert_array_equal(np.isnan(results["value_cache_out"]), np.isnan(values))
     rows = [cache[0, :, :9].transpose(1, 0, 2) for cache in (results["value_cache_out"], values)]
     assert_as_good_as_plain(rows[0], plain_heads(case, feeds)[2][:9], rows[1])
+
+
+@pytest.mark.parametrize("code", [None, np.dtype(np.int8)], ids=["dense", "int8"])
+@pytest.mark.parametrize("rows", [None, 4])
+def test_qkv_attention(code, rows):
+    mask = {"window": 12, "scale": 0.05, "softcap": 4.0, "sink_logits": True, "prefix_end": (5, 0, 0)}
+    case = JointCase(tokens=(9, 0, 3), past=(0, 4, 70), sink=2, slots=32, capture_rows=rows, code=code, **mask)
+    feeds = joint_feeds(case)
+    attributes = {**case.attributes, **case.mask}
+    results = run_expanded("QkvAttention", feeds, joint_outputs(case, feeds), **attributes)
+    expected = fused_reference.qkv_attention(**feeds, **attributes)
+    captures = ["capture_out"] if rows else []
+    scales = ["key_scale_out", "value_scale_out"] if code else []
+    names = ["output", "key_cache_out", "value_cache_out", "query", *captures, *scales]
+    assert len(expected) == len(names) == len(results)
+    for name, wide in zip(names, expected, strict=True):
+        if name.endswith("_cache_out") and code:
+            devices.assert_same_bits(results[name], wide)
+            continue
+        written = ~np.isnan(wide)
+        np.testing.assert_array_equal(~np.isnan(results[name]), written)
+        assert_as_good_as_plain(results[name][written], wide[written], wide[written])

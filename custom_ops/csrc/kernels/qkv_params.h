@@ -1,4 +1,5 @@
-// What the kernel between the joint projection and attention takes: raw pointers, sizes and attributes.
+// What the kernels between the joint projection and what attention returns take: raw pointers, sizes and
+// attributes.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +40,13 @@ struct QkvRopeAppendParams {
   int64_t capture_rows = 0;                 // Wq; 0: no query is captured
   Lengths capture_past_len;                 // [B]: tokens of each sequence, whatever the caches hold
   void* capture = nullptr;                  // [B, Wq, Hq, D] or null
+};
+
+// The same, and then attention of its queries over the caches that it has written: both parts have one
+// packing, one cache and one `query`.
+struct QkvAttentionParams {
+  QkvRopeAppendParams heads;
+  SwaAttentionParams attention;
 };
 
 // Heads that are normalised, where they have a weight, and rotated as query heads are above.

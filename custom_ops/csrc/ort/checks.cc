@@ -124,13 +124,17 @@ void check_attended_pages(const Context& context, const SwaAttentionParams& p, s
     }
 }
 
+void check_head_size(const Context& context, int64_t head_size) {
+  const bool fits = head_size % 8 == 0 && head_size > 0 && (head_size <= 256 || head_size == 512);
+  if (!fits)
+    context.node().fail("head size D = " + number(head_size) + " must be a multiple of 8 up to 256, or 512");
+}
+
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
                  const CacheLayout& cache, int64_t head_size) {
   if (head_size != cache.head_size)
     context.bad_shape(query_index, query, "with D = " + number(cache.head_size) + " as in the cache");
-  const bool fits = head_size % 8 == 0 && head_size > 0 && (head_size <= 256 || head_size == 512);
-  if (!fits)
-    context.node().fail("head size D = " + number(head_size) + " must be a multiple of 8 up to 256, or 512");
+  check_head_size(context, head_size);
   if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
     context.bad_shape(query_index, query, "with Hq a multiple of Hkv = " + number(cache.num_kv_heads));
 }

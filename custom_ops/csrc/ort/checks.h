@@ -52,7 +52,9 @@ void check_appended_pages(const Context& context, const RingKvAppendParams& para
 // The same for every position that some query sees.
 void check_attended_pages(const Context& context, const SwaAttentionParams& params, size_t block_table);
 
-// Checks what attention asks of a head size and of the query heads' groups.
+// Checks what attention asks of a head size.
+void check_head_size(const Context& context, int64_t head_size);
+// The same, and what it asks of the query heads' groups.
 void check_heads(const Context& context, size_t query_index, const Tensor& query, int64_t num_heads,
                  const CacheLayout& cache, int64_t head_size);
 

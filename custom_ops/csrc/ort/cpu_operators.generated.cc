@@ -22,6 +22,7 @@ std::vector<OperatorKernel> cpu_operators() {
       cpu_operator<ops::LowBitLinear, cpu::low_bit_linear>(),
       cpu_operator<ops::FusedLinear, cpu::fused_linear>(),
       cpu_operator<ops::QkvRopeAppend, cpu::qkv_rope_append>(),
+      cpu_operator<ops::QkvAttention, cpu::qkv_attention>(),
       cpu_operator<ops::NormRope, cpu::norm_rope>(),
       cpu_operator<ops::RopeAngles, cpu::rope_angles>(),
       cpu_operator<ops::GatherRows, cpu::gather_rows>(),

@@ -22,6 +22,7 @@ std::vector<OperatorKernel> cuda_operators() {
       cuda_operator<ops::LowBitLinear, cuda::low_bit_linear, cuda::low_bit_linear_workspace>(),
       cuda_operator<ops::FusedLinear, cuda::fused_linear, cuda::fused_linear_workspace>(),
       cuda_operator<ops::QkvRopeAppend, cuda::qkv_rope_append>(),
+      cuda_operator<ops::QkvAttention, cuda::qkv_attention, cuda::qkv_attention_workspace>(),
       cuda_operator<ops::NormRope, cuda::norm_rope>(),
       cuda_operator<ops::RopeAngles, cuda::rope_angles>(),
       cuda_operator<ops::GatherRows, cuda::gather_rows>(),

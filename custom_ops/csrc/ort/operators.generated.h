@@ -539,6 +539,70 @@ struct QkvRopeAppend {
 }  // namespace ops
 QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call);
 
+inline constexpr Port kQkvAttentionInputs[] = {
+    {.name = "qkv", .shape = "[T, (Hq + 2 * Hkv) * D]", .type = PortType::kElement},
+    {.name = "key_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "value_cache", .shape = "[N, Hkv, P, D]", .type = PortType::kCache},
+    {.name = "query_start", .shape = "[B+1]", .type = PortType::kInt32},
+    {.name = "past_len", .shape = "[B] or [B, Hkv]", .type = PortType::kInt32},
+    {.name = "block_table", .shape = "[B, M]", .type = PortType::kInt32, .optional = true},
+    {.name = "query_norm_weight", .shape = "[D]", .type = PortType::kElement, .optional = true},
+    {.name = "key_norm_weight", .shape = "[D]", .type = PortType::kElement, .optional = true},
+    {.name = "cosine", .shape = "[1, T, R]", .type = PortType::kFloat32, .optional = true},
+    {.name = "sine", .shape = "[1, T, R]", .type = PortType::kFloat32, .optional = true},
+    {.name = "capture", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true},
+    {.name = "capture_past_len", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+    {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
+    {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+};
+inline constexpr Port kQkvAttentionOutputs[] = {
+    {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "key_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 1},
+    {.name = "value_cache_out", .shape = "[N, Hkv, P, D]", .type = PortType::kCache, .alias = 2},
+    {.name = "query", .shape = "[T, Hq, D]", .type = PortType::kElement},
+    {.name = "capture_out", .shape = "[B, Wq, Hq, D]", .type = PortType::kElement, .optional = true, .alias = 10},
+    {.name = "key_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 12},
+    {.name = "value_scale_out", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true, .alias = 13},
+};
+namespace ops {
+struct QkvAttention {
+  using Params = QkvAttentionParams;
+  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale, kSinkLogits, kPrefixEnd }; };
+  struct Out { enum : size_t { kOutput, kKeyCacheOut, kValueCacheOut, kQuery, kCaptureOut, kKeyScaleOut, kValueScaleOut }; };
+  struct Attributes {
+    int64_t num_heads = 0;
+    float epsilon = 1e-06f;
+    int64_t value_norm = 0;
+    int64_t value_is_key = 0;
+    int64_t sink = 0;
+    int64_t capacity = 0;
+    int64_t window = -1;
+    float scale = 0.0f;
+    float softcap = 0.0f;
+    int64_t causal = 1;
+
+    static Attributes read(const AttributeReader& reader) {
+      Attributes attributes;
+      attributes.num_heads = reader.integer({.name = "num_heads", .symbol = "Hq", .allowed = "a positive multiple of Hkv", .least = 0}, 0);
+      attributes.epsilon = reader.real({.name = "epsilon", .symbol = "", .allowed = "0 or more", .least = 0}, 1e-06f);
+      attributes.value_norm = reader.integer({.name = "value_norm", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
+      attributes.value_is_key = reader.integer({.name = "value_is_key", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 0);
+      attributes.sink = reader.integer({.name = "sink", .symbol = "S", .allowed = "0 or more", .least = 0}, 0);
+      attributes.capacity = reader.integer({.name = "capacity", .symbol = "C", .allowed = "0, or at least S + W (at least S + 1 without a window)", .least = 0}, 0);
+      attributes.window = reader.integer({.name = "window", .symbol = "W", .allowed = "-1, or 1 or more", .least = -1, .nonzero = true}, -1);
+      attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.softcap = reader.real({.name = "softcap", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
+      attributes.causal = reader.integer({.name = "causal", .symbol = "", .allowed = "0 or 1", .least = 0, .most = 1}, 1);
+      return attributes;
+    }
+  };
+  static constexpr Schema kSchema{"QkvAttention", kQkvAttentionInputs, kQkvAttentionOutputs};
+};
+}  // namespace ops
+QkvAttentionParams read_params(const Call<ops::QkvAttention>& call);
+
 inline constexpr Port kNormRopeInputs[] = {
     {.name = "heads", .shape = "[T, H, D]", .type = PortType::kElement},
     {.name = "cosine", .shape = "[1, T, R]", .type = PortType::kFloat32},

@@ -21,10 +21,6 @@ void read_linear_output(const Call<ops::FusedLinear>& call, FusedLinearParams& p
   params.output = exact.present ? exact.data : rounded.data;
 }
 
-// Sizes of heads that are normalised and rotated.
-constexpr char kHeadSizes[] = "with D a multiple of 8 up to 512";
-bool is_head_size(int64_t size) { return size >= 8 && size <= 512 && size % 8 == 0; }
-
 // Sets where the factor of each row begins.
 void read_factor(const Call<ops::FusedLinear>& call, const Tensor& factor, FusedLinearParams& params) {
   using Op = ops::FusedLinear;
@@ -37,54 +33,6 @@ void read_factor(const Call<ops::FusedLinear>& call, const Tensor& factor, Fused
                        number(params.num_outputs) + " columns or more");
   params.factor_stride = factor.dim(1);
   params.factor = factor.as<char>() + offset * static_cast<int64_t>(element_bytes(params.element));
-}
-
-// Hq, from the attribute and the width of the joint projection.
-int64_t read_num_heads(const Call<ops::QkvRopeAppend>& call, const Tensor& qkv, const CacheLayout& cache) {
-  using Op = ops::QkvRopeAppend;
-  const int64_t num_heads = call.attributes().num_heads;
-  if (num_heads < 1 || num_heads % cache.num_kv_heads != 0)
-    call.node().fail("attribute num_heads Hq = " + number(num_heads) +
-                     " must be a positive multiple of Hkv = " + number(cache.num_kv_heads));
-  const int64_t kv_heads = (call.attributes().value_is_key != 0 ? 1 : 2) * cache.num_kv_heads;
-  const int64_t width = (num_heads + kv_heads) * cache.head_size;
-  if (qkv.dim(1) != width)
-    call.bad_shape(Op::In::kQkv, qkv,
-                   "= " + to_string({qkv.dim(0), width}) + ", with Hq = " + number(num_heads) +
-                       ", Hkv = " + number(cache.num_kv_heads) + ", D = " + number(cache.head_size) +
-                       (call.attributes().value_is_key != 0 ? " and no value heads" : ""));
-  return num_heads;
-}
-
-// Sets cosine, sine and R, of heads of D elements; both are given, or neither.
-template <typename Op, typename Params>
-void read_angles(const Call<Op>& call, int64_t num_tokens, int64_t head_size, Params& params) {
-  const Tensor cosine = call.input(Op::In::kCosine, {1, num_tokens, -1});
-  const Tensor sine = call.input(Op::In::kSine, {1, num_tokens, cosine.present ? cosine.dim(2) : -1});
-  if (cosine.present != sine.present)
-    call.node().fail(std::string("inputs 'cosine' and 'sine' must be given together; ") +
-                     (cosine.present ? "'sine'" : "'cosine'") + " is missing");
-  if (!cosine.present) return;
-  if (2 * cosine.dim(2) > head_size)
-    call.bad_shape(Op::In::kCosine, cosine, "with 2 * R at most D = " + number(head_size));
-  params.rotary_pairs = cosine.dim(2);
-  params.cosine = cosine.as<float>();
-  params.sine = sine.as<float>();
-}
-
-// Sets where queries are captured; the buffer and the lengths are given, or neither.
-void read_capture(const Call<ops::QkvRopeAppend>& call, int64_t head_size, QkvRopeAppendParams& params) {
-  using Op = ops::QkvRopeAppend;
-  const int64_t num_sequences = params.packing.num_sequences;
-  const Tensor capture = call.input(Op::In::kCapture, {num_sequences, -1, params.num_heads, head_size});
-  const Tensor past_len = call.input(Op::In::kCapturePastLen, {num_sequences});
-  if (capture.present != past_len.present)
-    call.node().fail(std::string("inputs 'capture' and 'capture_past_len' must be given together; ") +
-                     (capture.present ? "'capture_past_len'" : "'capture'") + " is missing");
-  if (!capture.present) return;
-  params.capture_rows = capture.dim(1);
-  params.capture_past_len.values = past_len.as<int32_t>();
-  params.capture = call.aliased_output(Op::Out::kCaptureOut, capture).data;
 }
 
 }  // namespace
@@ -114,60 +62,6 @@ FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
   if (factor.present) read_factor(call, factor, params);
   params.batch_invariant = call.attributes().batch_invariant != 0;
   read_linear_output(call, params);
-  return params;
-}
-
-QkvRopeAppendParams read_params(const Call<ops::QkvRopeAppend>& call) {
-  using Op = ops::QkvRopeAppend;
-  const Tensor qkv = call.input(Op::In::kQkv, {-1, -1});
-  const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
-  const Tensor value_cache = call.input(
-      Op::In::kValueCache, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
-  const int64_t num_tokens = qkv.dim(0), head_size = key_cache.dim(3);
-  QkvRopeAppendParams params{};
-  params.element = call.node().element;
-  params.cache_element = call.node().cache_element;
-  params.packing = read_packing(call, Op::In::kQueryStart, num_tokens);
-  params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
-  params.cache =
-      read_cache(call, key_cache,
-                 {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
-                 params.packing.num_sequences);
-  if (!is_head_size(head_size)) call.bad_shape(Op::In::kKeyCache, key_cache, kHeadSizes);
-  params.num_heads = read_num_heads(call, qkv, params.cache);
-  params.epsilon = call.attributes().epsilon;
-  params.value_norm = call.attributes().value_norm != 0;
-  params.value_is_key = call.attributes().value_is_key != 0;
-  params.qkv = qkv.data;
-  params.query_norm_weight = call.input(Op::In::kQueryNormWeight, {head_size}).data;
-  params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;
-  read_angles(call, num_tokens, head_size, params);
-  params.query = call.output(Op::Out::kQuery, {num_tokens, params.num_heads, head_size}).data;
-  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
-  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
-  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
-  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
-  const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
-  params.key_cache = caches.key;
-  params.value_cache = caches.value;
-  read_capture(call, head_size, params);
-  return params;
-}
-
-NormRopeParams read_params(const Call<ops::NormRope>& call) {
-  using Op = ops::NormRope;
-  const Tensor heads = call.input(Op::In::kHeads, {-1, -1, -1});
-  if (!is_head_size(heads.dim(2))) call.bad_shape(Op::In::kHeads, heads, kHeadSizes);
-  NormRopeParams params{};
-  params.element = call.node().element;
-  params.num_tokens = heads.dim(0);
-  params.num_heads = heads.dim(1);
-  params.head_size = heads.dim(2);
-  params.heads = heads.data;
-  params.norm_weight = call.input(Op::In::kNormWeight, {params.head_size}).data;
-  read_angles(call, params.num_tokens, params.head_size, params);
-  params.epsilon = call.attributes().epsilon;
-  params.rotated = call.output(Op::Out::kRotated, {heads.dim(0), heads.dim(1), heads.dim(2)}).data;
   return params;
 }
 

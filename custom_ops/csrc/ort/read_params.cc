@@ -1,17 +1,13 @@
 // Reads one call's tensors into the parameters of the kernels of the contract's operators, checked.
 #include <algorithm>
-#include <cmath>
 
 #include "call.h"
 #include "checks.h"
 #include "operators.generated.h"
+#include "read_attention.h"
 
 namespace ortolan {
 namespace {
-
-float resolved_scale(float scale, int64_t head_size) {
-  return scale != 0 ? scale : 1.0f / std::sqrt(static_cast<float>(head_size));
-}
 
 Tensor value_cache_like(const Context& context, size_t index, const Tensor& key_cache) {
   return context.input(index, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
@@ -72,20 +68,12 @@ SwaAttentionParams read_params(const Call<ops::SwaAttention>& call) {
                  params.packing.num_sequences);
   params.num_heads = query.dim(1);
   check_heads(call, Op::In::kQuery, query, query.dim(1), params.cache, query.dim(2));
-  params.window = call.attributes().window;
-  params.scale = resolved_scale(call.attributes().scale, query.dim(2));
-  params.softcap = call.attributes().softcap;
-  params.causal = call.attributes().causal != 0;
-  params.prefix_end = read_prefixes(call, Op::In::kPrefixEnd, params);
-  check_window(call, params);
-  check_attended_pages(call, params, Op::In::kBlockTable);
   params.query = query.data;
   params.key_cache = key_cache.data;
   params.value_cache = value_cache.data;
   params.key_scale = read_scale(call, Op::In::kKeyScale, key_cache).as<float>();
   params.value_scale = read_scale(call, Op::In::kValueScale, key_cache).as<float>();
-  params.sink_logits = call.input(Op::In::kSinkLogits, {query.dim(1)}).as<float>();
-  params.output = call.output(Op::Out::kOutput, query.shape).data;
+  read_attention(call, params);
   params.lse = call.output(Op::Out::kLse, {query.dim(1), query.dim(0)}).as<float>();
   return params;
 }

@@ -94,6 +94,11 @@ void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel) {
   arithmetic().qkv_rope_append(params, parallel);
 }
 
+void qkv_attention(const QkvAttentionParams& params, ParallelFor& parallel) {
+  qkv_rope_append(params.heads, parallel);
+  swa_attention(params.attention, parallel);
+}
+
 void norm_rope(const NormRopeParams& params, ParallelFor& parallel) {
   arithmetic().norm_rope(params, parallel);
 }

@@ -28,6 +28,7 @@ void low_bit_experts(const LowBitExpertsParams& params, ParallelFor& parallel);
 void low_bit_linear(const LowBitLinearParams& params, ParallelFor& parallel);
 void fused_linear(const FusedLinearParams& params, ParallelFor& parallel);
 void qkv_rope_append(const QkvRopeAppendParams& params, ParallelFor& parallel);
+void qkv_attention(const QkvAttentionParams& params, ParallelFor& parallel);
 void norm_rope(const NormRopeParams& params, ParallelFor& parallel);
 void rope_angles(const RopeAnglesParams& params, ParallelFor& parallel);
 void gather_rows(const GatherRowsParams& params, ParallelFor& parallel);

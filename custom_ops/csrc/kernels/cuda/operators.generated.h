@@ -35,6 +35,8 @@ size_t low_bit_linear_workspace(const LowBitLinearParams& params, const Device& 
 cudaError_t fused_linear(const FusedLinearParams& params, const Launch& launch);
 size_t fused_linear_workspace(const FusedLinearParams& params, const Device& device);
 cudaError_t qkv_rope_append(const QkvRopeAppendParams& params, const Launch& launch);
+cudaError_t qkv_attention(const QkvAttentionParams& params, const Launch& launch);
+size_t qkv_attention_workspace(const QkvAttentionParams& params, const Device& device);
 cudaError_t norm_rope(const NormRopeParams& params, const Launch& launch);
 cudaError_t rope_angles(const RopeAnglesParams& params, const Launch& launch);
 cudaError_t gather_rows(const GatherRowsParams& params, const Launch& launch);

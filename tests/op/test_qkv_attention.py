@@ -1,0 +1,205 @@
+"""QkvAttention has the bits of QkvRopeAppend and SwaAttention, over the same caches."""
+
+import dataclasses
+
+import devices
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from fused_cases import run_model
+from joint_cases import JointCase, joint_feeds, run_apart, run_joint
+
+from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
+from ortolan.custom_ops import emitters
+
+pytestmark = pytest.mark.usefixtures("target")
+
+BOTH = ("query", "key")
+CODES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+RING = {"window": 100, "sink": 4, "slots": 160}
+LLAMA = {"heads": 32, "kv_heads": 8, "size": 64, "pairs": 32}
+QWEN = {"heads": 16, "kv_heads": 8, "size": 128, "pairs": 64, "norms": BOTH}
+
+
+def assert_same(case, feeds, **options):
+    joint, apart = run_joint(case, feeds, **options), run_apart(case, feeds)
+    assert joint.keys() == apart.keys() >= {"output", "query", "key_cache_out", "value_cache_out"}
+    for name, wanted in apart.items():
+        devices.assert_same_bits(joint[name], wanted)
+    assert np.isfinite(joint["output"].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_one_token(size, group):
+    """Lengths around tiles, the ends of a cache, and what a ring's wrap moves."""
+    sizes = {"heads": 2 * group, "kv_heads": 2, "size": size, "pairs": size // 2}
+    full, ring = JointCase(**sizes, slots=1024), JointCase(**sizes, **RING, norms=BOTH)
+    lengths = {full: (0, 1, 15, 16, 127, 128, 1000, 1023), ring: (3, 99, 100, 159, 160, 161, 315, 316, 1000)}
+    for case, past in ((case, past) for case, pasts in lengths.items() for past in pasts):
+        step = dataclasses.replace(case, past=(past,))
+        assert_same(step, joint_feeds(step, seed=past))
+
+
+CASES = {
+    "llama": JointCase(past=(300,), **LLAMA, slots=512, capture_rows=64),
+    "lengths-of-heads": JointCase(past=((70, 3, 0, 64, 63, 1, 127, 30),), **QWEN, slots=128, capture_rows=8),
+    "lengths-of-heads-in-a-batch": JointCase(tokens=(1, 5), past=((9, 2), (0, 33)), capture_rows=4),
+    "no-rope": JointCase(past=(40,), size=64, pairs=0),
+    "norm-without-rope": JointCase(past=(40,), pairs=0, norms=BOTH),
+    "one-norm": JointCase(past=(40,), size=128, pairs=64, norms=("key",)),
+    "partial-rope": JointCase(past=(40,), size=80, pairs=16, norms=BOTH),
+    "partial-rope-of-a-batch": JointCase(tokens=(20, 1), past=(3, 50), size=128, pairs=30, slots=128),
+    "odd-pairs": JointCase(past=(40,), size=72, pairs=7),
+    "head-512": JointCase(tokens=(1,), past=(40,), heads=2, kv_heads=1, size=512, pairs=256, norms=BOTH),
+    "value-norm": JointCase(past=(40,), heads=8, kv_heads=1, size=256, pairs=128, norms=BOTH, value_norm=True),
+    "value-is-key": JointCase(past=(40,), size=64, pairs=32, value_is_key=True),
+    "normed-keys": JointCase(past=(40,), size=128, pairs=64, norms=BOTH, value_norm=True, value_is_key=True),
+    "masks": JointCase(past=(400,), **QWEN, **RING, softcap=20.0, scale=0.1, sink_logits=True),
+    "sink-logits": JointCase(past=(500,), **LLAMA, window=128, slots=300, sink_logits=True),
+    "prefix": JointCase(tokens=(40, 1), past=(0, 30), size=64, pairs=32, window=16, prefix_end=(30, 31)),
+    "both-directions": JointCase(tokens=(9,), past=(20,), size=64, pairs=32, causal=False),
+    "few-tokens": JointCase(tokens=(5,), past=(120,), **QWEN, slots=128, capture_rows=3),
+    "chunk": JointCase(tokens=(70,), past=(200,), **LLAMA, slots=300, capture_rows=8),
+    "chunk-in-a-ring": JointCase(tokens=(50,), past=(400,), **QWEN, **RING),
+    "batch": JointCase(tokens=(1, 1, 1, 1), past=(0, 63, 200, 17), **LLAMA, slots=256, capture_rows=16),
+    "mixed-batch": JointCase(tokens=(1, 40, 0, 3), past=(300, 61, 5, 9), **QWEN, **RING, capture_rows=8),
+    "paged": JointCase(past=(70,), **QWEN, slots=112, page_slots=16),
+    "paged-batch": JointCase(tokens=(30, 1), past=(70, 12), **LLAMA, slots=112, page_slots=16),
+    "paged-ring": JointCase(past=(500,), **QWEN, **RING, page_slots=32, sink_logits=True),
+    "no-tokens": JointCase(tokens=(0,), past=(7,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_features(name):
+    assert_same(CASES[name], joint_feeds(CASES[name]))
+
+
+def test_outputs_may_have_buffers_of_their_own():
+    case = CASES["mixed-batch"]
+    assert_same(case, joint_feeds(case), in_place=False)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("name", ["llama", "lengths-of-heads", "partial-rope", "masks", "mixed-batch", "paged-ring"])
+def test_codes(name, code):
+    case = dataclasses.replace(CASES[name], code=CODES[code])
+    assert_same(case, joint_feeds(case))
+
+
+STEPS = (20, 1, 1, 15, 1, 3, 1, 1)  # past the wrap
+LAYERS = 3
+STACK = JointCase(heads=4, kv_heads=2, size=64, pairs=32, norms=BOTH, window=16, sink=2, slots=37)
+SHARED = ("query_start", "past_len", "cosine", "sine", "query_norm_weight", "key_norm_weight")
+
+
+def build_stack(*, joint):
+    """Build layers of a projection, attention and another projection, as decoders have them."""
+    attributes, mask = STACK.attributes, STACK.mask
+    ring = {name: attributes[name] for name in ("sink", "capacity")}
+    names, nodes, x = {name: name for name in SHARED}, [], "x"
+    for i in range(LAYERS):
+        own = names | {name: f"{name}.{i}" for name in ("qkv", "key_cache", "value_cache")}
+        updated = (f"key_cache_out.{i}", f"value_cache_out.{i}")
+        nodes.append(emitters.fused_linear(x, f"qkv_weight.{i}", outputs=(f"qkv.{i}",), name=f"project.{i}"))
+        if joint:
+            outputs = (f"attended.{i}", *updated, f"query.{i}")
+            nodes.append(emitters.qkv_attention(**own, outputs=outputs, name=f"attend.{i}", **attributes, **mask))
+        else:
+            outputs = (f"query.{i}", *updated)
+            nodes.append(emitters.qkv_rope_append(**own, outputs=outputs, name=f"append.{i}", **attributes))
+            read = (f"query.{i}", *updated, "query_start", "past_len")
+            nodes.append(emitters.swa_attention(*read, outputs=(f"attended.{i}",), name=f"attend.{i}", **ring, **mask))
+        nodes.append(onnx.helper.make_node("Reshape", [f"attended.{i}", "flat"], [f"flat.{i}"], name=f"flatten.{i}"))
+        ports = {"x": f"flat.{i}", "weight": f"output_weight.{i}", "residual": x}
+        x = "y" if i == LAYERS - 1 else f"x.{i}"
+        nodes.append(emitters.fused_linear(**ports, outputs=(x,), name=f"output.{i}"))
+    return nodes
+
+
+def run_stack(nodes, feeds, tokens):
+    """Run the layers with caches in place; returns what they give, and the caches."""
+    caches = {name: array for name, array in feeds.items() if "_cache." in name}
+    outputs = {"y": ((tokens, STACK.heads * STACK.size), devices.element())}
+    bound = {name.replace("_cache", "_cache_out"): name for name in caches}
+    outputs |= {name: (feeds[source].shape, devices.element()) for name, source in bound.items()}
+
+    def declare(name, dtype, rank):
+        dims = [f"{name}_{axis}" for axis in range(rank)]
+        return onnx.helper.make_tensor_value_info(name, devices.ONNX_TYPES[dtype], dims)
+
+    inputs = [declare(name, array.dtype, array.ndim) for name, array in feeds.items()]
+    results = [declare(name, dtype, len(shape)) for name, (shape, dtype) in outputs.items()]
+    flat = onnx.numpy_helper.from_array(np.array([0, STACK.heads * STACK.size]), "flat")
+    graph = onnx.helper.make_graph(nodes, "stack", inputs, results, [flat])
+    opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
+    return run_model(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10), feeds, outputs, bound)
+
+
+def test_layers_behind_each_other_in_steps_behind_each_other():
+    rng, wide = np.random.default_rng(0), STACK.heads * STACK.size
+    rows = (STACK.heads + 2 * STACK.kv_heads) * STACK.size
+
+    def draw(*shape):
+        return (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(devices.element())
+
+    weights = {f"qkv_weight.{i}": draw(rows, wide) for i in range(LAYERS)}
+    weights |= {f"output_weight.{i}": draw(wide, wide) for i in range(LAYERS)}
+    empty = joint_feeds(STACK)["key_cache"]
+    held = {
+        joint: {f"{n}_cache.{i}": empty for n in ("key", "value") for i in range(LAYERS)} for joint in (True, False)
+    }
+    past = 0
+    for tokens in STEPS:
+        drawn = joint_feeds(dataclasses.replace(STACK, tokens=(tokens,), past=(past,)), seed=past)
+        step = {name: drawn[name] for name in SHARED} | {"x": 8 * draw(tokens, wide)}
+        results = {
+            joint: run_stack(build_stack(joint=joint), {**step, **weights, **held[joint]}, tokens) for joint in held
+        }
+        for name, wanted in results[False].items():
+            devices.assert_same_bits(results[True][name], wanted)
+        assert np.isfinite(results[True]["y"].astype(np.float32)).all()
+        for joint, caches in held.items():
+            held[joint] = {name: results[joint][name.replace("_cache", "_cache_out")] for name in caches}
+        past += tokens
+
+
+SMALL = JointCase(past=(5,))
+WIDE = JointCase(size=264, pairs=132)
+CODED = JointCase(past=(5,), code=CODES["int8"])
+REFUSALS = {
+    "num_heads Hq = 3": (SMALL, {"num_heads": 3}, {}),
+    "qkv' has shape": (SMALL, {"num_heads": 2}, {}),
+    "'sine' is missing": (SMALL, {}, {"sine": None}),
+    "'capture_past_len' is missing": (JointCase(capture_rows=4), {}, {"capture_past_len": None}),
+    "2 \\* R at most D = 16": (JointCase(pairs=9), {}, {}),
+    "multiple of 8 up to 512": (JointCase(size=12, pairs=6), {}, {}),
+    "multiple of 8 up to 256, or 512": (WIDE, {}, {}),
+    "input 'key_scale' is missing": (CODED, {}, {"key_scale": None, "value_scale": None}),
+    "must be at least sink S \\+ window W = 4 \\+ 61": (SMALL, {"sink": 4, "window": 61}, {}),
+    "between 1 and M \\* P = 64": (SMALL, {"capacity": 65}, {}),
+    "sink_logits' has shape": (SMALL, {}, {"sink_logits": np.zeros(3, np.float32)}),
+    "prefix_end' has shape": (SMALL, {}, {"prefix_end": np.zeros(2, np.int32)}),
+    "needs causal = 1": (SMALL, {"causal": 0}, {"prefix_end": np.zeros(1, np.int32)}),
+}
+HOST_REFUSALS = {
+    "'query_start' must rise": (SMALL, {}, {"query_start": np.array([0, 2], np.int32)}),
+    "more than capacity C = 64": (JointCase(past=(64,)), {}, {}),
+    "use smaller chunks": (JointCase(tokens=(30,), past=(64,), window=50), {}, {}),
+    "'prefix_end' holds -1": (SMALL, {}, {"prefix_end": np.array([-1], np.int32)}),
+    "need the prefix's first ones": (JointCase(past=(70,), window=8, prefix_end=(71,)), {}, {}),
+    "names page 9": (JointCase(past=(5,), page_slots=16), {}, {"block_table": np.full((1, 4), 9, np.int32)}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS | HOST_REFUSALS)
+def test_refuses(message, target):
+    if message in HOST_REFUSALS and target.device == "cuda":
+        pytest.skip("values that lie on a GPU are not checked")
+    case, attributes, changed = (REFUSALS | HOST_REFUSALS)[message]
+    feeds = joint_feeds(case) | changed
+    with pytest.raises(Exception, match=message) as error:
+        run_joint(case, {k: v for k, v in feeds.items() if v is not None}, **attributes)
+    assert "test/QkvAttention" in str(error.value)
