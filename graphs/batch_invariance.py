@@ -23,8 +23,8 @@ _MICROSOFT_ROW_BY_ROW = frozenset((
     "RotaryEmbedding",
 ))  # fmt: skip
 _ON_BOTH = frozenset((
-    _FUSED, "GateMul", "GatherRows", "NarrowStep", "NormRope", "QkvRopeAppend", "RingKvAppend", "RmsNormAdd",
-    "RopeAngles", "SnapKvCapture", "SwaAttention",
+    _FUSED, "GateMul", "GatherRows", "NarrowStep", "NormRope", "QkvAttention", "QkvRopeAppend", "RingKvAppend",
+    "RmsNormAdd", "RopeAngles", "SnapKvCapture", "SwaAttention",
 ))  # fmt: skip
 # On the CPU, ONNX Runtime computes these by vectors, and by other instructions where a vector is not full.
 _VECTORS = frozenset(("Log", "Softplus"))

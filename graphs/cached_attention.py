@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx
 
 from ortolan import contract
 from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor, emitters
@@ -40,6 +43,21 @@ def declare_step(
     return Step(
         query_start=query_start, past_len=past_len, logit_rows=logit_rows, block_tables=tables, state_slots=slots
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointHeads:
+    """The joint projection of a layer's heads, and what is done to them before they are attended.
+
+    Attributes:
+        qkv: [T, features].
+        ports: weights of head norms, cosine and sine, by port; None where there is none.
+        epsilon: of the norms.
+    """
+
+    qkv: Tensor
+    ports: Mapping[str, Tensor | None]
+    epsilon: float
 
 
 class CachedAttention:
@@ -111,34 +129,69 @@ class CachedAttention:
         )
         self.updated = key, value
 
-    def append_qkv(self, qkv: Tensor, epsilon: float, ports: Mapping[str, Tensor | None], *, captures: bool) -> Tensor:
-        """Normalise, rotate, write and, if asked to, capture joint projections in one operator.
+    def append_qkv(self, heads: JointHeads) -> Tensor:
+        """Normalise, rotate and write joint projections in one operator.
 
         Returns:
             Queries [T, Hq, D].
         """
+        return self._add_joint("QkvRopeAppend", emitters.qkv_rope_append, heads, 3, captures=False)
+
+    def attend_qkv(self, heads: JointHeads, sink_logits: Tensor | None) -> Tensor:
+        """Do the same, capture queries where this layer can be evicted, and attend over the updated caches.
+
+        Returns:
+            What attention returns, [T, Hq, D].
+        """
+        heads = replace(heads, ports={**heads.ports, "sink_logits": sink_logits})
+        return self._add_joint("QkvAttention", emitters.qkv_attention, heads, 4, captures=True, **_mask(self.config))
+
+    def _add_joint(
+        self,
+        operator: str,
+        emit: Callable[..., onnx.NodeProto],
+        heads: JointHeads,
+        num_outputs: int,
+        *,
+        captures: bool,
+        **attributes: int | float,
+    ) -> Tensor:
+        """Add an operator that takes joint projections; the caches are its second and third output.
+
+        Args:
+            operator: its name.
+            emit: its emitter.
+            heads: what it takes.
+            num_outputs: how many of its outputs stand before those of the capture and the scales.
+            captures: whether it captures queries where this layer can be evicted.
+            attributes: that only one of these operators has.
+
+        Returns:
+            Its first output.
+        """
         captures = captures and self.evictable
-        inputs = {"qkv": qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **ports}
+        inputs = {"qkv": heads.qkv, "key_cache": self._old[0], "value_cache": self._old[1], **self.ports, **heads.ports}
         inputs |= self._scale_ports
         if captures:
             assert self._capture is not None, "an evictable layer has a capture"
             inputs |= {"capture": self._capture, "capture_past_len": self.step.past_len}
-        query, key, value, *rest = self.graph.operator(
-            f"{self.path}/QkvRopeAppend",
-            emitters.qkv_rope_append,
+        outputs = self.graph.operator(
+            f"{self.path}/{operator}",
+            emit,
             inputs,
-            3 + captures + len(self._scales),
-            skipped_outputs=(3,) if self._scales and not captures else (),
+            num_outputs + captures + len(self._scales),
+            skipped_outputs=(num_outputs,) if self._scales and not captures else (),
             num_heads=self.config.num_heads,
-            epsilon=epsilon,
+            epsilon=heads.epsilon,
             value_norm=int(self.config.value_norm),
             value_is_key=int(self.config.value_is_key),
             sink=self.options.sink,
+            **attributes,
         )
-        self.updated = key, value
-        self._captured = rest.pop(0) if captures else None
-        self._scales = rest
-        return query
+        self.updated = outputs[1], outputs[2]
+        self._captured = outputs[num_outputs] if captures else None
+        self._scales = outputs[num_outputs + captures :]
+        return outputs[0]
 
     def capture(self, query: Tensor) -> None:
         """Keep the last queries, where this layer can be evicted and they are not kept yet."""
@@ -195,9 +248,12 @@ def attend(
         f"{path}/SwaAttention",
         emitters.swa_attention,
         inputs | {"sink_logits": sink_logits},
-        window=config.window,
         sink=cache.options.sink,
-        scale=config.scale,
-        softcap=config.softcap,
+        **_mask(config),
     )
     return attended
+
+
+def _mask(config: AttentionConfig) -> dict[str, Any]:
+    """Return the attributes by which attention of one layer differs from that of another."""
+    return {"window": config.window, "scale": config.scale, "softcap": config.softcap}

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 from ortolan.graphs.builder import MICROSOFT, Node, Tensor, emitters
-from ortolan.graphs.cached_attention import CachedAttention
+from ortolan.graphs.cached_attention import CachedAttention, JointHeads, attend
 from ortolan.graphs.gates import Gated, gate_mul
 from ortolan.graphs.parts import Columns, Linear, Normed, Parts, Rotation
 
@@ -19,8 +19,9 @@ class FusedParts(Parts):
     """A decoder under construction for one device.
 
     1. Gate and up are one product, as query, key and value are in every graph. Norms before linear layers, gates and
-       residuals after them are folded in where the weight's format can on the device. A QkvRopeAppend normalises
-       heads, rotates, appends and captures; a NormRope normalises and rotates heads whose projections stay apart.
+       residuals after them are folded in where the weight's format can on the device. A QkvAttention normalises
+       heads, rotates, appends, captures and attends; where queries are scaled, a QkvRopeAppend does what stands before
+       that. A NormRope normalises and rotates heads whose projections stay apart.
     2. A norm after a branch, its residual and a layer's scalar are one RmsNormAdd, and so is any other norm. A residual
        and the norm of the sum are one SkipSimplifiedLayerNormalization.
     3. A gate on rows, with its activation, the norm before it and the residual after it, is one GateMul; the gates of
@@ -74,22 +75,29 @@ class FusedParts(Parts):
         gate = Columns(self.linear(f"{path}/gate", x))
         return gate_mul(self, path, Gated(x=factor, gates=gate, size=size, activation=activation))
 
-    def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
-        """Add projections, head norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
+    def attend(self, cache: CachedAttention, x: Tensor | Normed, sink_logits: Tensor | None) -> Tensor:
+        """Add projections, head norms, RoPE, the append, the capture and attention; returns [T, Hq, D]."""
+        heads, config = self._joint_heads(cache, x), cache.config
+        if heads is None:
+            return super().attend(cache, x, sink_logits)
+        if config.query_scale is None:
+            return cache.attend_qkv(heads, sink_logits)
+        query = self.scale_query(cache.path, config, cache.append_qkv(heads))
+        cache.capture(query)
+        return attend(cache, cache.path, config, query, sink_logits)
+
+    def _joint_heads(self, cache: CachedAttention, x: Tensor | Normed) -> JointHeads | None:
+        """Add the joint projection; None where there is none, or heads are not normalised each by itself."""
         config, stem = cache.config, cache.path.replace("/", ".")
         whole, names = ("qk", ("query", "key")) if config.value_is_key else ("qkv", ("query", "key", "value"))
         if config.qk_norm == "projection" or not self.joins(f"{stem}.{whole}", [f"{stem}.{name}" for name in names]):
-            return super().append(cache, x)
+            return None
         qkv = self.linear(f"{cache.path}/{whole}", x)
         rotation = self.rotations.get(config.rope or "")
         ports = {f"{name}_norm_weight": self.head_norm(f"{cache.path}/{name}", config) for name in ("query", "key")}
         if rotation is not None:
             ports |= {"cosine": rotation.cosine, "sine": rotation.sine}
-        scaled = config.query_scale is not None  # such queries are captured once they are scaled
-        query = cache.append_qkv(qkv, self.config.norm_epsilon, ports, captures=not scaled)
-        query = self.scale_query(cache.path, config, query)
-        cache.capture(query)
-        return query
+        return JointHeads(qkv=qkv, ports=ports, epsilon=self.config.norm_epsilon)
 
     def norm_rope(
         self, path: str, flat: Tensor, weight: Tensor | None, rotation: Rotation | None, shape: tuple[int, int]

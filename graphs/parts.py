@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ortolan.graphs.builder import FLOAT, GraphBuilder, Tensor
-from ortolan.graphs.cached_attention import CachedAttention, Step
+from ortolan.graphs.cached_attention import CachedAttention, Step, attend
 from ortolan.graphs.config import AttentionConfig, ModelConfig, QueryScale
 from ortolan.graphs.kinds import Shapes
 from ortolan.graphs.options import Fusion, GraphOptions
@@ -290,8 +290,8 @@ class Parts:
         """Pick the rows [T, features] of tokens in a table [V, features]."""
         return self.graph.node(f"{path}/Gather", "Gather", [table, token_ids])
 
-    def append(self, cache: CachedAttention, x: Tensor | Normed) -> Tensor:
-        """Add projections, norms, RoPE, the append and the capture; returns queries [T, Hq, D]."""
+    def attend(self, cache: CachedAttention, x: Tensor | Normed, sink_logits: Tensor | None) -> Tensor:
+        """Add projections, norms, RoPE, the append, the capture and attention; returns [T, Hq, D]."""
         config, path = cache.config, cache.path
         names = ("query", "key") if config.value_is_key else ("query", "key", "value")
         flat = self.projections(path, x, names)
@@ -300,7 +300,7 @@ class Parts:
         value = self._value_heads(path, config, flat[-1])
         cache.append(key, value)
         cache.capture(query)
-        return query
+        return attend(cache, path, config, query, sink_logits)
 
     def heads(self, layer_path: str, config: AttentionConfig, name: str, flat: Tensor) -> Tensor:
         """Normalise and rotate a projection, "query" or "key": [T, heads * D] -> [T, heads, D]."""

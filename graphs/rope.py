@@ -121,7 +121,7 @@ def list_late(graph: onnx.GraphProto, operators: Sequence[str]) -> None:
     """List each node of some operators right before its first reader; an operator comes after those that read it.
 
     Of a node's inputs ONNX Runtime computes the one that is listed last first. So angles come before the first layer,
-    and no kernel of another kind stands between a projection and its QkvRopeAppend, whose launches overlap.
+    and no kernel of another kind stands between a projection and its QkvAttention, whose launches overlap.
     """
     nodes = list(graph.node)
     for operator in operators:

@@ -11,6 +11,7 @@ from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, POSITIONS, QUERY_START
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
 
+_CAPTURES = {"QkvRopeAppend": 3, "QkvAttention": 4}  # the capture among the outputs
 ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")
 
 
@@ -25,6 +26,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "FusedLinear": checker.linear,
         "LowBitLinear": checker.low_bit_linear,
         "QkvRopeAppend": checker.qkv,
+        "QkvAttention": checker.qkv_attention,
         "NormRope": checker.norm_rope,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
@@ -60,7 +62,7 @@ class _Checker:
         self._dims = {t.name: list(t.dims) for t in graph.initializer}
         casts = [n for n in graph.node if n.op_type == "Cast" and n.input[0] in self._dims]
         self._dims |= {n.output[0]: self._dims[n.input[0]] for n in casts}  # ONNX Runtime folds them
-        self._caches = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+        self._inputs = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
         self._features: dict[str, int] = {}
 
     def linear(self, node: onnx.NodeProto) -> None:
@@ -106,14 +108,14 @@ class _Checker:
         self._features[asked[0]] = size
 
     def qkv(self, node: onnx.NodeProto) -> None:
-        """Check a QkvRopeAppend: heads, norms, angles and caches."""
+        """Check a QkvRopeAppend, or all that a QkvAttention has of one: heads, norms, angles and caches."""
         qkv, key_cache, value_cache, *_ = _ports(node.input, 12)
         query_norm, key_norm, cosine, sine, capture, capture_past_len = _ports(node.input, 12)[6:12]
         if bool(cosine) != bool(sine):
             raise _mismatch(node, "cosine and sine belong together; one is missing")
-        if len({bool(capture), bool(capture_past_len), bool(_ports(node.output, 4)[3])}) != 1:
+        if len({bool(capture), bool(capture_past_len), bool(_ports(node.output, 5)[_CAPTURES[node.op_type]])}) != 1:
             raise _mismatch(node, "capture, capture_past_len and capture_out belong together; one is missing")
-        shapes = [self._caches.get(name, []) for name in (key_cache, value_cache)]
+        shapes = [self._inputs.get(name, []) for name in (key_cache, value_cache)]
         if shapes[0] != shapes[1] or len(shapes[0]) != 4:
             raise _mismatch(
                 node, f"caches '{key_cache}' and '{value_cache}' must be inputs of one shape [N, Hkv, P, D]"
@@ -126,6 +128,13 @@ class _Checker:
         self._expect(node, "qkv", qkv, (heads + others) * size)
         self._expect_dims(node, "query_norm_weight", query_norm, [size])
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
+
+    def qkv_attention(self, node: onnx.NodeProto) -> None:
+        """Check a QkvAttention: no node writes what it may read before the kernel in front of it has ended."""
+        self.qkv(node)  # caches are inputs
+        for port, name in zip(("query_start", "past_len", "block_table"), _ports(node.input, 6)[3:], strict=True):
+            if name and name not in self._inputs:
+                raise _mismatch(node, f"{port} '{name}' must be an input of the graph; a node returns it")
 
     def norm_rope(self, node: onnx.NodeProto) -> None:
         """Check a NormRope: what it multiplies by is a weight."""

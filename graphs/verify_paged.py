@@ -8,9 +8,11 @@ from ortolan import contract
 from ortolan.contract import OPERATOR_DOMAIN
 from ortolan.errors import ContractMismatchError
 
-APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1}  # index of the key cache among the outputs; the value cache follows
+# Index of the key cache among the outputs; the value cache follows.
+APPENDS = {"RingKvAppend": 0, "QkvRopeAppend": 1, "QkvAttention": 1}
+_ATTENDS = ("SwaAttention", "QkvAttention")
 # Where an operator takes its key cache and its block table.
-_PORTS = {"RingKvAppend": (2, 6), "QkvRopeAppend": (1, 5), "SwaAttention": (1, 5)}
+_PORTS = {"RingKvAppend": (2, 6), "QkvRopeAppend": (1, 5), "QkvAttention": (1, 5), "SwaAttention": (1, 5)}
 _TABLE_PREFIX = contract.block_table("")
 
 
@@ -29,11 +31,12 @@ def check_pages(graph: onnx.GraphProto) -> None:
         cache, table = (node.input[port] if port < len(node.input) else "" for port in _PORTS[node.op_type])
         if bool(tables) != bool(table) or (table and table not in tables):
             raise _mismatch(node, f"takes the block table '{table}'; the graph's inputs are {sorted(tables)}")
-        if node.op_type == "SwaAttention":
+        if node.op_type in _ATTENDS:
             _check_window(node, table)
-            _check_same(node, of_cache, cache, table)
-        else:  # attention reads what the append returned
+        if node.op_type in APPENDS:  # attention reads what the append returned
             of_cache[node.output[APPENDS[node.op_type]]] = table
+        else:
+            _check_same(node, of_cache, cache, table)
 
 
 def _check_page_size(graph: onnx.GraphProto, *, paged: bool) -> None:

@@ -10,8 +10,9 @@ from ortolan.errors import ContractMismatchError
 from ortolan.graphs.verify_paged import APPENDS
 
 _CODES = frozenset(element_type(name).onnx for name in CODE_TYPES)
-_APPENDED = {"RingKvAppend": (2, 3), "QkvRopeAppend": (4, 5)}  # the scales among an append's outputs
-_READ = (8, 9)  # and among the inputs of SwaAttention
+# The scales among an append's outputs.
+_APPENDED = {"RingKvAppend": (2, 3), "QkvRopeAppend": (4, 5), "QkvAttention": (5, 6)}
+_READ = {"SwaAttention": (8, 9), "QkvAttention": (12, 13)}  # and among the inputs of what attends
 
 
 def check_scales(graph: onnx.GraphProto) -> None:
@@ -28,14 +29,22 @@ def check_scales(graph: onnx.GraphProto) -> None:
             cache = node.output[APPENDS[node.op_type]]
             of_cache[cache] = [_name(node.output, port) for port in _APPENDED[node.op_type]]
     for node in nodes:
-        if node.op_type != "SwaAttention":
+        if node.op_type not in _READ:
             continue
-        read = [_name(node.input, port) for port in _READ]
-        wanted = of_cache.get(node.input[1], ["", ""])
-        if read != wanted:
+        read = [_name(node.input, port) for port in _READ[node.op_type]]
+        if node.op_type in _APPENDED:
+            _check_returned(node, read)
+        elif read != (wanted := of_cache.get(node.input[1], ["", ""])):
             raise ContractMismatchError(
                 f"rule 10: node '{node.name}' reads the scales {read}; its cache was appended to with {wanted}"
             )
+
+
+def _check_returned(node: onnx.NodeProto, read: list[str]) -> None:
+    """What appends and attends returns each of the scales that it takes, and no other."""
+    returned = [_name(node.output, port) for port in _APPENDED[node.op_type]]
+    if [bool(name) for name in read] != [bool(name) for name in returned]:
+        raise ContractMismatchError(f"rule 10: node '{node.name}' takes the scales {read} and returns {returned}")
 
 
 def _check_inputs(graph: onnx.GraphProto) -> None:

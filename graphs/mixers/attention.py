@@ -34,15 +34,16 @@ def weights(config: AttentionConfig, hidden_size: int) -> Shapes:
 def add(parts: Parts, index: int, x: Tensor | Normed, residual: Tensor | None) -> Tensor:
     """Add one layer's attention, [T, hidden] -> [T, hidden]."""
     config, path = parts.config.layers[index].mixer, f"layers.{index}/attention"
+    sink_logits = _sink_logits(parts, path, config)
     if config.shares_cache_with is None:
         cache = CachedAttention(parts.graph, parts.options, parts.step, index, config)
         parts.attentions[index] = cache
-        query = parts.append(cache, x)
+        attended = parts.attend(cache, x, sink_logits)
     else:
         cache = parts.attentions[config.shares_cache_with]
         (flat,) = parts.projections(path, x, ("query",))
         query = parts.heads(path, config, "query", flat)
-    attended = attend(cache, path, config, query, _sink_logits(parts, path, config))
+        attended = attend(cache, path, config, query, sink_logits)
     if config.output_gate != "none":
         attended = _gated(parts, path, config, attended, x)
     flat = parts.graph.reshape(f"{path}/Reshape", attended, (0, config.num_heads * config.head_size))

@@ -28,11 +28,11 @@ def test_json_counts_what_is_fused_and_what_is_left(graphs_dir, capsys):
     assert report["fused"]["graph"] == "ok"
     assert report["fused"]["nodes"] < report["nodes"]
     counts = report["fused"]["operators"]
-    assert (counts["FusedLinear"], counts["QkvRopeAppend"], counts["Gemm"]) == (4 * layers + 1, layers, 0)
+    assert (counts["FusedLinear"], counts["QkvAttention"], counts["Gemm"]) == (4 * layers + 1, layers, 0)
     assert report["cpu"]["file"] == CPU_FILE
     assert report["fused"]["nodes"] < report["cpu"]["nodes"] < report["nodes"]
     counts = report["cpu"]["operators"]
-    assert (counts["FusedLinear"], counts["QkvRopeAppend"], counts["Gemm"]) == (0, layers, 4 * layers + 1)
+    assert (counts["FusedLinear"], counts["QkvAttention"], counts["Gemm"]) == (0, layers, 4 * layers + 1)
 
 
 def test_table_shows_the_fused_graph(graphs_dir, capsys):
@@ -40,7 +40,7 @@ def test_table_shows_the_fused_graph(graphs_dir, capsys):
     lines = capsys.readouterr().out.splitlines()
     heading = next(i for i, line in enumerate(lines) if line.startswith("fused graph for CUDA: ok (model.fused.onnx"))
     counts = dict(line.split() for line in lines[heading + 3 : heading + 5])
-    assert list(counts) == ["FusedLinear", "QkvRopeAppend"]
+    assert list(counts) == ["FusedLinear", "QkvAttention"]
     assert any(line.startswith("fused graph for CPU: ok (model.cpu.onnx") for line in lines)
 
 
@@ -56,7 +56,7 @@ def test_a_fused_graph_that_is_gone_is_said_to_be_missing(graphs_dir, capsys):
 
 def test_broken_fused_graph_is_refused(graphs_dir, capsys):
     model = onnx.load(str(graphs_dir / FUSED_FILE), load_external_data=False)
-    node = next(n for n in model.graph.node if n.op_type == "QkvRopeAppend")
+    node = next(n for n in model.graph.node if n.op_type == "QkvAttention")
     next(a for a in node.attribute if a.name == "num_heads").i = 0
     onnx.save(model, str(graphs_dir / FUSED_FILE))
     assert main(["inspect", str(graphs_dir)]) == 2

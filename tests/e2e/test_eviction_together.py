@@ -179,7 +179,7 @@ def test_nothing_captures_in_a_model_that_was_exported_without(tmp_path):
     checkpoint = tiny_checkpoint("llama", tmp_path / "hf", seed=5)
     for window, captures in ((0, False), (64, True)):
         folder = ortolan.export(checkpoint, tmp_path / f"model{window}", snapkv_window=window, max_context=64)
-        for name, capturing in (("model.onnx", "SnapKvCapture"), ("model.fused.onnx", "QkvRopeAppend")):
+        for name, capturing in (("model.onnx", "SnapKvCapture"), ("model.fused.onnx", "QkvAttention")):
             graph = onnx.load(folder / name, load_external_data=False).graph
             found = {node.op_type for node in graph.node if any("capture" in value for value in node.output)}
             assert found == ({capturing} if captures else set())

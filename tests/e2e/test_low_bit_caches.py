@@ -180,3 +180,12 @@ def test_a_graph_whose_attention_reads_other_scales_is_refused(folders, cache_dt
         node.input[8], node.input[9] = node.input[9], node.input[8]
     with pytest.raises(ContractMismatchError, match=r"rule 10: .* reads the scales"):
         verify_model(model)
+
+
+def test_a_graph_whose_joint_attention_returns_no_scales_is_refused(folders, cache_dtype):
+    model = onnx.load(folders[cache_dtype, False] / "model.fused.onnx", load_external_data=False)
+    verify_model(model)
+    node = next(node for node in model.graph.node if node.op_type == "QkvAttention")
+    del node.input[12:]
+    with pytest.raises(ContractMismatchError, match=r"rule 10: .* takes the scales \['', ''\] and returns"):
+        verify_model(model)

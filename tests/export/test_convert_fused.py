@@ -37,7 +37,7 @@ def test_fused_graphs_compute_what_plain_ones_do(converted, tmp_path):
     counts = Counter(node.op_type for node in fused.graph.node)
     expected = PRODUCTS["int4"] if spec.int4 else {"FusedLinear": 9, "MatMulNBits": 0, "GateMul": 0}
     assert {op: counts[op] for op in expected} == expected
-    assert counts["QkvRopeAppend"] == counts["SwaAttention"] == 2
+    assert (counts["QkvAttention"], counts["QkvRopeAppend"], counts["SwaAttention"]) == (2, 0, 0)
     assert counts["RotaryEmbedding"] == counts["RingKvAppend"] == 0
     assert counts["SkipSimplifiedLayerNormalization"] == (3 if spec.int4 else 0)
     prompt = prompt_of(PROMPT_TOKENS)
@@ -75,7 +75,7 @@ def test_conversions_of_mixed_products_keep_them_apart(tmp_path):
     folder = ortolan.convert(source, tmp_path / "model", max_context=512)
     fused = onnx.load(folder / FUSED_FILE, load_external_data=False)
     counts = Counter(node.op_type for node in fused.graph.node)
-    assert (counts["MatMulNBits"], counts["QkvRopeAppend"], counts["RingKvAppend"]) == (10, 1, 1)
+    assert (counts["MatMulNBits"], counts["QkvAttention"], counts["RingKvAppend"]) == (10, 1, 1)
     session = ortolan.load(expanded_folder(folder, tmp_path / "expanded"), device="cpu").session()
     expected = foreign.source_logits(source, prompt_of(30))[-1]
     assert relative_difference(session.prefill(prompt_of(30)), expected) <= LOGITS_RELATIVE

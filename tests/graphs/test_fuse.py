@@ -98,7 +98,8 @@ def test_patterns_fuse_wherever_they_hold(exported):
     norms = 2 * beside + (0 if family in SCALED_RESIDUALS else mixtures)
     assert counts == {
         "FusedLinear": 4 * layers + 1 + (2 * layers + 1) * embedded + beside + shared + gates - mixtures,
-        "QkvRopeAppend": 0 if projection else layers - sharing,
+        "QkvRopeAppend": layers if family in SCALED_QUERIES else 0,
+        "QkvAttention": 0 if projection or family in SCALED_QUERIES else layers - sharing,
         "NormRope": 2 * layers if projection else sharing,
         "RopeAngles": (len(manifest.ropes) if len(manifest.rope_limits) == 1 else 0) * (2 if sharing else 1),
         "NarrowStep": 2 if sharing else 0,  # lengths of layers with a window, and of those that can be evicted
@@ -130,7 +131,7 @@ def test_the_graph_for_the_cpu_fuses_all_but_products(exported):
     assert sum(operators.count(name) for name in sums) >= cuda["RmsNormAdd"]
     tables = 1 + (family in PER_LAYER_EMBEDDINGS)
     assert cpu["GatherRows"] == cuda["GatherRows"] - tables, "ONNX Runtime looks tokens up on the CPU"
-    equal = ("QkvRopeAppend", "NormRope", "RopeAngles", "NarrowStep", "DeltaGates")
+    equal = ("QkvRopeAppend", "QkvAttention", "NormRope", "RopeAngles", "NarrowStep", "DeltaGates")
     for name in (*equal, "RotaryEmbedding", "RingKvAppend"):
         assert cpu[name] == cuda[name], name
 
@@ -153,15 +154,17 @@ def expected_layer(family, index, layer):
     qkv_bias = " bias" if family in ("llama_biased", "granite", "qwen2", "gpt_oss", "cohere2") else ""
     output_bias = " bias" if family in ("llama_biased", "granite", "gpt_oss", "cohere2") else ""
     residual = "" if after or family in SCALED_RESIDUALS else " residual"
-    append = "RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend"
+    attends = ["QkvAttention"]
+    if family in (*PROJECTION_NORM, *SCALED_QUERIES):
+        attends = ["RingKvAppend" if family in PROJECTION_NORM else "QkvRopeAppend", "SwaAttention"]
     activation = "gelu_tanh_mul" if family.startswith("gemma") else "silu_mul"
     whole = "qk" if family in KEYS_AS_VALUES and layer.window < 0 else "qkv"
     head_norms = ["RmsNormAdd", "RmsNormAdd", "NormRope", "NormRope"] if family in PROJECTION_NORM else []
-    query = [f"{whole}{before}{qkv_bias}", *head_norms, append]
-    query = query if layer.cache_of is None else ["query norm", "NormRope"]
+    query = [f"{whole}{before}{qkv_bias}", *head_norms, *attends]
+    query = query if layer.cache_of is None else ["query norm", "NormRope", "SwaAttention"]
     query[1:1] = ["gate norm"] * (family in GATED_HEADS)
     gated = ["GateMul"] * (family in GATED_HEADS)
-    attention = [*query, "SwaAttention", *gated, f"output{output_bias}{residual}", *after]
+    attention = [*query, *gated, f"output{output_bias}{residual}", *after]
     embedded = [f"gate factor {activation}", "out", *after] if family in PER_LAYER_EMBEDDINGS else []
     if index in MIXTURES.get(family, ()):
         shared = [f"gate_up {activation}"] if family in SHARED_EXPERT else []
@@ -203,7 +206,7 @@ def test_layers_are_these_operators(exported):
         )
     assert describe(ours[-1]) == ("head" if family in PARALLEL else "head norm")
     captures = [node for node in fused.graph.node if node.op_type == "SnapKvCapture"]
-    assert family in PROJECTION_NORM or not captures, "QkvRopeAppend captures"
+    assert family in PROJECTION_NORM or not captures, "the operator that appends captures"
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -211,7 +214,7 @@ def test_layers_of_hybrids_are_these_operators(family):
     folder = shared_model(shared_checkpoint(family, seed=5), max_context=512, chunk_size=16)
     fused = load_graphs(folder)[1]
     delta = ["qkv norm", "gates norm", "CausalConv", "DeltaGates", "GatedDeltaRule", "GateMul", "output residual"]
-    attention = ["gate norm", "qkv norm", "QkvRopeAppend", "SwaAttention", "GateMul", "output residual"]
+    attention = ["gate norm", "qkv norm", "QkvAttention", "GateMul", "output residual"]
     if family == "olmo_hybrid":
         attention = [
             "qkv",
@@ -319,9 +322,9 @@ def test_half_precision_rotates_by_unrounded_angles(tmp_path, dtype):
     folder = ortolan.export(checkpoint, tmp_path / "model", dtype=dtype, max_context=64)
     _, fused = load_graphs(folder)
     producers = {name: node for node in fused.graph.node for name in node.output}
-    appends = [node for node in fused.graph.node if node.op_type == "QkvRopeAppend"]
-    assert len(appends) == LAYERS
-    angles = {name for node in appends for name in node.input[8:10]}
+    attentions = [node for node in fused.graph.node if node.op_type == "QkvAttention"]
+    assert len(attentions) == LAYERS
+    angles = {name for node in attentions for name in node.input[8:10]}
     assert {producers[name].op_type for name in angles} == {"RopeAngles"}
     head = next(node for node in fused.graph.node if node.name == "head/FusedLinear")
     assert list(head.output) == ["", "logits"], "the head gives float32 without a Cast"

@@ -39,6 +39,22 @@ def swap_caches(model):
     node.input[1], node.input[2] = node.input[2], node.input[1]
 
 
+def attend_over_what_an_append_returned(model):
+    first, second = (find(model, f"layers.{i}/attention/QkvAttention") for i in range(2))
+    second.input[1] = first.output[1]
+
+
+def count_what_a_node_returned(model):
+    node = find(model, "QkvAttention")
+    model.graph.node.insert(0, onnx.helper.make_node("Identity", [node.input[4]], ["counted"], name="count"))
+    node.input[4] = "counted"
+
+
+def drop_capture(model):
+    node = next(node for node in model.graph.node if node.op_type == "QkvAttention" and len(node.input) > 10)
+    node.input[10] = ""
+
+
 def overlap_weights(model):
     weight(model, "0.mlp.gate_up.weight").external_data[1].value = "0"
 
@@ -64,24 +80,24 @@ def narrow_norm(model):
 
 
 def wrong_heads(model):
-    attribute(find(model, "QkvRopeAppend"), "num_heads").i = 3
+    attribute(find(model, "QkvAttention"), "num_heads").i = 3
 
 
 def no_heads(model):
-    attribute(find(model, "QkvRopeAppend"), "num_heads").i = 0
+    attribute(find(model, "QkvAttention"), "num_heads").i = 0
 
 
 def drop_sine(model):
-    find(model, "QkvRopeAppend").input[9] = ""
+    find(model, "QkvAttention").input[9] = ""
 
 
 def norm_of_a_hidden_state(model):
-    find(model, "QkvRopeAppend").input[6] = "layers.0.attention_norm.weight"
+    find(model, "QkvAttention").input[6] = "layers.0.attention_norm.weight"
 
 
-def drop_query(model):
-    """Let what reads layer 1's queries read layer 0's."""
-    first, second = (find(model, f"layers.{i}/attention/QkvRopeAppend") for i in range(2))
+def drop_attended(model):
+    """Let what reads layer 1's attention read layer 0's."""
+    first, second = (find(model, f"layers.{i}/attention/QkvAttention") for i in range(2))
     for node in model.graph.node:
         node.input[:] = [first.output[0] if name == second.output[0] else name for name in node.input]
     second.output[0] = ""
@@ -113,8 +129,9 @@ def narrow_norm_add(model):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (read_old_cache, r"rule 5.*layers.0/attention/SwaAttention.*layer.0.key_cache"),
-        (swap_caches, "rule 5.*as key cache"),
+        (attend_over_what_an_append_returned, "rule 7.*layers.1/attention/QkvAttention.*must be inputs of one shape"),
+        (count_what_a_node_returned, "rule 7.*QkvAttention: past_len 'counted' must be an input of the graph"),
+        (drop_capture, "rule 7.*QkvAttention: capture, capture_past_len and capture_out belong together"),
         (overlap_weights, "rule 6"),
         (rename_activation, "rule 7.*gate_up/FusedLinear.*'relu'"),
         (odd_gate, "rule 7.*159 rows"),
@@ -125,7 +142,7 @@ def narrow_norm_add(model):
         (no_heads, "rule 7.*num_heads 0"),
         (drop_sine, "rule 7.*cosine and sine"),
         (norm_of_a_hidden_state, r"rule 7.*query_norm_weight.*\[16\]"),
-        (drop_query, "rule 1.*layers.1/attention/QkvRopeAppend.*output 0"),
+        (drop_attended, "rule 1.*layers.1/attention/QkvAttention.*output 0"),
         (two_rows_of_frequencies, r"rule 7.*RopeAngles: inv_freq .* has the shape \[2, .*expected \[1, R\]"),
         (norm_of_a_value, "rule 1.*'norm_weight' has rank 2"),
         (norm_of_an_input, "rule 7.*norm_weight .* must be a weight of rank 1; it is no weight"),
@@ -136,6 +153,43 @@ def narrow_norm_add(model):
 )
 def test_broken_graphs_are_refused(graphs, break_it, message):
     broken = copy.deepcopy(graphs[1])
+    break_it(broken)
+    with pytest.raises(ContractMismatchError, match=message):
+        verify_model(broken)
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    """A fused graph that scales queries between the append and attention."""
+    folder = shared_model(shared_checkpoint("ministral3", seed=5), max_context=512, chunk_size=16)
+    return onnx.load(folder / FUSED_FILE, load_external_data=False)
+
+
+def drop_query(model):
+    """Let what reads layer 1's queries read layer 0's."""
+    first, second = (find(model, f"layers.{i}/attention/QkvRopeAppend") for i in range(2))
+    for node in model.graph.node:
+        node.input[:] = [first.output[0] if name == second.output[0] else name for name in node.input]
+    second.output[0] = ""
+
+
+def no_heads_of_an_append(model):
+    attribute(find(model, "QkvRopeAppend"), "num_heads").i = 0
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (read_old_cache, r"rule 5.*layers.0/attention/SwaAttention.*layer.0.key_cache"),
+        (swap_caches, "rule 5.*as key cache"),
+        (drop_query, "rule 1.*layers.1/attention/QkvRopeAppend.*output 0"),
+        (no_heads_of_an_append, "rule 7.*QkvRopeAppend.*num_heads 0"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_broken_operators_apart_are_refused(scaled, break_it, message):
+    broken = copy.deepcopy(scaled)
+    verify_model(broken)
     break_it(broken)
     with pytest.raises(ContractMismatchError, match=message):
         verify_model(broken)
