@@ -713,9 +713,9 @@ def qkv_attention(
     """Build a QkvAttention node.
 
     From the joint projection to what attention returns: QkvRopeAppend, then SwaAttention of its queries
-    over the caches that it returns, with the same bits; lse is not offered. On CUDA, the kernel directly in
-    front of it must not write its caches, scales, block_table, query_start or past_len: it may read them
-    before that kernel has ended.
+    over the caches that it returns, with the same bits; lse is not offered. On CUDA, no node in front of it
+    may write its caches, scales, block_table, query_start or past_len: it may read them before the kernels
+    in front of it have ended.
 
     Args:
         qkv: [T, (Hq + 2 * Hkv) * D] T1. Query heads, then key heads, then value heads of each token; with

@@ -139,9 +139,9 @@ QKV_OPERATORS: tuple[Operator, ...] = (
     Operator(
         name="QkvAttention",
         doc="From the joint projection to what attention returns: QkvRopeAppend, then SwaAttention of its queries over "
-        "the caches that it returns, with the same bits; lse is not offered. On CUDA, the kernel directly in front of "
-        "it must not write its caches, scales, block_table, query_start or past_len: it may read them before that "
-        "kernel has ended.",
+        "the caches that it returns, with the same bits; lse is not offered. On CUDA, no node in front of it may write "
+        "its caches, scales, block_table, query_start or past_len: it may read them before the kernels in front of it "
+        "have ended.",
         inputs=(*_JOINT_INPUTS, SINK_LOGITS, PREFIX_END),
         outputs=(
             ATTENDED,
