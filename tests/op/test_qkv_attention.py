@@ -42,6 +42,26 @@ def test_one_token(size, group):
         assert_same(step, joint_feeds(step, seed=past))
 
 
+WINDOW = {"heads": 4, "kv_heads": 1, "size": 256, "pairs": 128, "norms": BOTH, "window": 1000, "slots": 1100}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        JointCase(past=(8100,), **QWEN, slots=8192),
+        JointCase(past=(1000,), **QWEN, slots=8192),
+        JointCase(past=(15990,), **LLAMA, slots=16384),
+        JointCase(past=(33000,), **WINDOW),
+        JointCase(past=(33000,), **WINDOW, sink=40),
+        JointCase(past=(1300,), heads=16, kv_heads=1, size=64, pairs=32, slots=1400),
+    ],
+    ids=["long", "short-in-long", "narrow", "window", "window-and-sinks", "many-heads-of-one"],
+)
+def test_one_token_of_many_tiles(case):
+    """Tiles that a block takes one after another, and sums of tiles far apart."""
+    assert_same(case, joint_feeds(case))
+
+
 CASES = {
     "llama": JointCase(past=(300,), **LLAMA, slots=512, capture_rows=64),
     "lengths-of-heads": JointCase(past=((70, 3, 0, 64, 63, 1, 127, 30),), **QWEN, slots=128, capture_rows=8),

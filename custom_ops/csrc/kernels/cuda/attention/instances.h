@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/common/kernels.h"
+#include "kernels/qkv_params.h"
 
 namespace ortolan::cuda {
 
@@ -34,6 +35,10 @@ template <typename Element, int kHeadSize>
 struct Sm90DecodeRows;
 template <typename Element, int kHeadSize, int kGroupRows>
 struct Sm90FewRows;
+
+// False, and nothing launched, where other kernels must take the step.
+template <typename Rows>
+bool launch_token(const QkvAttentionParams& params, const Launch& launch, cudaError_t& error);
 
 template <typename Rows>
 cudaError_t launch_sm90_decode(const SwaAttentionParams& params, const Launch& launch);

@@ -21,7 +21,15 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   copy_async_16(shared_address(shared), global, valid);
 }
 
-// The same of 4 bytes.
+// The same, with a policy for what it leaves in L2.
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, bool valid,
+                                              uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;\n" ::"r"(shared),
+               "l"(global), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+// The same of 4 bytes, without one.
 __device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
@@ -87,6 +95,19 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
   uint2 words;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];\n" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
   return words;
+}
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
+  return pair;
+}
+__device__ __forceinline__ float4 load_shared_quad(uint32_t address) {
+  float4 quad;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(quad.x), "=f"(quad.y), "=f"(quad.z), "=f"(quad.w)
+               : "r"(address)
+               : "memory");
+  return quad;
 }
 // Stores 16 bytes to shared memory, and loads them.
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& values) {
@@ -215,8 +236,8 @@ __device__ __forceinline__ void store_pair_at(uint32_t shared, int block, float 
       "r"(block), "f"(x), "f"(y)
       : "memory");
 }
-// Starts to store one value, or four, at an address of this block's shared memory, in a block of its cluster;
-// the barrier in the same place of that block counts their bytes. Of sm_90 and later.
+// Starts to store one value, two or four, at an address of this block's shared memory, in a block of its
+// cluster; the barrier in the same place of that block counts their bytes. Of sm_90 and later.
 __device__ __forceinline__ void send_to(uint32_t shared, int block, float value, Barrier& barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -225,6 +246,17 @@ __device__ __forceinline__ void send_to(uint32_t shared, int block, float value,
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %3, [counter];\n}\n" ::"r"(
           shared),
       "r"(shared_address(&barrier.state)), "r"(block), "f"(value)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void send_to(uint32_t shared, int block, const float2& values, Barrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 place, counter;\nmapa.shared::cluster.u32 place, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%3, %4}, [counter];\n"
+      "}\n" ::"r"(shared),
+      "r"(shared_address(&barrier.state)), "r"(block), "f"(values.x), "f"(values.y)
       : "memory");
 #endif
 }
@@ -241,33 +273,13 @@ __device__ __forceinline__ void send_to(uint32_t shared, int block, const float4
       : "memory");
 #endif
 }
-// An address of this block's shared memory, as one of a block of its cluster; and loads from such.
+// An address of this block's shared memory, as one of a block of its cluster.
 __device__ __forceinline__ uint32_t place_at(uint32_t shared, int block) {
   uint32_t place = shared;
 #if __CUDA_ARCH__ >= 900
   asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(place) : "r"(shared), "r"(block));
 #endif
   return place;
-}
-__device__ __forceinline__ float2 load_pair_at(uint32_t place) {
-  float2 pair{};
-#if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n"
-               : "=f"(pair.x), "=f"(pair.y)
-               : "r"(place)
-               : "memory");
-#endif
-  return pair;
-}
-__device__ __forceinline__ float4 load_quad_at(uint32_t place) {
-  float4 quad{};
-#if __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-               : "=f"(quad.x), "=f"(quad.y), "=f"(quad.z), "=f"(quad.w)
-               : "r"(place)
-               : "memory");
-#endif
-  return quad;
 }
 // Brings a multiple of 16 bytes to L2. Nothing is read: what other kernels write there later is seen.
 __device__ __forceinline__ void prefetch_bulk(const void* global, uint32_t bytes) {

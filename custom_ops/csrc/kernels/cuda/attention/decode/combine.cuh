@@ -7,9 +7,9 @@
 #pragma once
 
 #include "cursor.cuh"
-#include "kept.cuh"
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/warp.cuh"
+#include "received.cuh"
 
 namespace ortolan::cuda {
 
@@ -48,8 +48,8 @@ struct PartialRow {
   const KeyTiles& tiles;
   int entry;
   int row;
-  int column;     // of the thread
-  uint32_t kept;  // where blocks of a cluster keep their sums, if they do
+  int column;               // of the thread
+  ReceivedUnit received{};  // where a cluster's blocks send their sums
 
   __device__ __forceinline__ int start() const { return line.first(entry); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
@@ -68,29 +68,24 @@ struct PartialRow {
     sum.state = workspace.states[source];
     sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
   }
-  // The same where the blocks of a cluster keep their sums: a span that one block holds lies in the place of
-  // its last tile. For whole groups of kMostSpanTiles lanes: each finds the factors of one tile, those of
-  // Merge, and all take them from there.
-  __device__ __forceinline__ PartialSum sum_kept_span(const SpanTiles& span) const {
+  // The same where all tiles' sums were sent to this block. For whole groups of kMostSpanTiles lanes: each
+  // finds the factors of one tile, those of Merge, and all take them from there.
+  __device__ __forceinline__ PartialSum sum_received_span(const SpanTiles& span) const {
     constexpr int kLanes = kMostSpanTiles;
     const int lane = threadIdx.x % 32, own = lane % kLanes;
     const unsigned lanes = ((1u << kLanes) - 1) << (lane - own);
-    const bool whole = short_owner(line.cut, span.begin) == short_owner(line.cut, span.end - 1);
-    const int first = whole ? span.end - 1 : span.begin, count = span.end - first;
-    uint32_t source = 0;
-    const SoftmaxState state = own < count ? load_kept(first + own, source) : kNoKeys;
+    const int count = span.end - span.begin;
+    float4 parts[kLanes];
+#pragma unroll
+    for (int t = 0; t < kLanes; ++t)
+      parts[t] = t < count ? load_shared_quad(received.sum(span.begin + t)) : float4{};
+    const SoftmaxState state = own < count ? received.state(span.begin + own) : kNoKeys;
     float highest = state.maximum;  // of tiles so far
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2)
       highest = fmaxf(highest, __shfl_up_sync(lanes, highest, step, kLanes));
     const float before = __shfl_up_sync(lanes, highest, 1, kLanes), base = finite_max(highest);
     const float kept = own ? fast_exp2(before - base) : 0, added = fast_exp2(state.maximum - base);
-    float4 parts[kLanes];
-#pragma unroll
-    for (int t = 0; t < kLanes; ++t) {
-      const uint32_t sums = __shfl_sync(lanes, source, t, kLanes);
-      parts[t] = t < count ? load_quad_at(sums + column * static_cast<int>(sizeof(float))) : float4{};
-    }
     PartialSum sum;
 #pragma unroll
     for (int t = 0; t < kLanes; ++t) {
@@ -101,15 +96,6 @@ struct PartialRow {
     sum.state.maximum = __shfl_sync(lanes, highest, kLanes - 1, kLanes);
     return sum;
   }
-  // The state of a tile's row, and where its sums lie.
-  __device__ __forceinline__ SoftmaxState load_kept(int tile, uint32_t& sums) const {
-    const int block = short_owner(line.cut, tile);
-    const int source = (tile - line.cut.begin(block)) * workspace.rows + row;
-    const uint32_t memory = place_at(kept, block);
-    const float2 state = load_pair_at(memory + source * static_cast<int>(sizeof(SoftmaxState)));
-    sums = memory + kept_states_bytes(workspace.rows) + source * kHeadSize * static_cast<int>(sizeof(float));
-    return {state.x, state.y};
-  }
   // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.
   __device__ __forceinline__ PartialSum sum_span(int index) const {
     PartialSum sum;
@@ -117,7 +103,7 @@ struct PartialRow {
     const SpanTiles span = SpanTiles::of(tiles, index, span_tiles);
     if (span.begin >= span.end) return sum;
     if constexpr (Line::kOfCluster)
-      if (line.keeps) return sum_kept_span(span);
+      if (line.sends) return sum_received_span(span);
     const int owner = line.owner(start() + span.begin);
     const bool whole = is_whole(span, owner);
     const int first = index << span_tiles.shift;
@@ -213,13 +199,11 @@ struct SpanRound {
   }
 };
 
-// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block. `is_last`:
-// of those that the block merges.
+// Merges the partial sums of kColumns columns of a row and stores the output; for a whole block.
 template <typename Element, int kColumns, typename Partial>
 __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, const DecodeShape& shape,
                                             const DecodeEntry& entry, const Partial& partial,
-                                            const SpanRound& spans, int spans_at_once, int first_column,
-                                            bool is_last = true) {
+                                            const SpanRound& spans, int spans_at_once, int first_column) {
   constexpr int kSpanThreads = kColumns / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const VisitedSpans visited = VisitedSpans::of(entry.tiles, shape.span_tiles);
@@ -237,8 +221,6 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
       if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
     }
     __syncthreads();
-    if constexpr (Partial::kOfCluster)
-      if (is_last && visited.next_round(round) * kRoundSpans >= visited.end) partial.line.let_go();
     if (is_only) {  // all that a round would do to it is to drop the sign of a zero
       const int n = first_span - round * kRoundSpans;
       state = spans.states[n];
@@ -333,8 +315,7 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
   const DecodeLine line(counts ? counted : workspace.starts, shape);
   const PartialRow<kHeadSize, DecodeLine> partial{
       workspace, line,    entry.tiles,
-      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4,
-      0};
+      own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
   if (partial.is_stored(first_span)) return;
   combine_row<Element, kColumns>(params, shape, entry, partial, spans, spans_at_once, first_column);
 }

@@ -102,14 +102,20 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Rows, kRowTiles>& self
 }
 
 // Where a tile's sums go, or those of the span that it ends.
-template <typename Line>
-__device__ __forceinline__ int64_t partial_place(const DecodeWorkspace& workspace,
-                                                 const DecodePiece<Line>& piece, const DecodeCursor& cursor,
+__device__ __forceinline__ int64_t partial_place(const DecodeWorkspace& workspace, const DecodeCursor& cursor,
                                                  const DecodeSpan& span) {
-  if constexpr (Line::kOfCluster)
-    if (piece.line.keeps) return cursor.tile - piece.begin;
   return span.is_whole ? workspace.span_place(cursor.entry, span.number)
                        : workspace.tile_place(span.owner, cursor.key_tile());
+}
+
+// What a block knows of how its line's partial sums are merged.
+template <typename Rows, typename Line>
+__device__ __forceinline__ auto merge_of(const DecodeShape& shape, const Line& line,
+                                         const DecodeShared& shared) {
+  if constexpr (Line::kOfCluster)
+    return ClusterMerge::of<Rows::kHeadSize>(shape, line, shared.stages);
+  else
+    return 0;
 }
 
 template <typename Rows, int kRowTiles, typename Line>
@@ -119,15 +125,25 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
   DecodeCursor cursor{.tile = piece.begin};
   DecodeSpan span;
   self.clear();
+  const auto merge = merge_of<Rows>(self.shape, piece.line, self.shared);
+  if constexpr (Line::kOfCluster)
+    if (piece.line.sends && self.thread == 0)
+      self.shared.received->arrive_expecting(merge.received_bytes(self.shape, piece.line.own.tiles.count()));
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     const bool is_new = cursor.settle(self.params, self.shape, piece.line);
     span.settle(cursor, is_new, piece.line, piece.begin, piece.end, self.shape);
+    bool sends = false;
+    if constexpr (Line::kOfCluster) sends = piece.line.sends && !piece.line.is_stored();
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
     sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
-    self.find_factors(factors, buffer, span.is_whole);
+    self.find_factors(factors, buffer, span.is_whole && !sends);
     sync_warps<kMergeThreads>(1);
-    self.merge_tile(factors, cursor, span, partial_place(self.workspace, piece, cursor, span));
+    if (!sends) {
+      self.merge_tile(factors, cursor, span, partial_place(self.workspace, cursor, span));
+    } else if constexpr (Line::kOfCluster) {
+      self.send_tile(factors, merge, cursor.number, cursor.of.rows, buffer);
+    }
     self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
 }
@@ -165,8 +181,6 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
     confirm();
     const int thread = static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32;
     DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace, thread};
-    if constexpr (Line::kOfCluster)
-      if (line.keeps) self.workspace = kept_workspace(workspace, shared.stages + shape.kept);
     merge_tiles(self, Piece::of(line));
   }
 }
@@ -196,7 +210,8 @@ __device__ __forceinline__ void decode_cluster(const SwaAttentionParams& params,
     line = ClusterLine(params, shape, entry, found);
     return false;
   });
-  combine_cluster<typename Rows::Element, Rows::kHeadSize>(params, shape, workspace, line, shared.stages);
+  combine_cluster<typename Rows::Element, Rows::kHeadSize>(params, shape, workspace, line, shared.stages,
+                                                           shared.received);
 }
 
 template <typename Rows, int kRowTiles, bool kClusters>
@@ -212,9 +227,13 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
     shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
+  if (threadIdx.x == 0) shared.received->init(1);
   if (DecodeLoad<Rows>::kTakesShortRows && params.cache.head_size < Rows::kHeadSize)
     clear_stages<Rows>(shared, shape);
-  if constexpr (kClusters) __syncthreads();  // else while tiles are counted
+  if constexpr (kClusters) {  // else while tiles are counted
+    fence_barriers();
+    cluster_sync();
+  }
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Stored)>(params, shape);
 
   if constexpr (kClusters) {

@@ -1,5 +1,6 @@
 #include "launch.cuh"
 #include "sm90_launch.cuh"
+#include "token_launch.cuh"
 
 namespace ortolan::cuda {
 
@@ -22,5 +23,8 @@ ORTOLAN_INSTANTIATE_SM90_DECODE(Sm90FewRows, __half, 128, 16)
 ORTOLAN_INSTANTIATE_SM90_DECODE(Sm90FewRows, __half, 128, 32)
 ORTOLAN_INSTANTIATE_SM90_DECODE(Sm90FewRows, __half, 256, 16)
 ORTOLAN_INSTANTIATE_SM90_DECODE(Sm90FewRows, __half, 256, 32)
+ORTOLAN_INSTANTIATE_TOKEN(__half, 64)
+ORTOLAN_INSTANTIATE_TOKEN(__half, 128)
+ORTOLAN_INSTANTIATE_TOKEN(__half, 256)
 
 }  // namespace ortolan::cuda

@@ -128,13 +128,17 @@ inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& sh
   return alone <= std::min(2 * shared, shared + 2);
 }
 
-// Where blocks keep sums: in the last stage, behind what combining takes.
+// Where blocks receive sums: in the last stage, behind what combining takes.
 template <typename Rows>
-int kept_place(const DecodeShape& shape) {
+int received_place(const DecodeShape& shape) {
   const int stage = DecodeStage<Rows>::bytes(shape.tile_keys), place = (shape.stages - 1) * stage;
-  const bool fits = kept_bytes(shape.entry_rows, Rows::kHeadSize) <= stage &&
-                    SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128)) <= place;
-  return shape.stages > kKeptTiles && fits ? place : 0;
+  int most = 0;  // whatever the number of rows
+  for (int rows = 1; rows <= shape.entry_rows; ++rows)
+    most = std::max(most,
+                    ReceivedSums::bytes(ClusterUnits::of<Rows::kHeadSize>(rows, shape.cluster, shape.by_line),
+                                        shape.received_tiles));
+  const bool fits = most <= stage && SpanRound::bytes(kRoundSpans, std::min(Rows::kHeadSize, 128)) <= place;
+  return shape.stages > kSentTiles && fits ? place : 0;
 }
 
 inline DecodeShape in_clusters(DecodeShape shape, int cluster) {
@@ -248,7 +252,8 @@ cudaError_t plan_clusters(const SwaAttentionParams& params, DecodeShape& shape, 
   while (cluster > 1 && resident() < shape.entries) --cluster;
   if (clusters_pay(params, shape, cluster, device)) {
     shape = in_clusters(shape, cluster);
-    shape.kept = kept_place<Rows>(shape);
+    shape.received_tiles = kSentTiles * cluster;
+    shape.received = received_place<Rows>(shape);
   }
   return cudaSuccess;
 }

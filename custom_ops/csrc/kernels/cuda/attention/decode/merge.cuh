@@ -7,6 +7,7 @@
 
 #include "cursor.cuh"
 #include "kernels/cuda/common/warp.cuh"
+#include "received.cuh"
 #include "shared.cuh"
 
 namespace ortolan::cuda {
@@ -138,6 +139,39 @@ struct DecodeMerge {
       for (int c = 0; c < kColumns; ++c)
         workspace.sums[target * kHeadSize + column(c)] = reinterpret_cast<const float*>(&values[c])[r];
       if (column(0) == 0) workspace.states[target] = {factors.maximum[row], factors.total[row]};
+    }
+  }
+
+  // Second step where a tile's sums are sent to the blocks that merge them: `number` among those of its
+  // entry, which has so many rows.
+  template <typename Target>
+  __device__ __forceinline__ void send_tile(const Factors& factors, const Target& target, int number,
+                                            int rows, int buffer) const {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (quad(q) * 4 >= rows) continue;
+      float4 tile[kColumns];
+      sum_tile(tile, factors, quad(q), buffer);
+      send_partial(factors, target, number, quad(q), rows, tile);
+    }
+  }
+  // For whole warps.
+  template <typename Target>
+  __device__ __forceinline__ void send_partial(const Factors& factors, const Target& target, int tile,
+                                               int quad, int rows, const float4 (&values)[kColumns]) const {
+    const ClusterUnits& units = target.units;
+    const int row = quad * 4 + thread % 4;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const float4 sums = transpose_quad(values[c]);
+      if (row >= rows) continue;
+      const int first = column(c) / 4 * 4, unit = (row << units.groups.shift) + first / units.columns;
+      const int turn = shape.by_line.divide(unit), block = unit - turn * shape.cluster;
+      const int own = first & ((1 << units.columns.shift) - 1);
+      send_to(target.received.sum(tile, turn, own), block, sums, *shared.received);
+      if (own == 0)
+        send_to(target.received.state(tile, turn), block, float2{factors.maximum[row], factors.total[row]},
+                *shared.received);
     }
   }
 

@@ -44,9 +44,10 @@ struct Divisor {
     const uint64_t excess = (uint64_t{1} << shift) - divisor;
     return {static_cast<uint32_t>((excess << 32) / divisor + 1), shift};
   }
-  __device__ __forceinline__ int divide(int number) const {
+  ORTOLAN_HOST_DEVICE int divide(int number) const {
     const auto n = static_cast<uint32_t>(number);
-    return static_cast<int>((__umulhi(n, magic) + n) >> shift);
+    const auto high = static_cast<uint32_t>((uint64_t{n} * magic) >> 32);
+    return static_cast<int>((high + n) >> shift);
   }
 };
 
@@ -88,11 +89,12 @@ struct DecodeShape {
   int counted_strips;  // that the device may number; 0: all are numbered already
   int entries;         // strips * kv heads, strips outermost
   int blocks;
-  int cluster;     // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
-  int kept;        // bytes of a block's shared memory before the sums that it keeps; 0: none. See kept.cuh
-  int max_spans;   // per entry
-  int snaps_from;  // tiles of a piece from which on cuts move to the ends of spans; see DecodeLine
-  bool guesses;    // a block's first tile before the kernel in front has ended; see prefetch.cuh
+  int cluster;   // blocks of the cluster that each entry has to itself; 0: all blocks share all entries
+  int received;  // bytes of a block's shared memory before sums that others send; 0: none. See received.cuh
+  int received_tiles;  // whose sums have room there
+  int max_spans;       // per entry
+  int snaps_from;      // tiles of a piece from which on cuts move to the ends of spans; see DecodeLine
+  bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 

@@ -49,6 +49,7 @@ struct DecodeShared {
   Barrier* multiplied;    // [stages]: by all warps, so the stage may be loaded again
   Barrier* summed;        // [buffers]: sums, maxima and totals of all warps are there
   Barrier* merged;        // [buffers]: and have been read
+  Barrier* received;      // what the cluster's blocks send to this one
   int* starts;            // [DecodeShape::table_size]
 
   template <typename Rows>
@@ -56,7 +57,7 @@ struct DecodeShared {
     const int warp_floats = DecodeSums<Rows>::floats(shape.entry_rows) + 2 * rows;
     return shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) +
            shape.buffers * shape.warps * warp_floats * static_cast<int>(sizeof(float)) +
-           2 * (shape.stages + shape.buffers) * static_cast<int>(sizeof(Barrier)) +
+           (2 * (shape.stages + shape.buffers) + 1) * static_cast<int>(sizeof(Barrier)) +
            shape.table_size() * static_cast<int>(sizeof(int));
   }
   template <typename Rows>
@@ -71,7 +72,8 @@ struct DecodeShared {
     shared.multiplied = shared.loaded + shape.stages;
     shared.summed = shared.multiplied + shape.stages;
     shared.merged = shared.summed + shape.buffers;
-    shared.starts = reinterpret_cast<int*>(shared.merged + shape.buffers);
+    shared.received = shared.merged + shape.buffers;
+    shared.starts = reinterpret_cast<int*>(shared.received + 1);
     return shared;
   }
 };

@@ -69,12 +69,16 @@ struct DecodeWarpBase {
     if (cursor.of.seen().hold_any(first, first + kKeys)) return false;
     shared.multiplied[cursor.stage.place].arrive_once(lane);
     wait_merged(cursor);
-    if (lane < kRows) {
-      shared.maxima[state(cursor.buffer.place) + lane] = -INFINITY;
-      shared.totals[state(cursor.buffer.place) + lane] = 0;
-    }
-    clear_sums(cursor.of.rows, cursor.buffer.place);
+    store_none(cursor.of.rows, cursor.buffer.place);
     return true;
+  }
+  // The sums of no keys.
+  __device__ __forceinline__ void store_none(int rows, int buffer) const {
+    if (lane < kRows) {
+      shared.maxima[state(buffer) + lane] = -INFINITY;
+      shared.totals[state(buffer) + lane] = 0;
+    }
+    clear_sums(rows, buffer);
   }
 
   // Sets logits to -inf where the query does not see the key.
@@ -173,16 +177,28 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
   __device__ __forceinline__ void sum(const DecodeCursor& cursor) const {
     const int32_t first = this->first_key(cursor);
     if (this->skip(cursor, first)) return;
+    sum_keys(
+        cursor.of, first, cursor.stage.place, cursor.buffer.place, [] {},
+        [&] { shared.multiplied[cursor.stage.place].arrive_once(lane); }, [&] { this->wait_merged(cursor); });
+  }
+
+  // Those of the warp's keys in a stage, from position `first` on, to a buffer. `turn` is called once keys
+  // are multiplied, `release` once values are, `acquire` before the buffer is written.
+  template <typename Turn, typename Release, typename Acquire>
+  __device__ __forceinline__ void sum_keys(const DecodeEntry& entry, int32_t first, int stage, int buffer,
+                                           const Turn& turn, const Release& release,
+                                           const Acquire& acquire) const {
     LogitTile z[kKeyTiles] = {};
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
-      multiply_keys(z[m], this->keys(cursor.stage.place) + m * 16 * Stage::kRowBytes);
-      finish_logits(z[m], cursor.of, first + m * 16);
+      multiply_keys(z[m], this->keys(stage) + m * 16 * Stage::kRowBytes);
+      finish_logits(z[m], entry, first + m * 16);
     }
+    turn();
     Weights weights;
     SoftmaxState states[kRowTiles];
     weigh(z, weights, states);
-    multiply_values(weights, states, cursor);
+    multiply_values(weights, states, entry, stage, buffer, release, acquire);
   }
 
   __device__ __forceinline__ void multiply_keys(LogitTile& z, uint32_t rows) const {
@@ -238,10 +254,12 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
     }
   }
 
+  template <typename Release, typename Acquire>
   __device__ __forceinline__ void multiply_values(const Weights& weights,
                                                   const SoftmaxState (&states)[kRowTiles],
-                                                  const DecodeCursor& cursor) const {
-    const uint32_t rows = this->values(cursor.stage.place) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
+                                                  const DecodeEntry& entry, int stage, int buffer,
+                                                  const Release& release, const Acquire& acquire) const {
+    const uint32_t rows = this->values(stage) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
     const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
     for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
@@ -259,14 +277,13 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
             Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
         }
       }
-      if (pass + kPassColumns >= kHeadSize) shared.multiplied[cursor.stage.place].arrive_once(lane);
+      if (pass + kPassColumns >= kHeadSize) release();
       if (pass == 0) {
-        this->wait_merged(cursor);
-        this->store_states(states, cursor.buffer.place);
+        acquire();
+        this->store_states(states, buffer);
       }
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t)
-        this->store_sums(o[t], pass, t, cursor.of.rows, cursor.buffer.place);
+      for (int t = 0; t < kRowTiles; ++t) this->store_sums(o[t], pass, t, entry.rows, buffer);
     }
   }
 };

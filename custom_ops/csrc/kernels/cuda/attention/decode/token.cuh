@@ -1,0 +1,439 @@
+// One token of one sequence, from the joint projection to attention's output: its heads are normalised and
+// rotated, its key and value appended, and its queries attend, in one kernel.
+//
+// Grid: a cluster of blocks per kv head, which share its key tiles evenly. Keys of earlier tokens are on
+// their way before the kernel in front, which makes the projection, has ended; the token's own go from shared
+// memory to their place in a tile. Each warp loads what it multiplies, so that warps meet only for a tile's
+// sums; these are sent to the blocks that merge them (received.cuh). Most instructions run once, and are
+// fetched while weights stream through the caches that they come from: code that is a third as long took as
+// much less time as anything else here, so loops stay loops, and numbers 32 bits. Heads, products and sums
+// are those of QkvRopeAppend and of decode.cuh, with the same bits.
+#pragma once
+
+#include "cluster.cuh"
+#include "kernels/cuda/attention/key_rows.cuh"
+#include "kernels/cuda/copies/heads.cuh"
+#include "merge.cuh"
+#include "prefetch.cuh"
+#include "warp.cuh"
+
+namespace ortolan::cuda {
+
+template <int kHeadSize>
+constexpr int kTokenWarps = kHeadSize <= 128 ? 8 : 4;
+
+// The token's position, and whether the sequence has it.
+struct TokenPlace {
+  int32_t past;
+  bool exists;
+
+  static __device__ __forceinline__ TokenPlace of(const SwaAttentionParams& params, int kv_head) {
+    const int64_t place = kv_head * params.past_len.head_stride;
+    const int32_t first = load_relaxed(params.packing.query_start);
+    const int32_t end = load_relaxed(params.packing.query_start + 1);
+    const int32_t past = load_relaxed(params.past_len.values + place);
+    return {past, first == 0 && end == 1 && past >= 0};
+  }
+  __device__ __forceinline__ bool operator==(const TokenPlace& other) const {
+    return past == other.past && exists == other.exists;
+  }
+};
+
+// A line whose sums all are sent.
+struct TokenLine : ClusterLine {
+  static constexpr bool sends = true;
+  using ClusterLine::ClusterLine;
+
+  // Without tiles where there is no token, or a cache cannot have as many.
+  static __device__ __forceinline__ TokenLine of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                 int index, const TokenPlace& place) {
+    const TokenLine line(params, shape, index, {0, place.exists ? 1 : 0, place.past});
+    return line.own.tiles.count() <= shape.received_tiles ? line : TokenLine(params, shape, index, {});
+  }
+};
+
+// Of a block's shared memory.
+struct TokenSizes {
+  int received_bytes;  // for partial sums that are sent
+  int merge_bytes;     // for the spans of a round
+  int spans;           // of a round, at most
+};
+
+// The shared memory of a block: one tile, whose keys make room for those of the next one before its values
+// do.
+template <typename Rows>
+struct TokenShared : DecodeShared {
+  using Element = typename Rows::Element;
+  static constexpr int kHeads = kDecodeTileRows + 2;
+  static constexpr int kHeadBytes = Rows::kHeadSize * static_cast<int>(sizeof(Element));
+
+  unsigned char* heads;   // [kHeads, head size]: queries, the key, the value
+  unsigned char* rounds;  // a SpanRound
+
+  // Where sums are received: behind a tile, heads, and the sums of a tile.
+  static __host__ __device__ int received_offset(const DecodeShape& shape) {
+    const int warp_floats = DecodeSums<Rows>::floats(shape.entry_rows) + 2 * kDecodeTileRows;
+    return DecodeStage<Rows>::bytes(shape.tile_keys) + kHeads * kHeadBytes +
+           shape.warps * warp_floats * static_cast<int>(sizeof(float));
+  }
+  static __host__ __device__ int bytes(const DecodeShape& shape, const TokenSizes& sizes) {
+    return received_offset(shape) + sizes.received_bytes + sizes.merge_bytes +
+           (2 * shape.warps + 1) * static_cast<int>(sizeof(Barrier));
+  }
+  __device__ __forceinline__ TokenShared(unsigned char* memory, const DecodeShape& shape,
+                                         const TokenSizes& sizes)
+      : DecodeShared{.stages = memory} {
+    heads = memory + DecodeStage<Rows>::bytes(shape.tile_keys);
+    sums = reinterpret_cast<float*>(heads + kHeads * kHeadBytes);
+    maxima = sums + shape.warps * DecodeSums<Rows>::floats(shape.entry_rows);
+    totals = maxima + shape.warps * kDecodeTileRows;
+    rounds = memory + received_offset(shape) + sizes.received_bytes;
+    received = reinterpret_cast<Barrier*>(rounds + sizes.merge_bytes);
+    loaded = received + 1;  // [keys or values, warps]
+  }
+  __device__ __forceinline__ Element* head(int number) const {
+    return reinterpret_cast<Element*>(heads + number * kHeadBytes);
+  }
+};
+
+// A warp that loads and multiplies its own keys of each of the block's tiles.
+template <typename Rows>
+struct TokenWarp : DecodeWarp<Rows, 1> {
+  using Base = DecodeWarp<Rows, 1>;
+  using Element = typename Rows::Element;
+  using Stage = DecodeStage<Rows>;
+  using Base::kHeadSize, Base::kKeys, Base::lane, Base::params, Base::query, Base::shape, Base::warp;
+  static constexpr int kChunks = kHeadSize / 8;  // 16-byte pieces of a row
+
+  const TokenShared<Rows>& shared;
+  uint64_t policy = evict_first_policy();
+
+  __device__ __forceinline__ TokenWarp(const SwaAttentionParams& params, const DecodeShape& shape,
+                                       const TokenShared<Rows>& shared)
+      : Base{params,
+             shape,
+             shared,
+             Logits::of(params.scale, params.softcap),
+             static_cast<int>(threadIdx.x) / 32,
+             static_cast<int>(threadIdx.x) % 32},
+        shared(shared) {}
+
+  __device__ __forceinline__ Barrier& loaded(bool is_values) const {
+    return shared.loaded[is_values * shape.warps + warp];
+  }
+  // Of the warp's own rows.
+  __device__ __forceinline__ uint32_t rows(bool is_values) const {
+    return is_values ? this->values(0) : this->keys(0);
+  }
+  __device__ __forceinline__ int32_t first_key(const TokenLine& line, int tile) const {
+    return line.own.tiles.at(tile) * shape.tile_keys + warp * kKeys;
+  }
+
+  // Starts to load the warp's keys or values of a tile, but for the token's own. Rows that it does not see
+  // become zeros.
+  __device__ __forceinline__ void load(const TokenLine& line, int tile, bool is_values) const {
+    static_assert(kChunks <= 32);
+    constexpr int kRows = 32 / kChunks;  // that a warp copies at once
+    const auto capacity = static_cast<int32_t>(params.cache.capacity);
+    const int32_t ring = capacity - static_cast<int32_t>(params.cache.sink);
+    const SeenPositions seen = line.own.seen();
+    const KeyRows cache_rows(params.cache, 0, line.own.kv_head);
+    const int32_t first = first_key(line, tile);
+    const int piece = lane % kChunks;
+    const auto* cache = static_cast<const Element*>(is_values ? params.value_cache : params.key_cache) +
+                        cache_rows.head_offset + piece * 8;
+    int32_t slot = cache_rows.first_slot(first) + lane / kChunks;
+    const uint32_t target = rows(is_values);
+#pragma unroll 2
+    for (int row = lane / kChunks; row < kKeys; row += kRows, slot += kRows) {
+      while (slot >= capacity) slot -= ring;
+      const int32_t position = first + row;
+      const bool valid = seen.holds(position) && position != line.own.last_position;
+      copy_async_16(target + Stage::place(row, piece), cache + (valid ? int64_t{slot} * kHeadSize : 0), valid,
+                    policy);
+    }
+    loaded(is_values).arrive_after_copies();
+  }
+
+  // Waits for them, and puts the token's own to its place, where the warp has it.
+  __device__ __forceinline__ void wait(const TokenLine& line, int32_t first, uint32_t parity,
+                                       bool is_values) const {
+    loaded(is_values).wait(parity);
+    const int row = line.own.last_position - first;
+    if (row >= 0 && row < kKeys && lane < kChunks)
+      store_shared_16(rows(is_values) + Stage::place(row, lane),
+                      load_shared_16(shared_address(shared.head(line.own.rows + is_values)) + lane * 16));
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
+    this->take_positions(entry);
+    const int row = lane / 4;
+    const auto* line = reinterpret_cast<const uint32_t*>(shared.head(row)) + lane % 4;
+#pragma unroll
+    for (int k = 0; k < 2 * Base::kSteps; ++k) query[0][k / 2][k % 2] = row < entry.rows ? line[k * 4] : 0;
+  }
+
+  // Sums a tile, and loads the next one, if there is one before `end`. `parity`: of the tile's barriers.
+  __device__ __forceinline__ void sum_tile(const TokenLine& line, int tile, int end, uint32_t parity) const {
+    const int32_t first = first_key(line, tile);
+    const auto load_next = [&](bool is_values) {
+      __syncwarp();  // all lanes have read what is overwritten
+      if (tile + 1 < end) load(line, tile + 1, is_values);
+    };
+    wait(line, first, parity, false);
+    if (line.own.seen().hold_any(first, first + kKeys)) {
+      this->sum_keys(
+          line.own, first, 0, 0,
+          [&] {
+            load_next(false);
+            wait(line, first, parity, true);
+          },
+          [&] { load_next(true); }, [] { __syncthreads(); });
+    } else {
+      load_next(false);
+      wait(line, first, parity, true);
+      load_next(true);
+      __syncthreads();
+      this->store_none(line.own.rows, 0);
+    }
+    __syncthreads();
+  }
+};
+
+// The token's heads of a kv head, by kLanes neighbouring threads each: queries, then the key and the value.
+template <typename Rows>
+struct TokenHeads {
+  using Element = typename Rows::Element;
+  static constexpr int kLanes = Rows::kHeadSize / 16;
+  using Part = HeadPart<Element, 8, kLanes, 1>;
+
+  const QkvRopeAppendParams& p;
+  const TokenShared<Rows>& shared;
+  int kv_head;
+  int group;
+  int lane = threadIdx.x % kLanes;
+
+  // Calls visit(number) for the heads of the thread's lanes.
+  template <typename Visit>
+  __device__ __forceinline__ void each(const Visit& visit) const {
+    for (int number = static_cast<int>(threadIdx.x) / kLanes; number < group + 2;
+         number += blockDim.x / kLanes)
+      visit(number);
+  }
+  // Normalises and rotates them, and leaves them in shared memory.
+  __device__ __forceinline__ void prepare() const {
+    each([&](int number) {
+      const bool is_query = number < group, is_value = number == group + 1;
+      const auto kv_heads = static_cast<int>(p.cache.num_kv_heads), heads = static_cast<int>(p.num_heads);
+      const int head = is_query ? kv_head * group + number
+                                : heads + kv_head + (is_value && !p.value_is_key ? kv_heads : 0);
+      const void* weight = is_value ? nullptr : is_query ? p.query_norm_weight : p.key_norm_weight;
+      const bool is_rotated = !is_value && p.rotary_pairs > 0;
+      Part part, weight_part;
+      Angles<8, kLanes, 1> angles;
+      part.load(static_cast<const Element*>(p.qkv) + head * Rows::kHeadSize, p, lane);
+      if (is_rotated) angles.load(p, 0, lane);
+      if (weight) weight_part.load(static_cast<const Element*>(weight), p, lane);
+      prepare_head<kLanes>(part, weight_part, angles, weight || (is_value && p.value_norm), weight,
+                           is_rotated, p, lane);
+      part.store(shared.head(number), p, lane);
+    });
+  }
+  // Stores them once they are prepared: queries, by one block; the key and the value at a slot, by one that
+  // may be another.
+  __device__ __forceinline__ void store(bool has_queries, int32_t slot) const {
+    each([&](int number) {
+      const bool is_query = number < group;
+      if (is_query ? !has_queries : slot < 0) return;
+      const int head = kv_head * group + number;
+      Element* row = is_query ? static_cast<Element*>(p.query) + head * Rows::kHeadSize
+                              : static_cast<Element*>(number > group ? p.value_cache : p.key_cache) +
+                                    (kv_head * p.cache.page_slots + slot) * Rows::kHeadSize;
+      Part part;
+      part.load(shared.head(number), p, lane);
+      part.store(row, p, lane);
+      if (!is_query || p.capture_rows == 0) return;
+      const int32_t position = p.capture_past_len.values[0];
+      if (position < 0) return;
+      const auto place = static_cast<unsigned>(position) % static_cast<unsigned>(p.capture_rows);
+      part.store(static_cast<Element*>(p.capture) + (place * p.num_heads + head) * Rows::kHeadSize, p, lane);
+    });
+  }
+};
+
+// Merges what a block has received, in the order that plan.cuh fixes. Threads own four columns of a span, and
+// then one of all spans.
+template <typename Rows>
+struct TokenMerge {
+  using Element = typename Rows::Element;
+
+  const SwaAttentionParams& params;
+  const DecodeShape& shape;
+  const TokenLine& line;
+  const ClusterMerge& merge;
+  const SpanRound& spans;  // of merge.units.columns columns
+
+  // Tiles are merged in ascending order.
+  __device__ __forceinline__ PartialSum sum_span(const SpanTiles& span, int turn, int column) const {
+    PartialSum sum;
+#pragma unroll 1
+    for (int tile = span.begin; tile < span.end; ++tile) {
+      const ReceivedUnit unit{merge.received, turn, column};
+      PartialSum part;
+      part.state = unit.state(tile);
+      part.sums = load_shared_quad(unit.sum(tile));
+      sum.merge(part);
+    }
+    return sum;
+  }
+
+  __device__ __forceinline__ float inverse(int row, SoftmaxState state) const {
+    return Denominator::of(state.total, state.maximum, params.sink_logits,
+                           line.own.kv_head * shape.group + row)
+        .inverse;
+  }
+  template <typename Value>
+  __device__ __forceinline__ void store(int row, int column, const Value& value) const {
+    const int head = line.own.kv_head * shape.group + row;
+    auto* output = static_cast<Element*>(params.output) + head * Rows::kHeadSize + column;
+    *reinterpret_cast<Value*>(output) = value;
+  }
+
+  __device__ __forceinline__ void run() const {
+    int turn = 0;
+#pragma unroll 1
+    for (int unit = merge.rank; unit < merge.units.count; unit += shape.cluster, ++turn) run_unit(unit, turn);
+  }
+  __device__ __forceinline__ void run_unit(int unit, int turn) const {
+    const PowerOfTwo quads{merge.units.columns.shift - 2};
+    const int columns = 1 << merge.units.columns.shift, row = unit / merge.units.groups;
+    const int first_column = (unit << merge.units.columns.shift) & (Rows::kHeadSize - 1);
+    const int thread = threadIdx.x, lane = thread % 32, quad = thread & (columns / 4 - 1);
+    const KeyTiles& tiles = line.own.tiles;
+    const VisitedSpans visited = VisitedSpans::of(tiles, shape.span_tiles);
+    const int first_span = tiles.at(0) / shape.span_tiles;
+    const SpanTiles first = SpanTiles::of(tiles, first_span, shape.span_tiles);
+    if (first.end - first.begin == tiles.count()) {  // a few threads have it all
+      if (thread >= columns / 4) return;
+      const PartialSum sum = sum_span(first, turn, quad * 4);
+      const float factor = inverse(row, sum.state);
+      // All that a round would do to it is to drop the sign of a zero.
+      const auto pack = [&](float x, float y) {
+        return Half<Element>::pack((x + 0.0f) * factor, (y + 0.0f) * factor);
+      };
+      return store(row, first_column + quad * 4,
+                   make_uint2(pack(sum.sums.x, sum.sums.y), pack(sum.sums.z, sum.sums.w)));
+    }
+    SoftmaxState state = kNoKeys;
+    float total = 0;
+#pragma unroll 1
+    for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
+         round = visited.next_round(round)) {
+      const int count = min(kRoundSpans, visited.end - round * kRoundSpans);
+      __syncthreads();  // what the round or unit before has read may be overwritten
+#pragma unroll 1
+      for (int n = thread / quads; n < count; n += static_cast<int>(blockDim.x) / quads) {
+        const int span = round * kRoundSpans + n;
+        const PartialSum sum = visited.hold(span)
+                                   ? sum_span(SpanTiles::of(tiles, span, shape.span_tiles), turn, quad * 4)
+                                   : PartialSum{};
+        reinterpret_cast<float4*>(spans.sums)[(n << quads.shift) + quad] = sum.sums;
+        if (quad == 0) spans.states[n] = sum.state;
+      }
+      __syncthreads();
+      float weights[2];
+      const SoftmaxState added = spans.weigh(weights, count, lane);
+      float added_sum = 0;
+#pragma unroll 1
+      for (int part = 0; part < min(kSpanParts, count); ++part) {
+        float part_sum = 0;
+#pragma unroll 1
+        for (int span = part; span < count; span += kSpanParts) {
+          const float weight = __shfl_sync(~0u, weights[span / 32], span % 32);
+          part_sum = fmaf(spans.sums[span * columns + (thread & (columns - 1))], weight, part_sum);
+        }
+        added_sum += part_sum;
+      }
+      const Merge both = Merge::of(state, added);
+      state = both.state;
+      total = both.apply(total, added_sum);
+    }
+    if (thread < columns) store(row, first_column + thread, Element(total * inverse(row, state)));
+  }
+};
+
+template <typename Rows>
+__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 2)
+    token_kernel(const __grid_constant__ QkvAttentionParams p, const __grid_constant__ DecodeShape shape,
+                 const __grid_constant__ TokenSizes sizes) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Element = typename Rows::Element;
+  constexpr int kHeadSize = Rows::kHeadSize;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ TileFactors<kDecodeTileRows> factors;
+  const TokenShared<Rows> shared(memory, shape, sizes);
+  const SwaAttentionParams& params = p.attention;
+  const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
+  if (threadIdx.x < 2 * shape.warps) shared.loaded[threadIdx.x].init(32);
+  if (threadIdx.x == 0) shared.received->init(1);
+  fence_barriers();
+  __syncthreads();
+  cluster_arrive();
+
+  TokenWarp<Rows> self(params, shape, shared);
+  const TokenHeads<Rows> heads{p.heads, shared, entry, shape.group};
+  TokenPlace place = TokenPlace::of(params, entry);
+  TokenLine line = TokenLine::of(params, shape, entry, place);
+  int begin, end;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (bool has_waited = false;; has_waited = true) {  // once, unless what it has read of the place changed
+    begin = line.begin(blockIdx.x);
+    end = line.begin(blockIdx.x + 1);
+    if (begin < end) {
+      self.load(line, begin, false);
+      self.load(line, begin, true);
+    }
+    if (has_waited) break;
+    wait_for_previous_kernel();
+    launch_dependents();
+    const TokenPlace found = TokenPlace::of(params, entry);
+    heads.prepare();
+    if (found == place) break;
+    copy_async_wait<0>();
+    __syncwarp();  // all lanes' copies, before others go to the same place
+    parity = begin < end;
+    place = found;
+    line = TokenLine::of(params, shape, entry, place);
+  }
+  const auto merge = ClusterMerge::of<kHeadSize>(shape, line, memory);
+  const int tiles = line.own.tiles.count();
+  if (threadIdx.x == 0) shared.received->arrive_expecting(merge.received_bytes(shape, tiles));
+  __syncthreads();
+  self.take_queries(line.own);
+  cluster_wait();
+#pragma unroll 1
+  for (int tile = begin; tile < end; ++tile, parity ^= 1) {
+    self.sum_tile(line, tile, end, parity);
+    if (threadIdx.x >= kMergeThreads) continue;
+    DecodeMerge<Rows, 1> merging{params, shape, shared, {}, static_cast<int>(threadIdx.x), kNoKeys, {}};
+    merging.find_factors(factors, 0, false);
+    sync_warps<kMergeThreads>(1);
+    merging.send_tile(factors, merge, tile, line.own.rows, 0);
+  }
+  if (merge.rank < merge.units.count) {
+    wait_for_cluster(*shared.received, 0);
+    TokenMerge<Rows>{params, shape, line, merge,
+                     SpanRound::of(shared.rounds, sizes.spans, 1 << merge.units.columns.shift)}
+        .run();
+  }
+  const bool has_queries = merge.rank == 0 && place.exists, appends = end == tiles && begin < end;
+  if (has_queries || appends)
+    heads.store(has_queries, appends ? KeyRows(params.cache, 0, entry).first_slot(place.past) : -1);
+#else
+  refuse_architecture();
+#endif
+}
+
+}  // namespace ortolan::cuda

@@ -1,0 +1,86 @@
+// Host side of token.cuh: whether it takes a step, and in clusters of how many blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "launch.cuh"
+#include "token.cuh"
+
+namespace ortolan::cuda {
+
+// How one token's kernel is launched.
+template <typename Rows>
+struct TokenPlan {
+  DecodeShape shape{};  // without blocks where others take the step
+  TokenSizes sizes{};
+  int shared_bytes = 0;
+
+  // `cluster` blocks for each kv head, of `most` tiles at most.
+  static TokenPlan of(const SwaAttentionParams& params, const DecodeShape& shape, int cluster, int most) {
+    const auto whole = [](int bytes) { return (bytes + 15) / 16 * 16; };
+    TokenPlan plan;
+    plan.shape = in_clusters(shape, cluster);
+    plan.shape.stages = plan.shape.buffers = 1;
+    plan.shape.received = TokenShared<Rows>::received_offset(plan.shape);
+    plan.shape.received_tiles = most;
+    const auto units = ClusterUnits::of<Rows::kHeadSize>(shape.group, cluster, plan.shape.by_line);
+    // A window's spans may lie anywhere in their rounds.
+    plan.sizes.spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;
+    plan.sizes.received_bytes = whole(ReceivedSums::bytes(units, most));
+    plan.sizes.merge_bytes = whole(SpanRound::bytes(plan.sizes.spans, 1 << units.columns.shift));
+    plan.shared_bytes = TokenShared<Rows>::bytes(plan.shape, plan.sizes);
+    return plan;
+  }
+};
+
+template <typename Rows>
+constexpr int kTokenThreads = kTokenWarps<Rows::kHeadSize> * 32;
+
+// A block takes its tiles one by one, which is slower than decode.cuh from a few on. As many blocks as the
+// device holds, two on some multiprocessors; or, where each has two tiles at most even so, as many as have a
+// multiprocessor to themselves.
+template <typename Rows>
+cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, TokenPlan<Rows>& plan) {
+  constexpr int kMostTiles = 5, kAloneTiles = 2, kStaticBytes = 2048;
+  constexpr auto kernel = token_kernel<Rows>;
+  cudaError_t error = allow_shared_memory<kernel>(device);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  const DecodeShape shape = plan_decode<Rows, 1>(params, device);
+  const int most = most_tiles(params, shape);
+  const int half = device.shared_bytes_per_block / 2 - kStaticBytes;
+  const dim3 block(kTokenThreads<Rows>);
+  const int fewest = divide_up(shape.entries * most, device.num_multiprocessors);  // with all multiprocessors
+  for (int cluster = std::min(kMaxCluster, std::max(2, most)); cluster >= 2; --cluster) {
+    if (divide_up(most, cluster) > std::min(kMostTiles, fewest + 3)) break;
+    const TokenPlan<Rows> tried = TokenPlan<Rows>::of(params, shape, cluster, most);
+    if (tried.shared_bytes > device.shared_bytes_per_block - kStaticBytes) continue;
+    const bool are_alone = resident_clusters<kernel>(block, cluster, 2 * half, device) >= shape.entries;
+    const bool fit =
+        are_alone || (tried.shared_bytes <= half &&
+                      resident_clusters<kernel, 2>(block, cluster, half, device) >= shape.entries);
+    if (fit && (!plan.shape.blocks || divide_up(most, cluster) <= kAloneTiles)) plan = tried;
+    if (are_alone) break;
+  }
+  return cudaSuccess;
+}
+
+// False, and nothing launched, where other kernels must take the step.
+template <typename Rows>
+bool launch_token(const QkvAttentionParams& p, const Launch& launch, cudaError_t& error) {
+  TokenPlan<Rows> plan;
+  error = plan_token<Rows>(p.attention, launch.device, plan);
+  if (error != cudaSuccess) return true;
+  if (!plan.shape.blocks) return false;
+  error = launch_clusters(token_kernel<Rows>, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
+                          static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape,
+                          plan.sizes);
+  return true;
+}
+
+#define ORTOLAN_INSTANTIATE_TOKEN(Element, kHeadSize)                                                 \
+  template bool launch_token<DenseRows<Element, kHeadSize>>(const QkvAttentionParams&, const Launch&, \
+                                                            cudaError_t&);
+
+}  // namespace ortolan::cuda
