@@ -67,9 +67,6 @@ class FakeCuda(CudaBuffers):
     def write(self, target, source) -> None:
         target[:] = source
 
-    def write_bytes(self, target, source, begin, end) -> None:
-        target[begin:end] = source[begin:end]
-
     def download(self, array, out=None):
         if out is None:
             return array.copy()

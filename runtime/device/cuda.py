@@ -147,16 +147,6 @@ class CudaBuffers:
         with self._failures:
             target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self._stream)
 
-    def write_bytes(self, target: Array, source: npt.NDArray[np.uint8], begin: int, end: int) -> None:
-        """Overwrite a range of a device array of bytes with the same range of pinned memory; see `upload`.
-
-        It makes no arrays for the ranges, which would take as long as the rest.
-        """
-        runtime = self._cupy.cuda.runtime
-        address, size = source.ctypes.data + begin, end - begin
-        with self._failures:
-            runtime.memcpyAsync(target.data.ptr + begin, address, size, runtime.memcpyHostToDevice, self._stream.ptr)
-
     def staging(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Allocate host memory that `download` is quick to fill."""
         return self.pinned(shape, dtype)

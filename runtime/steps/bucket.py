@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ortolan import contract
 from ortolan.manifest import Manifest
@@ -85,6 +86,15 @@ class Hidden:
             self._device.bind_output(binding, contract.HIDDEN_OUT, self.out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Views of a part of a bucket's inputs; made for each copy, they would take as long as the rest of it."""
+
+    host: npt.NDArray[np.uint8]
+    staging: tuple[npt.NDArray[np.uint8], ...]  # pinned, of STAGING_BUFFERS
+    device: Array
+
+
 class Bucket:
     """Steps of one shape. `inputs` is what they are written to first."""
 
@@ -94,7 +104,8 @@ class Bucket:
         self.inputs = HostInputs(self.layout, self._host)
         self.block: Array = device.upload(self._host)
         self._device, self._turn = device, 0
-        self._staging = [device.pinned(self._host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
+        staging = [device.pinned(self._host.shape, np.uint8) for _ in range(STAGING_BUFFERS)]
+        self._all, self._tables = (self._part(staging, begin) for begin in (0, self.layout.tables_begin))
         self.logits = logits  # [R, V]
         self.hidden = Hidden(manifest, shape.tokens, device)
         with device.scope():
@@ -130,12 +141,13 @@ class Bucket:
         """Say whether a graph was captured on this thread over caches of this generation."""
         return self.binding is not None and self._captured_for == (generation, threading.get_ident())
 
-    def write(self, begin: int, end: int) -> None:
-        """Enqueue the copy of a range of the host's inputs; these may be changed at once."""
-        staging = self._staging[self._turn % STAGING_BUFFERS]
-        self._turn += 1
-        staging[begin:end] = self._host[begin:end]
-        self._device.write_bytes(self.block, staging, begin, end)
+    def write(self) -> None:
+        """Enqueue the copy of the host's inputs; these may be changed at once."""
+        self._write(self._all)
+
+    def write_tables(self) -> None:
+        """Enqueue the copy of the host's block tables alone; these may be changed at once."""
+        self._write(self._tables)
 
     def choose(
         self, rows: Sequence[Row], *, goes_on: bool, advance_tokens: int, begin: Any, staging: Any
@@ -171,3 +183,14 @@ class Bucket:
         words = self._sampler.score(targets, k)
         self._device.synchronize()
         return [each for each in read_logprobs(words, tokens, [k] * len(tokens)) if each is not None]
+
+    def _part(self, staging: Sequence[npt.NDArray[np.uint8]], begin: int) -> _Part:
+        """View the inputs from a byte on."""
+        with self._device.scope():
+            return _Part(self._host[begin:], tuple(buffer[begin:] for buffer in staging), self.block[begin:])
+
+    def _write(self, part: _Part) -> None:
+        staging = part.staging[self._turn % STAGING_BUFFERS]
+        self._turn += 1
+        staging[...] = part.host
+        self._device.write(part.device, staging)

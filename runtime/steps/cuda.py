@@ -210,12 +210,11 @@ class CudaStepper:
         self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None, *, goes_on: bool
     ) -> None:
         """Replay the graph of a bucket, or capture it."""
-        layout = bucket.layout
         if not goes_on:
             bucket.inputs.fill(rows, EMPTY_ENTRY)
-            bucket.write(0, layout.bytes)
+            bucket.write()
         elif bucket.inputs.extend(rows):
-            bucket.write(layout.tables_begin, layout.bytes)
+            bucket.write_tables()
         self._put_chosen(bucket.state.token_ids, chosen)
         bucket.hidden.give(rows)
         if not bucket.is_captured(self._store.generation):

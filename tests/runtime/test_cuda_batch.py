@@ -176,21 +176,28 @@ def test_steps_do_not_wait_for_those_before(model, make_engine, draw_tokens, mon
         assert results == serve(host, prompts, 40)
 
 
-def test_the_host_writes_nothing_but_pages_while_the_same_sequences_decode(
-    model, make_engine, draw_tokens, monkeypatch
-):
-    engine, written = make_engine(), []
-    write = bucket.Bucket.write
+def test_the_host_writes_nothing_but_pages_while_the_same_sequences_decode(fake, make_engine, draw_tokens, monkeypatch):
+    engine, written = make_engine(), []  # bytes of each copy since the step before
+    first, later = [], []  # the layouts of captured steps, and what each wrote
+    write, choose = fake.device.cuda.write, bucket.Bucket.choose
 
-    def note(target, begin, end):
-        written.append(begin == 0)
-        write(target, begin, end)
+    def note_write(target, source):
+        written.append(source.nbytes)
+        write(target, source)
 
-    monkeypatch.setattr(bucket.Bucket, "write", note)
+    def note_step(target, rows, *, goes_on, staging, **more):
+        if staging is None:
+            (later if goes_on else first).append((target.layout, tuple(written)))
+        written.clear()
+        return choose(target, rows, goes_on=goes_on, staging=staging, **more)
+
+    monkeypatch.setattr(fake.device.cuda, "write", note_write)
+    monkeypatch.setattr(bucket.Bucket, "choose", note_step)
     serve(engine, [draw_tokens(20 + i, seed=i) for i in range(3)], 60)
-    steps = engine.stats().steps
-    assert written.count(True) <= 4
-    assert 0 < written.count(False) < steps / 2
+    assert 0 < len(first) <= 4
+    assert all(copies[-1] == layout.bytes for layout, copies in first)
+    assert all(copies in ((), (layout.bytes - layout.tables_begin,)) for layout, copies in later)
+    assert 0 < sum(len(copies) for _, copies in later) < engine.stats().steps / 2
 
 
 def refuse(monkeypatch, target, name, calls):
