@@ -98,9 +98,8 @@ int count_clusters(void (*kernel)(Parameters...), dim3 block, unsigned cluster, 
 }
 
 // The same, asked of the driver once for each kernel, device and size of cluster. For kernels whose answer is
-// the same for every block and shared memory that they are launched with; `kShare` blocks share a
-// multiprocessor.
-template <auto kKernel, int kShare = 1>
+// the same for every block and shared memory that they are launched with.
+template <auto kKernel>
 int resident_clusters(dim3 block, unsigned cluster, size_t shared_bytes, const Device& device) {
   static std::atomic<int> known[kKnownDevices][kMaxCluster + 1];  // one more than the answer, or 0
   if (device.ordinal >= kKnownDevices) return 0;

@@ -11,10 +11,8 @@
 #pragma once
 
 #include "cluster.cuh"
-#include "kernels/cuda/attention/key_rows.cuh"
 #include "kernels/cuda/copies/heads.cuh"
 #include "merge.cuh"
-#include "prefetch.cuh"
 #include "warp.cuh"
 
 namespace ortolan::cuda {
@@ -47,10 +45,23 @@ struct TokenLine : ClusterLine {
   // Without tiles where there is no token, or a cache cannot have as many.
   static __device__ __forceinline__ TokenLine of(const SwaAttentionParams& params, const DecodeShape& shape,
                                                  int index, const TokenPlace& place) {
-    const TokenLine line(params, shape, index, {0, place.exists ? 1 : 0, place.past});
-    return line.own.tiles.count() <= shape.received_tiles ? line : TokenLine(params, shape, index, {});
+    TokenLine line(DecodeEntry::of(params, shape, 0, 0, index, {0, place.exists ? 1 : 0, place.past}), shape,
+                   index);
+    if (line.own.tiles.count() > shape.received_tiles) {
+      line.own.rows = 0;
+      line.own.tiles = {};
+      line.cut = {};
+    }
+    return line;
   }
 };
+
+// The slot of a position, or less than a ring behind it.
+__device__ __forceinline__ int32_t slot_near(const CacheLayout& cache, int32_t position) {
+  const auto capacity = static_cast<int32_t>(cache.capacity), sink = static_cast<int32_t>(cache.sink);
+  if (position < capacity) return position;
+  return capacity + (position - capacity) % (capacity - sink);
+}
 
 // Of a block's shared memory.
 struct TokenSizes {
@@ -97,7 +108,7 @@ struct TokenShared : DecodeShared {
 };
 
 // A warp that loads and multiplies its own keys of each of the block's tiles.
-template <typename Rows>
+template <typename Rows, int kShare>
 struct TokenWarp : DecodeWarp<Rows, 1> {
   using Base = DecodeWarp<Rows, 1>;
   using Element = typename Rows::Element;
@@ -129,30 +140,34 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
     return line.own.tiles.at(tile) * shape.tile_keys + warp * kKeys;
   }
 
-  // Starts to load the warp's keys or values of a tile, but for the token's own. Rows that it does not see
-  // become zeros.
-  __device__ __forceinline__ void load(const TokenLine& line, int tile, bool is_values) const {
+  // Starts to load the warp's keys of a tile, its values, or both, but for the token's own. Rows that it does
+  // not see become zeros.
+  __device__ __forceinline__ void load(const TokenLine& line, int tile, bool has_keys,
+                                       bool has_values) const {
     static_assert(kChunks <= 32);
-    constexpr int kRows = 32 / kChunks;  // that a warp copies at once
+    constexpr int kRows = 32 / kChunks;                            // that a warp copies at once
+    constexpr int kUnroll = kShare > 1 && kHeadSize > 64 ? 1 : 2;  // as registers allow
     const auto capacity = static_cast<int32_t>(params.cache.capacity);
     const int32_t ring = capacity - static_cast<int32_t>(params.cache.sink);
     const SeenPositions seen = line.own.seen();
-    const KeyRows cache_rows(params.cache, 0, line.own.kv_head);
     const int32_t first = first_key(line, tile);
     const int piece = lane % kChunks;
-    const auto* cache = static_cast<const Element*>(is_values ? params.value_cache : params.key_cache) +
-                        cache_rows.head_offset + piece * 8;
-    int32_t slot = cache_rows.first_slot(first) + lane / kChunks;
-    const uint32_t target = rows(is_values);
-#pragma unroll 2
+    const int64_t head = line.own.kv_head * params.cache.page_slots * kHeadSize + piece * 8;
+    const auto* keys = static_cast<const Element*>(params.key_cache) + head;
+    const auto* values = static_cast<const Element*>(params.value_cache) + head;
+    int32_t slot = slot_near(params.cache, first) + lane / kChunks;
+#pragma unroll kUnroll
     for (int row = lane / kChunks; row < kKeys; row += kRows, slot += kRows) {
       while (slot >= capacity) slot -= ring;
       const int32_t position = first + row;
       const bool valid = seen.holds(position) && position != line.own.last_position;
-      copy_async_16(target + Stage::place(row, piece), cache + (valid ? int64_t{slot} * kHeadSize : 0), valid,
-                    policy);
+      const int64_t source = valid ? int64_t{slot} * kHeadSize : 0;
+      const int place = Stage::place(row, piece);
+      if (has_keys) copy_async_16(rows(false) + place, keys + source, valid, policy);
+      if (has_values) copy_async_16(rows(true) + place, values + source, valid, policy);
     }
-    loaded(is_values).arrive_after_copies();
+    if (has_keys) loaded(false).arrive_after_copies();
+    if (has_values) loaded(true).arrive_after_copies();
   }
 
   // Waits for them, and puts the token's own to its place, where the warp has it.
@@ -179,7 +194,7 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
     const int32_t first = first_key(line, tile);
     const auto load_next = [&](bool is_values) {
       __syncwarp();  // all lanes have read what is overwritten
-      if (tile + 1 < end) load(line, tile + 1, is_values);
+      if (tile + 1 < end) load(line, tile + 1, !is_values, is_values);
     };
     wait(line, first, parity, false);
     if (line.own.seen().hold_any(first, first + kKeys)) {
@@ -240,12 +255,14 @@ struct TokenHeads {
       part.store(shared.head(number), p, lane);
     });
   }
-  // Stores them once they are prepared: queries, by one block; the key and the value at a slot, by one that
-  // may be another.
-  __device__ __forceinline__ void store(bool has_queries, int32_t slot) const {
+  // Stores them once they are prepared: queries, by one block; the key and the value at their position, by
+  // one that may be another.
+  __device__ __forceinline__ void store(bool has_queries, bool appends, int32_t position) const {
+    int32_t slot = slot_near(p.cache, position);
+    if (slot >= p.cache.capacity) slot -= static_cast<int32_t>(p.cache.capacity - p.cache.sink);
     each([&](int number) {
       const bool is_query = number < group;
-      if (is_query ? !has_queries : slot < 0) return;
+      if (is_query ? !has_queries : !appends) return;
       const int head = kv_head * group + number;
       Element* row = is_query ? static_cast<Element*>(p.query) + head * Rows::kHeadSize
                               : static_cast<Element*>(number > group ? p.value_cache : p.key_cache) +
@@ -254,9 +271,9 @@ struct TokenHeads {
       part.load(shared.head(number), p, lane);
       part.store(row, p, lane);
       if (!is_query || p.capture_rows == 0) return;
-      const int32_t position = p.capture_past_len.values[0];
-      if (position < 0) return;
-      const auto place = static_cast<unsigned>(position) % static_cast<unsigned>(p.capture_rows);
+      const int32_t captured = p.capture_past_len.values[0];
+      if (captured < 0) return;
+      const auto place = static_cast<unsigned>(captured) % static_cast<unsigned>(p.capture_rows);
       part.store(static_cast<Element*>(p.capture) + (place * p.num_heads + head) * Rows::kHeadSize, p, lane);
     });
   }
@@ -350,7 +367,7 @@ struct TokenMerge {
         float part_sum = 0;
 #pragma unroll 1
         for (int span = part; span < count; span += kSpanParts) {
-          const float weight = __shfl_sync(~0u, weights[span / 32], span % 32);
+          const float weight = __shfl_sync(~0u, span < 32 ? weights[0] : weights[1], span % 32);
           part_sum = fmaf(spans.sums[span * columns + (thread & (columns - 1))], weight, part_sum);
         }
         added_sum += part_sum;
@@ -363,8 +380,10 @@ struct TokenMerge {
   }
 };
 
-template <typename Rows>
-__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 2)
+// `kShare`: blocks that may share a multiprocessor. What registers cannot hold for two would wait for memory
+// longer than anything else.
+template <typename Rows, int kShare>
+__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
     token_kernel(const __grid_constant__ QkvAttentionParams p, const __grid_constant__ DecodeShape shape,
                  const __grid_constant__ TokenSizes sizes) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -381,7 +400,7 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 2)
   __syncthreads();
   cluster_arrive();
 
-  TokenWarp<Rows> self(params, shape, shared);
+  TokenWarp<Rows, kShare> self(params, shape, shared);
   const TokenHeads<Rows> heads{p.heads, shared, entry, shape.group};
   TokenPlace place = TokenPlace::of(params, entry);
   TokenLine line = TokenLine::of(params, shape, entry, place);
@@ -391,10 +410,7 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 2)
   for (bool has_waited = false;; has_waited = true) {  // once, unless what it has read of the place changed
     begin = line.begin(blockIdx.x);
     end = line.begin(blockIdx.x + 1);
-    if (begin < end) {
-      self.load(line, begin, false);
-      self.load(line, begin, true);
-    }
+    if (begin < end) self.load(line, begin, true, true);
     if (has_waited) break;
     wait_for_previous_kernel();
     launch_dependents();
@@ -429,8 +445,7 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 2)
         .run();
   }
   const bool has_queries = merge.rank == 0 && place.exists, appends = end == tiles && begin < end;
-  if (has_queries || appends)
-    heads.store(has_queries, appends ? KeyRows(params.cache, 0, entry).first_slot(place.past) : -1);
+  if (has_queries || appends) heads.store(has_queries, appends, place.past);
 #else
   refuse_architecture();
 #endif

@@ -14,6 +14,7 @@ struct TokenPlan {
   DecodeShape shape{};  // without blocks where others take the step
   TokenSizes sizes{};
   int shared_bytes = 0;
+  int share = 1;  // blocks on some multiprocessors
 
   // `cluster` blocks for each kv head, of `most` tiles at most.
   static TokenPlan of(const SwaAttentionParams& params, const DecodeShape& shape, int cluster, int most) {
@@ -36,31 +37,48 @@ struct TokenPlan {
 template <typename Rows>
 constexpr int kTokenThreads = kTokenWarps<Rows::kHeadSize> * 32;
 
+// Shared memory that each of some blocks on a multiprocessor may have.
+inline int token_bytes(const Device& device, int share) {
+  constexpr int kStaticBytes = 2048;  // and what a block takes beside its own
+  return device.shared_bytes_per_block / share - kStaticBytes;
+}
+
+// Clusters of so many blocks that the device holds at once.
+template <typename Rows, int kShare>
+int resident_token_clusters(int cluster, const Device& device) {
+  return resident_clusters<token_kernel<Rows, kShare>>(dim3(kTokenThreads<Rows>), cluster,
+                                                       token_bytes(device, kShare), device);
+}
+
+template <typename Rows, int kShare>
+cudaError_t allow_token_kernel(const Device& device) {
+  constexpr auto kernel = token_kernel<Rows, kShare>;
+  const cudaError_t error = allow_shared_memory<kernel>(device);
+  return error != cudaSuccess
+             ? error
+             : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
 // A block takes its tiles one by one, which is slower than decode.cuh from a few on. As many blocks as the
 // device holds, two on some multiprocessors; or, where each has two tiles at most even so, as many as have a
 // multiprocessor to themselves.
 template <typename Rows>
 cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, TokenPlan<Rows>& plan) {
-  constexpr int kMostTiles = 5, kAloneTiles = 2, kStaticBytes = 2048;
-  constexpr auto kernel = token_kernel<Rows>;
-  cudaError_t error = allow_shared_memory<kernel>(device);
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  constexpr int kMostTiles = 3, kAloneTiles = 2;
+  cudaError_t error = allow_token_kernel<Rows, 1>(device);
+  if (error == cudaSuccess) error = allow_token_kernel<Rows, 2>(device);
   if (error != cudaSuccess) return error;
   const DecodeShape shape = plan_decode<Rows, 1>(params, device);
   const int most = most_tiles(params, shape);
-  const int half = device.shared_bytes_per_block / 2 - kStaticBytes;
-  const dim3 block(kTokenThreads<Rows>);
-  const int fewest = divide_up(shape.entries * most, device.num_multiprocessors);  // with all multiprocessors
   for (int cluster = std::min(kMaxCluster, std::max(2, most)); cluster >= 2; --cluster) {
-    if (divide_up(most, cluster) > std::min(kMostTiles, fewest + 3)) break;
-    const TokenPlan<Rows> tried = TokenPlan<Rows>::of(params, shape, cluster, most);
-    if (tried.shared_bytes > device.shared_bytes_per_block - kStaticBytes) continue;
-    const bool are_alone = resident_clusters<kernel>(block, cluster, 2 * half, device) >= shape.entries;
-    const bool fit =
-        are_alone || (tried.shared_bytes <= half &&
-                      resident_clusters<kernel, 2>(block, cluster, half, device) >= shape.entries);
-    if (fit && (!plan.shape.blocks || divide_up(most, cluster) <= kAloneTiles)) plan = tried;
+    const int tiles = divide_up(most, cluster);
+    if (tiles > kMostTiles) break;
+    TokenPlan<Rows> tried = TokenPlan<Rows>::of(params, shape, cluster, most);
+    const bool are_alone = resident_token_clusters<Rows, 1>(cluster, device) >= shape.entries;
+    tried.share = are_alone ? 1 : 2;
+    const bool fits = tried.shared_bytes <= token_bytes(device, tried.share) &&
+                      (are_alone || resident_token_clusters<Rows, 2>(cluster, device) >= shape.entries);
+    if (fits && (!plan.shape.blocks || tiles <= kAloneTiles)) plan = tried;
     if (are_alone) break;
   }
   return cudaSuccess;
@@ -73,7 +91,8 @@ bool launch_token(const QkvAttentionParams& p, const Launch& launch, cudaError_t
   error = plan_token<Rows>(p.attention, launch.device, plan);
   if (error != cudaSuccess) return true;
   if (!plan.shape.blocks) return false;
-  error = launch_clusters(token_kernel<Rows>, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
+  const auto kernel = plan.share == 1 ? token_kernel<Rows, 1> : token_kernel<Rows, 2>;
+  error = launch_clusters(kernel, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
                           static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape,
                           plan.sizes);
   return true;
