@@ -227,10 +227,10 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
     shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
-  if (threadIdx.x == 0) shared.received->init(1);
   if (DecodeLoad<Rows>::kTakesShortRows && params.cache.head_size < Rows::kHeadSize)
     clear_stages<Rows>(shared, shape);
   if constexpr (kClusters) {  // else while tiles are counted
+    if (threadIdx.x == 0) shared.received->init(1);
     fence_barriers();
     cluster_sync();
   }

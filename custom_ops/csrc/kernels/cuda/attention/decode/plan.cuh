@@ -46,7 +46,11 @@ struct Divisor {
   }
   ORTOLAN_HOST_DEVICE int divide(int number) const {
     const auto n = static_cast<uint32_t>(number);
+#ifdef __CUDA_ARCH__
+    const uint32_t high = __umulhi(n, magic);
+#else
     const auto high = static_cast<uint32_t>((uint64_t{n} * magic) >> 32);
+#endif
     return static_cast<int>((high + n) >> shift);
   }
 };
