@@ -77,37 +77,24 @@ struct ClusterMerge {
 
 // Once the partial sums of the cluster's blocks are there: each merges some columns of some rows, in memory
 // that the stages have left.
-template <typename Element, int kHeadSize, int kColumns, typename Line>
+template <typename Element, int kHeadSize, int kColumns>
 __device__ __forceinline__ void combine_columns(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                const DecodeWorkspace& workspace, const Line& line,
-                                                const ClusterMerge& merge, unsigned char* memory,
-                                                int spans_at_once) {
+                                                const DecodeWorkspace& workspace, const ClusterLine& line,
+                                                const ClusterMerge& merge, unsigned char* memory) {
   constexpr int kGroups = kHeadSize / kColumns;
-  const SpanRound spans = SpanRound::of(memory, spans_at_once, kColumns);
+  const SpanRound spans = SpanRound::of(memory, kRoundSpans, kColumns);
   for (int unit = merge.rank, turn = 0; unit < merge.units.count; unit += shape.cluster, ++turn) {
     if (turn > 0) __syncthreads();  // what the unit before has read may be overwritten
     const int first_column = unit % kGroups * kColumns, column = threadIdx.x % (kColumns / 4) * 4;
-    const PartialRow<kHeadSize, Line> partial{workspace,
-                                              line,
-                                              line.own.tiles,
-                                              line.index,
-                                              unit / kGroups,
-                                              first_column + column,
-                                              ReceivedUnit{merge.received, turn, column}};
-    combine_row<Element, kColumns>(params, shape, line.own, partial, spans, spans_at_once, first_column);
+    const PartialRow<kHeadSize, ClusterLine> partial{workspace,
+                                                     line,
+                                                     line.own.tiles,
+                                                     line.index,
+                                                     unit / kGroups,
+                                                     first_column + column,
+                                                     ReceivedUnit{merge.received, turn, column}};
+    combine_row<Element, kColumns>(params, shape, line.own, partial, spans, kRoundSpans, first_column);
   }
-}
-
-template <typename Element, int kHeadSize, typename Line>
-__device__ __forceinline__ void combine_units(const SwaAttentionParams& params, const DecodeShape& shape,
-                                              const DecodeWorkspace& workspace, const Line& line,
-                                              const ClusterMerge& merge, unsigned char* memory,
-                                              int spans_at_once = kRoundSpans) {
-  constexpr int kWide = kHeadSize < 128 ? kHeadSize : 128;
-  if (merge.units.columns.shift == 5)
-    combine_columns<Element, kHeadSize, 32>(params, shape, workspace, line, merge, memory, spans_at_once);
-  else
-    combine_columns<Element, kHeadSize, kWide>(params, shape, workspace, line, merge, memory, spans_at_once);
 }
 
 // For all threads of the cluster. `received`: counts what others send, where they do.
@@ -115,6 +102,7 @@ template <typename Element, int kHeadSize>
 __device__ __forceinline__ void combine_cluster(const SwaAttentionParams& params, const DecodeShape& shape,
                                                 const DecodeWorkspace& workspace, const ClusterLine& line,
                                                 unsigned char* memory, Barrier* received = nullptr) {
+  constexpr int kWide = kHeadSize < 128 ? kHeadSize : 128;
   if (line.is_stored()) return;
   const auto merge = ClusterMerge::of<kHeadSize>(shape, line, memory);
   if (line.sends) {
@@ -124,7 +112,10 @@ __device__ __forceinline__ void combine_cluster(const SwaAttentionParams& params
     cluster_sync();
   }
   __syncthreads();  // the stages are no longer read
-  combine_units<Element, kHeadSize>(params, shape, workspace, line, merge, memory);
+  if (merge.units.columns.shift == 5)
+    combine_columns<Element, kHeadSize, 32>(params, shape, workspace, line, merge, memory);
+  else
+    combine_columns<Element, kHeadSize, kWide>(params, shape, workspace, line, merge, memory);
 }
 
 }  // namespace ortolan::cuda

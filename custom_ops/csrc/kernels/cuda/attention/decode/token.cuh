@@ -4,10 +4,10 @@
 // Grid: a cluster of blocks per kv head, which share its key tiles evenly. Keys of earlier tokens are on
 // their way before the kernel in front, which makes the projection, has ended; the token's own go from shared
 // memory to their place in a tile. Each warp loads what it multiplies, so that warps meet only for a tile's
-// sums; these are sent to the blocks that merge them (received.cuh). Most instructions run once, and are
-// fetched while weights stream through the caches that they come from: code that is a third as long took as
-// much less time as anything else here, so loops stay loops, and numbers 32 bits. Heads, products and sums
-// are those of QkvRopeAppend and of decode.cuh, with the same bits.
+// sums; these are sent to the blocks that merge them (received.cuh). Most instructions run once, and come
+// through caches that weights stream through, too: short code is faster than unrolled code, so loops stay
+// loops, and numbers have 32 bits. Heads, products and sums are those of QkvRopeAppend and of decode.cuh,
+// with the same bits.
 #pragma once
 
 #include "cluster.cuh"
@@ -37,9 +37,8 @@ struct TokenPlace {
   }
 };
 
-// A line whose sums all are sent.
+// The line of the token's tiles, whose sums all are sent.
 struct TokenLine : ClusterLine {
-  static constexpr bool sends = true;
   using ClusterLine::ClusterLine;
 
   // Without tiles where there is no token, or a cache cannot have as many.
