@@ -89,9 +89,11 @@ struct Barrier {
   }
   // Arrives, and has the phase wait for so many bytes of copies; of sm_90 and later.
   __device__ __forceinline__ void arrive_expecting(uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;\n" ::"r"(shared_address(&state)),
                  "r"(bytes)
                  : "memory");
+#endif
   }
   // Waits for the end of the phase with this parity.
   __device__ __forceinline__ void wait(uint32_t parity) {
@@ -140,8 +142,10 @@ struct RingPlace {
   }
 };
 
-// Makes initialised barriers visible to asynchronous copies and to the cluster.
+// Makes initialised barriers visible to asynchronous copies and to the cluster, of sm_90 and later.
 __device__ __forceinline__ void fence_barriers() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+#endif
 }
 }  // namespace ortolan::cuda
