@@ -5,13 +5,10 @@
 #include "checks.h"
 #include "operators.generated.h"
 #include "read_attention.h"
+#include "read_caches.h"
 
 namespace ortolan {
 namespace {
-
-Tensor value_cache_like(const Context& context, size_t index, const Tensor& key_cache) {
-  return context.input(index, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
-}
 
 // One number that lies in host memory, 0 and more.
 int64_t read_number(const Context& context, size_t index) {
@@ -27,28 +24,15 @@ int64_t read_number(const Context& context, size_t index) {
 RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call) {
   using Op = ops::RingKvAppend;
   const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
-  const Tensor value_cache = value_cache_like(call, Op::In::kValueCache, key_cache);
+  const Tensor value_cache = value_cache_like(call, key_cache);
   const Tensor key = call.input(Op::In::kKey, {-1, key_cache.dim(1), key_cache.dim(3)});
   const Tensor value = call.input(Op::In::kValue, {key.dim(0), key.dim(1), key.dim(2)});
   RingKvAppendParams params{};
-  params.element = call.node().element;
-  params.packing = read_packing(call, Op::In::kQueryStart, key.dim(0));
-  params.cache_element = call.node().cache_element;
-  params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key.dim(1));
-  params.cache =
-      read_cache(call, key_cache,
-                 {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
-                 params.packing.num_sequences);
+  read_cached_step(call, key_cache, key.dim(0), params);
   check_appended_pages(call, params, Op::In::kBlockTable);
   params.key = key.data;
   params.value = value.data;
-  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
-  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
-  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
-  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
-  const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
-  params.key_cache = caches.key;
-  params.value_cache = caches.value;
+  read_updated_caches(call, key_cache, value_cache, params);
   return params;
 }
 
@@ -56,16 +40,9 @@ SwaAttentionParams read_params(const Call<ops::SwaAttention>& call) {
   using Op = ops::SwaAttention;
   const Tensor query = call.input(Op::In::kQuery, {-1, -1, -1});
   const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
-  const Tensor value_cache = value_cache_like(call, Op::In::kValueCache, key_cache);
+  const Tensor value_cache = value_cache_like(call, key_cache);
   SwaAttentionParams params{};
-  params.element = call.node().element;
-  params.packing = read_packing(call, Op::In::kQueryStart, query.dim(0));
-  params.cache_element = call.node().cache_element;
-  params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
-  params.cache =
-      read_cache(call, key_cache,
-                 {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
-                 params.packing.num_sequences);
+  read_cached_step(call, key_cache, query.dim(0), params);
   params.num_heads = query.dim(1);
   check_heads(call, Op::In::kQuery, query, query.dim(1), params.cache, query.dim(2));
   params.query = query.data;
@@ -146,7 +123,7 @@ KvSelectParams read_params(const Call<ops::KvSelect>& call) {
 KvCompactParams read_params(const Call<ops::KvCompact>& call) {
   using Op = ops::KvCompact;
   const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
-  const Tensor value_cache = value_cache_like(call, Op::In::kValueCache, key_cache);
+  const Tensor value_cache = value_cache_like(call, key_cache);
   const Tensor keep = call.input(Op::In::kKeep, {-1, -1, -1});
   KvCompactParams params{};
   params.cache_element = call.node().cache_element;
@@ -158,13 +135,7 @@ KvCompactParams read_params(const Call<ops::KvCompact>& call) {
     call.bad_shape(Op::In::kKeep, keep, "with Hkv = " + std::to_string(key_cache.dim(1)));
   params.cache = read_cache(call, key_cache, {Op::In::kKeyCache, Op::In::kBlockTable}, params.num_sequences);
   check_keep(call, params, Op::In::kBlockTable);
-  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
-  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
-  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
-  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
-  const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
-  params.key_cache = caches.key;
-  params.value_cache = caches.value;
+  read_updated_caches(call, key_cache, value_cache, params);
   return params;
 }
 

@@ -3,6 +3,7 @@
 #include "checks.h"
 #include "operators.generated.h"
 #include "read_attention.h"
+#include "read_caches.h"
 
 namespace ortolan {
 namespace {
@@ -66,18 +67,10 @@ template <typename Op>
 QkvRopeAppendParams read_joint(const Call<Op>& call) {
   const Tensor qkv = call.input(Op::In::kQkv, {-1, -1});
   const Tensor key_cache = call.input(Op::In::kKeyCache, {-1, -1, -1, -1});
-  const Tensor value_cache = call.input(
-      Op::In::kValueCache, {key_cache.dim(0), key_cache.dim(1), key_cache.dim(2), key_cache.dim(3)});
+  const Tensor value_cache = value_cache_like(call, key_cache);
   const int64_t num_tokens = qkv.dim(0), head_size = key_cache.dim(3);
   QkvRopeAppendParams params{};
-  params.element = call.node().element;
-  params.cache_element = call.node().cache_element;
-  params.packing = read_packing(call, Op::In::kQueryStart, num_tokens);
-  params.past_len = read_lengths(call, Op::In::kPastLen, params.packing.num_sequences, key_cache.dim(1));
-  params.cache =
-      read_cache(call, key_cache,
-                 {Op::In::kKeyCache, Op::In::kBlockTable, call.attributes().capacity, call.attributes().sink},
-                 params.packing.num_sequences);
+  read_cached_step(call, key_cache, num_tokens, params);
   if (!is_head_size(head_size)) call.bad_shape(Op::In::kKeyCache, key_cache, kHeadSizes);
   params.num_heads = read_num_heads(call, qkv, params.cache);
   params.epsilon = call.attributes().epsilon;
@@ -88,13 +81,7 @@ QkvRopeAppendParams read_joint(const Call<Op>& call) {
   params.key_norm_weight = call.input(Op::In::kKeyNormWeight, {head_size}).data;
   read_angles(call, num_tokens, head_size, params);
   params.query = call.output(Op::Out::kQuery, {num_tokens, params.num_heads, head_size}).data;
-  const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
-  const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
-  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
-  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
-  const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
-  params.key_cache = caches.key;
-  params.value_cache = caches.value;
+  read_updated_caches(call, key_cache, value_cache, params);
   read_capture(call, head_size, params);
   return params;
 }

@@ -65,11 +65,12 @@ cudaError_t allow_token_kernel(const Device& device) {
 template <typename Rows>
 cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, TokenPlan<Rows>& plan) {
   constexpr int kMostTiles = 3, kAloneTiles = 2;
+  const DecodeShape shape = plan_decode<Rows, 1>(params, device);
+  const int most = most_tiles(params, shape);
+  if (divide_up(most, kMaxCluster) > kMostTiles) return cudaSuccess;
   cudaError_t error = allow_token_kernel<Rows, 1>(device);
   if (error == cudaSuccess) error = allow_token_kernel<Rows, 2>(device);
   if (error != cudaSuccess) return error;
-  const DecodeShape shape = plan_decode<Rows, 1>(params, device);
-  const int most = most_tiles(params, shape);
   for (int cluster = std::min(kMaxCluster, std::max(2, most)); cluster >= 2; --cluster) {
     const int tiles = divide_up(most, cluster);
     if (tiles > kMostTiles) break;

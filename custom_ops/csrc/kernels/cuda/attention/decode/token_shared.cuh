@@ -1,0 +1,98 @@
+// What a block of token.cuh works on: its token, its tiles and its shared memory.
+#pragma once
+
+#include "cluster.cuh"
+#include "shared.cuh"
+
+namespace ortolan::cuda {
+
+template <int kHeadSize>
+constexpr int kTokenWarps = kHeadSize <= 128 ? 8 : 4;
+
+// The token's position, and whether the sequence has it.
+struct TokenPlace {
+  int32_t past;
+  bool exists;
+
+  static __device__ __forceinline__ TokenPlace of(const SwaAttentionParams& params, int kv_head) {
+    const int64_t place = kv_head * params.past_len.head_stride;
+    const int32_t first = load_relaxed(params.packing.query_start);
+    const int32_t end = load_relaxed(params.packing.query_start + 1);
+    const int32_t past = load_relaxed(params.past_len.values + place);
+    return {past, first == 0 && end == 1 && past >= 0};
+  }
+  __device__ __forceinline__ bool operator==(const TokenPlace& other) const {
+    return past == other.past && exists == other.exists;
+  }
+};
+
+// The line of the token's tiles, whose sums all are sent.
+struct TokenLine : ClusterLine {
+  using ClusterLine::ClusterLine;
+
+  // Without tiles where there is no token, or a cache cannot have as many.
+  static __device__ __forceinline__ TokenLine of(const SwaAttentionParams& params, const DecodeShape& shape,
+                                                 int index, const TokenPlace& place) {
+    TokenLine line(DecodeEntry::of(params, shape, 0, 0, index, {0, place.exists ? 1 : 0, place.past}), shape,
+                   index);
+    if (line.own.tiles.count() > shape.received_tiles) {
+      line.own.rows = 0;
+      line.own.tiles = {};
+      line.cut = {};
+    }
+    return line;
+  }
+};
+
+// The slot of a position, or less than a ring behind it.
+__device__ __forceinline__ int32_t slot_near(const CacheLayout& cache, int32_t position) {
+  const auto capacity = static_cast<int32_t>(cache.capacity), sink = static_cast<int32_t>(cache.sink);
+  if (position < capacity) return position;
+  return capacity + (position - capacity) % (capacity - sink);
+}
+
+// Of a block's shared memory.
+struct TokenSizes {
+  int received_bytes;  // for partial sums that are sent
+  int merge_bytes;     // for the spans of a round
+  int spans;           // of a round, at most
+};
+
+// The shared memory of a block: one tile, whose keys make room for those of the next one before its values
+// do.
+template <typename Rows>
+struct TokenShared : DecodeShared {
+  using Element = typename Rows::Element;
+  static constexpr int kHeads = kDecodeTileRows + 2;
+  static constexpr int kHeadBytes = Rows::kHeadSize * static_cast<int>(sizeof(Element));
+
+  unsigned char* heads;   // [kHeads, head size]: queries, the key, the value
+  unsigned char* rounds;  // a SpanRound
+
+  // Where sums are received: behind a tile, heads, and the sums of a tile.
+  static __host__ __device__ int received_offset(const DecodeShape& shape) {
+    const int warp_floats = DecodeSums<Rows>::floats(shape.entry_rows) + 2 * kDecodeTileRows;
+    return DecodeStage<Rows>::bytes(shape.tile_keys) + kHeads * kHeadBytes +
+           shape.warps * warp_floats * static_cast<int>(sizeof(float));
+  }
+  static __host__ __device__ int bytes(const DecodeShape& shape, const TokenSizes& sizes) {
+    return received_offset(shape) + sizes.received_bytes + sizes.merge_bytes +
+           (2 * shape.warps + 1) * static_cast<int>(sizeof(Barrier));
+  }
+  __device__ __forceinline__ TokenShared(unsigned char* memory, const DecodeShape& shape,
+                                         const TokenSizes& sizes)
+      : DecodeShared{.stages = memory} {
+    heads = memory + DecodeStage<Rows>::bytes(shape.tile_keys);
+    sums = reinterpret_cast<float*>(heads + kHeads * kHeadBytes);
+    maxima = sums + shape.warps * DecodeSums<Rows>::floats(shape.entry_rows);
+    totals = maxima + shape.warps * kDecodeTileRows;
+    rounds = memory + received_offset(shape) + sizes.received_bytes;
+    received = reinterpret_cast<Barrier*>(rounds + sizes.merge_bytes);
+    loaded = received + 1;  // [keys or values, warps]
+  }
+  __device__ __forceinline__ Element* head(int number) const {
+    return reinterpret_cast<Element*>(heads + number * kHeadBytes);
+  }
+};
+
+}  // namespace ortolan::cuda
