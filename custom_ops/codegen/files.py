@@ -23,6 +23,6 @@ def generated_files(root: Path, operators: tuple[Operator, ...] = OPERATORS) -> 
         source / "ort/cuda_operators.generated.cc": render_registration(operators, "cuda"),
         source / "kernels/cpu/operators.generated.h": render_entry_points(operators, "cpu"),
         source / "kernels/cuda/operators.generated.h": render_entry_points(operators, "cuda"),
-        root / "custom_ops/emitters.py": render_emitters(operators),
+        **{root / "custom_ops/emitters" / name: text for name, text in render_emitters(operators).items()},
         root / "docs/operators.md": render_docs(operators),
     }

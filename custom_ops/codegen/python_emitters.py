@@ -1,4 +1,4 @@
-"""Renders custom_ops/emitters.py: one typed function per operator that builds its node."""
+"""Renders the package custom_ops/emitters: one typed function per operator that builds its node."""
 
 from __future__ import annotations
 
@@ -6,15 +6,38 @@ from ortolan.custom_ops.codegen.names import NOTICE, python_literal, snake_case
 from ortolan.custom_ops.schema_parts import Operator
 
 
-def render_emitters(operators: tuple[Operator, ...]) -> str:
-    """Render custom_ops/emitters.py: one typed function per operator."""
+def render_emitters(operators: tuple[Operator, ...]) -> dict[str, str]:
+    """Render the files of custom_ops/emitters by name: a module for each header of params structs, and the package."""
+    modules: dict[str, list[Operator]] = {}
+    for operator in operators:
+        modules.setdefault(operator.params_header, []).append(operator)
+    files = {f"{_module(header)}.py": _render_module(header, module) for header, module in modules.items()}
+    return files | {"__init__.py": _render_package(modules)}
+
+
+def _module(header: str) -> str:
+    """Name the module of a header's operators: qkv for qkv_params.h; params.h has those of caches alone."""
+    return header.removesuffix("params.h").removesuffix("_") or "cache"
+
+
+def _render_module(header: str, operators: list[Operator]) -> str:
     parts = [
-        f'"""Builds nodes of Ortolan\'s operators; {NOTICE}."""\n',
+        f'"""Builds nodes of the operators in kernels/{header}; {NOTICE}."""\n',
         "from __future__ import annotations\n",
         "import onnx\n",
         "from ortolan.custom_ops.node import operator_node\n",
     ]
     return "\n".join(parts) + "".join(_emitter(operator) for operator in operators)
+
+
+def _render_package(modules: dict[str, list[Operator]]) -> str:
+    lines = [f'"""Builds nodes of Ortolan\'s operators; {NOTICE}."""', ""]
+    for header in sorted(modules, key=_module):
+        lines.append(f"from ortolan.custom_ops.emitters.{_module(header)} import (")
+        lines += [f"    {name}," for name in sorted(snake_case(operator.name) for operator in modules[header])]
+        lines.append(")")
+    functions = sorted(snake_case(operator.name) for module in modules.values() for operator in module)
+    return "\n".join([*lines, "", "__all__ = [", *[f'    "{name}",' for name in functions], "]", ""])
 
 
 def _emitter(operator: Operator) -> str:

@@ -89,7 +89,8 @@ def test_a_new_operator_is_a_line_of_the_table():
     for name, lines in expected.items():
         for line in lines:
             assert line in files[source + name], f"{name} lacks {line}"
-    assert "def toy_scale(" in files["custom_ops/emitters.py"]
+    assert "def toy_scale(" in files["custom_ops/emitters/toy.py"]
+    assert '"toy_scale",' in files["custom_ops/emitters/__init__.py"]
     assert "| out 0 | `rows_out` | [T, H] | T1 |" in files["docs/operators.md"]
 
 
