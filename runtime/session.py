@@ -214,6 +214,7 @@ class Session:
         check_progress(progress)
         speculator = self._start_drafts(speculation)
         tokens = self._checked(token_ids)
+        context = tokens.tolist()
         turn = self._turn(
             TurnOptions(
                 sampling=sampling,
@@ -221,15 +222,13 @@ class Session:
                 eos_token_ids=frozenset(self._manifest.eos_token_ids),
                 stop=stop,
                 logprobs=logprobs,
-                context=tokens.tolist(),
+                context=context,
             )
         )
         self._settle()
         self.finish_reason = None
-        seen: Tokens | tuple[()] = ()
-        if turn.sampling.repetition_penalty != 1.0:
-            seen = np.concatenate([np.array(self.state.history, np.int64), tokens])
-        wanted = Wanted(draws=(turn.draw(self.state.fed + len(tokens), seen),), logprobs=turn.logprobs)
+        known = [*self.state.history, *context]
+        wanted = Wanted(draws=turn.draws(known, len(known)), logprobs=turn.logprobs)
         result = self._reader.read_prompt(tokens, progress, wanted)
         return self._start(turn, (result.tokens()[-1], result.logprobs()[-1]), speculator)
 

@@ -41,11 +41,9 @@ class Request:
         """Whether the choice of a token depends on all tokens before."""
         return self.turn.sampling.repetition_penalty != 1.0
 
-    def draws(self, position: int, draft: Sequence[int] = ()) -> list[Draw]:
+    def draws(self, position: int, draft: Sequence[int]) -> list[Draw]:
         """Say how the token at a position of the sequence is chosen, and those after each token of a draft."""
-        seen = [*self.sequence.tokens[:position], *draft] if self.has_penalty else []
-        known = len(seen) - len(draft)
-        return [self.turn.draw(position + i, seen[: known + i]) for i in range(1 + len(draft))]
+        return self.turn.draws(self.sequence.tokens, position, draft)
 
     def wants_to_draft(self, known: int) -> bool:
         """Say whether the next step may check a draft, so that what follows `known` tokens is to be waited for."""

@@ -55,22 +55,10 @@ class Chain:
         """Tokens that steps under way write past those read."""
         return len(self._waiting) if self._check is None else self._check.end - self.state.fed
 
-    def wanted(self, turn: Turn, ahead: int = 0) -> Wanted:
-        """Say how the token behind so many steps ahead is chosen, from the logits of the one before it."""
-        seen = list(self.state.tokens) if turn.sampling.repetition_penalty != 1.0 else []
-        return Wanted(draws=(turn.draw(len(self.state.tokens) + ahead, seen),), logprobs=turn.logprobs)
-
-    def wanted_after(self, turn: Turn, tokens: Sequence[int], draft: Sequence[int]) -> Wanted:
-        """Say how the token behind a sequence's tokens is chosen, and those behind each token of a draft."""
-        known, first = len(tokens), turn.draw(len(tokens))
-        if first.has_penalty:
-            seen = [*tokens, *draft]
-            draws = [turn.draw(known + i, seen[: known + i]) for i in range(1 + len(draft))]
-        elif first.is_random:
-            draws = [turn.draw(known + i) for i in range(1 + len(draft))]
-        else:
-            draws = [first] * (1 + len(draft))  # the most likely token wherever it lies
-        return Wanted(draws=draws, logprobs=turn.logprobs)
+    def wanted(self, turn: Turn, ahead: int = 0, draft: Sequence[int] = ()) -> Wanted:
+        """Say how the token behind so many steps ahead is chosen, and those behind each token of a draft."""
+        tokens = self.state.tokens
+        return Wanted(draws=turn.draws(tokens, len(tokens) + ahead, draft), logprobs=turn.logprobs)
 
     def settle(self) -> None:
         """End the chain; steps past the last token count as written, not as read."""
@@ -142,7 +130,7 @@ class Chain:
             draft = self._draft(turn, tokens)
             if not draft:
                 return False
-            wanted = self.wanted_after(turn, tokens, draft)
+            wanted = self.wanted(turn, draft=draft)
         finally:
             del tokens[known:]
         given = np.array([*checked, *draft], np.int64)

@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from ortolan.errors import ConfigError, ContractMismatchError, whole_number
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.generate.logprobs import TokenLogprobs, check_logprobs
@@ -144,9 +141,22 @@ class Turn:
         """Whether more tokens could follow: it has not ended, or only because of its limits."""
         return self.finish_reason in (None, "length", "context")
 
-    def draw(self, position: int, seen: Sequence[int] | npt.NDArray[np.integer] = ()) -> Draw:
-        """Say how the token at an absolute position is chosen; `seen` are the sequence's tokens before it."""
-        return Draw(sampling=self.sampling, seed=self._seed, position=position, seen=seen)
+    def draws(self, tokens: Sequence[int], position: int, draft: Sequence[int] = ()) -> list[Draw]:
+        """Say how the token at an absolute position is chosen, and those behind each token of a draft from there on.
+
+        Args:
+            tokens: of the sequence; those from `position` on take no part.
+            position: of the first token to choose. Tokens before it that are not in `tokens` are still being chosen.
+            draft: tokens that may follow.
+        """
+        first = self._draw(position)
+        if first.has_penalty:
+            seen = [*tokens[:position], *draft]
+            known = len(seen) - len(draft)
+            return [self._draw(position + i, seen[: known + i]) for i in range(1 + len(draft))]
+        if first.is_random:
+            return [self._draw(position + i) for i in range(1 + len(draft))]
+        return [first] * (1 + len(draft))  # the most likely token wherever it lies
 
     def accept(self, token: int, length: int, max_context: int, logprobs: TokenLogprobs | None = None) -> list[Shown]:
         """Take a chosen token, and set `finish_reason` where it is the last.
@@ -237,6 +247,9 @@ class Turn:
         if self._detokenize is None:
             raise ConfigError("there is no tokenizer")
         return self._detokenize(self._context)
+
+    def _draw(self, position: int, seen: Sequence[int] = ()) -> Draw:
+        return Draw(sampling=self.sampling, seed=self._seed, position=position, seen=seen)
 
     def _limit(self, length: int, max_context: int) -> str | None:
         if self.count >= self.max_new_tokens:

@@ -85,14 +85,25 @@ def test_tokens_are_held_back_with_their_log_probabilities():
 
 def test_a_fresh_seed_is_drawn_once():
     first, second = make_turn(sampling=Sampling(temperature=1.0)), make_turn()
-    assert first.draw(3).seed == first.draw(4).seed == first.sampling.seed == revive(first).draw(3).seed
-    assert first.draw(3).seed != second.draw(3).seed
+    seeds = [turn.draws([], position)[0].seed for turn, position in ((first, 3), (first, 4), (revive(first), 3))]
+    assert seeds == [first.sampling.seed] * 3
+    assert second.draws([], 3)[0].seed != first.sampling.seed
 
 
-def test_a_draw_has_the_seed_and_the_position():
+def test_draws_have_the_seed_and_their_positions():
     turn = make_turn(sampling=Sampling(temperature=0.5, seed=11))
-    draw = turn.draw(40, [1, 2])
-    assert (draw.seed, draw.position, draw.seen, draw.sampling.temperature) == (11, 40, [1, 2], 0.5)
+    draws = turn.draws([7] * 40, 40, [1, 2])
+    assert [(draw.seed, draw.position, draw.sampling.temperature) for draw in draws] == [
+        (11, position, 0.5) for position in (40, 41, 42)
+    ]
+    assert [len(draw.seen) for draw in draws] == [0, 0, 0]  # without a penalty, nothing is copied
+
+
+@pytest.mark.parametrize(("position", "known"), [(2, [5, 6]), (3, [5, 6, 7]), (5, [5, 6, 7])])
+def test_draws_with_a_penalty_have_seen_what_comes_before_each(position, known):
+    turn = make_turn(sampling=Sampling(repetition_penalty=1.5))
+    draws = turn.draws([5, 6, 7], position, [1, 2])
+    assert [list(draw.seen) for draw in draws] == [known, [*known, 1], [*known, 1, 2]]
 
 
 WORDS = st.lists(st.sampled_from([*PIECES, "€0", "€1", "€2", "<s>", "end"]), max_size=14)
