@@ -38,7 +38,7 @@ def place_foreign_weights(
     model: onnx.ModelProto,
     sources: Mapping[str, ForeignBytes],
     folder: Path,
-    groups: Iterable[tuple[str, ...]] = (),
+    groups: Iterable[tuple[str, ...]],
 ) -> dict[str, ExternalTensor]:
     """Decide where each external weight of a converted graph goes, in the order of its initializers.
 

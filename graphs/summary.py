@@ -46,7 +46,6 @@ class ModelSummary:
     """
 
     num_nodes: int
-    num_weights: int
     operators: tuple[tuple[str, int], ...]
     layers: tuple[tuple[str, ...], ...]
     experts: tuple[Mixture | None, ...]
@@ -97,7 +96,6 @@ def summarize_model(path: Path) -> ModelSummary:
             layers.setdefault(int(match[1]), []).append(node.op_type)
     return ModelSummary(
         num_nodes=len(graph.node),
-        num_weights=len(graph.initializer),
         operators=tuple(Counter(node.op_type for node in graph.node).most_common()),
         layers=tuple(tuple(layers.get(i, ())) for i in range(max(layers, default=-1) + 1)),
         experts=tuple(experts.get(i) for i in range(max(layers, default=-1) + 1)),

@@ -64,7 +64,7 @@ def make_feeder_parts(
     plan: CachePlan,
     buffers: Buffers,
     eviction: Eviction | None,
-    capacities: list[int] | None = None,
+    capacities: list[int] | None,
 ) -> FeederParts:
     """Allocate one sequence's caches, and what feeds them. Raises CapacityError."""
     manifest = decoder.manifest

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from ortolan.retrieval import ATTRIBUTES, VALUE_DIGITS, Corpus, Fact, draw_facts, hide, load_corpus
 
-VOCAB_SIZE = 264  # 256 bytes, three specials, padded to a multiple of 8
 PAD, BOS, EOS = 256, 257, 258
 QUESTION_TAIL = 5  # the bytes "? A: " that end a question
-ROWS_PER_QUESTION = QUESTION_TAIL + VALUE_DIGITS - 1
 SUPERVISED_QUESTIONS = 4
 
 

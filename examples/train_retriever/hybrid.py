@@ -18,7 +18,7 @@ SLOWEST, FASTEST = 0.001, 0.1  # first steps of the decay
 class HybridConfig:
     """Shape of the model; names follow Hugging Face's Qwen3_5TextConfig."""
 
-    vocab_size: int = 264
+    vocab_size: int = 264  # 256 bytes, three specials, padded to a multiple of 8
     hidden_size: int = 256
     intermediate_size: int = 512
     layer_types: tuple[str, ...] = ("linear_attention", "linear_attention", "linear_attention", "full_attention") * 2

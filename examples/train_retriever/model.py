@@ -17,7 +17,7 @@ from torch.nn import functional
 class RetrieverConfig:
     """Shape of the model; names follow Hugging Face's Gemma3TextConfig."""
 
-    vocab_size: int = 264
+    vocab_size: int = 264  # 256 bytes, three specials, padded to a multiple of 8
     hidden_size: int = 256
     intermediate_size: int = 512
     layer_types: tuple[str, ...] = ("sliding_attention", "sliding_attention", "full_attention") * 2

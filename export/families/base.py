@@ -159,9 +159,9 @@ def same_layers(config: HfConfig, mixer: AttentionConfig, mlp: MlpConfig | Exper
     return (LayerConfig(mixer=mixer, mlp=mlp),) * config.integer("num_hidden_layers")
 
 
-def attention_biases(config: HfConfig, key: str = "attention_bias") -> dict[str, bool]:
+def attention_biases(config: HfConfig) -> dict[str, bool]:
     """Read the one key that gives all four projections a bias."""
-    bias = config.flag(key)
+    bias = config.flag("attention_bias")
     return {"query_bias": bias, "key_bias": bias, "value_bias": bias, "output_bias": bias}
 
 

@@ -146,11 +146,3 @@ class PagePool:
             self._kept[page] = None
         else:
             self._free.append(page)
-
-    def drop_kept(self) -> None:
-        """Forget all prefixes that nobody holds."""
-        while self._kept:
-            page, _ = self._kept.popitem()
-            if self.index is not None:
-                self.index.forget(page)
-            self._free.append(page)

@@ -110,7 +110,7 @@ class Device:
         return session
 
 
-def find_device(name: str | None, num_threads: int = 0) -> Device:
+def find_device(name: str | None, num_threads: int) -> Device:
     """Return the device that a name stands for; None takes CUDA where it is usable, else the CPU.
 
     Raises:

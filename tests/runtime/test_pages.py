@@ -60,12 +60,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.held[page] -= 1
         self.held += collections.Counter()  # drops zeros
 
-    @rule()
-    def drop_kept(self):
-        self.pool.drop_kept()
-        self.contents = {page: digest for page, digest in self.contents.items() if self.held[page]}
-        self.held += collections.Counter()
-
     @invariant()
     def counts_agree(self):
         pool = self.pool
