@@ -17,8 +17,7 @@ import onnx
 from ortolan.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ortolan.export.foreign_weights import inline_small_weights
 from ortolan.export.reading import is_file, reading
-from ortolan.export.tokenizer_files import GENERATION_FILE, TOKENIZER_FILE
-from ortolan.folders import GENAI_FILE, checkpoint_not_source
+from ortolan.folders import GENAI_FILE, GENERATION_FILE, TOKENIZER_FILE, checkpoint_not_source
 from ortolan.graphs import SourceNames
 from ortolan.graphs.summary import load_structure
 from ortolan.manifest import MANIFEST_FILE

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from ortolan.errors import CheckpointError, UnsupportedModelError, finite_number
 from ortolan.export.reading import is_file, reading
-from ortolan.export.tokenizer_files import GENERATION_FILE
 from ortolan.folders import CHECKPOINT_FILE as CONFIG_FILE
-from ortolan.folders import not_a_checkpoint
+from ortolan.folders import GENERATION_FILE, not_a_checkpoint
 from ortolan.graphs.config import Activation
 
 Item = TypeVar("Item")

@@ -10,11 +10,10 @@ from tokenizers import Tokenizer
 from ortolan.errors import CheckpointError
 from ortolan.export.caller import warn_caller
 from ortolan.export.reading import is_file, reading
+from ortolan.folders import GENERATION_FILE, SPECIALS_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
-TOKENIZER_FILE = "tokenizer.json"
-GENERATION_FILE = "generation_config.json"
-_OBJECTS = ("tokenizer_config.json", "special_tokens_map.json")
-SIDE_FILES = (TOKENIZER_FILE, *_OBJECTS, "chat_template.jinja", GENERATION_FILE)
+_OBJECTS = (TOKENIZER_CONFIG_FILE, SPECIALS_FILE)
+SIDE_FILES = (TOKENIZER_FILE, *_OBJECTS, TEMPLATE_FILE, GENERATION_FILE)
 _OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 
 

@@ -10,6 +10,9 @@ from typing import Literal, TypeAlias
 MANIFEST_FILE = "ortolan.json"
 CHECKPOINT_FILE = "config.json"
 GENAI_FILE = "genai_config.json"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+SPECIALS_FILE = "special_tokens_map.json"
+TEMPLATE_FILE, GENERATION_FILE = "chat_template.jinja", "generation_config.json"
 POINTER_START = b"version https://git-lfs.github.com/spec/"
 POINTER_BYTES = 1024  # the format allows no more
 

@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from ortolan import contract
 from ortolan.element_types import CODE_TYPES, COMPUTE_TYPES
 from ortolan.errors import MAX_LENGTH, ConfigError, ContractMismatchError
+from ortolan.folders import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, not_a_model, pointer_problem
 from ortolan.folders import MANIFEST_FILE as MANIFEST_FILE
-from ortolan.folders import not_a_model, pointer_problem
 
 MODEL_FILE = "model.onnx"
 FUSED_FILE, CPU_FILE = "model.fused.onnx", "model.cpu.onnx"
@@ -23,7 +23,7 @@ FUSED_FILES = {"cuda": FUSED_FILE, "cpu": CPU_FILE}
 HEAD_FILE, HEAD_FUSED_FILES = "mtp.onnx", {"cuda": "mtp.fused.onnx", "cpu": "mtp.cpu.onnx"}  # of a draft head
 HEAD_WEIGHTS_FILE = "mtp.onnx.data"
 EVICT_FILE = "evict.onnx"
-EDITABLE_FILES = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")  # checked by their readers
+EDITABLE_FILES = (TEMPLATE_FILE, GENERATION_FILE, TOKENIZER_CONFIG_FILE)  # checked by their readers
 MANIFEST_METADATA = "ortolan.manifest"  # key of the manifest in a graph's metadata
 FORMAT_VERSION = 2
 DEFAULT_CHUNK_SIZE = 2048  # prompt tokens per step, where nobody named a number

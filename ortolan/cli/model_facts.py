@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ortolan import contract
 from ortolan.cli.table import format_bytes, format_table
 from ortolan.errors import ContractMismatchError
+from ortolan.folders import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ortolan.graphs import StoredWeights
     from ortolan.manifest import Manifest
-
-TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,9 @@ def _read_tokenizer(folder: Path) -> TokenizerFacts | None:
         kind = str(model.get("type") or "BPE")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ContractMismatchError(f"{folder / TOKENIZER_FILE} is not a tokenizer: {error!r}") from error
-    template = os.path.isfile(folder / TEMPLATE_FILE) or "chat_template" in (_read_object(folder / CONFIG_FILE) or {})
+    template = os.path.isfile(folder / TEMPLATE_FILE) or "chat_template" in (
+        _read_object(folder / TOKENIZER_CONFIG_FILE) or {}
+    )
     return TokenizerFacts(kind=kind, tokens=tokens, has_chat_template=template)
 
 

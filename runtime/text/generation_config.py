@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.errors import ConfigError, ContractMismatchError
+from ortolan.folders import GENERATION_FILE
 from ortolan.runtime.options import Sampling
 
-GENERATION_FILE = "generation_config.json"
 USED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # They say nothing of how a token is chosen, or are said elsewhere: lengths are the caller's, ids the manifest's.
 OTHERS = {

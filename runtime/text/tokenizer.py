@@ -13,12 +13,12 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from ortolan.errors import ConfigError, ContractMismatchError, file_path
+from ortolan.folders import SPECIALS_FILE, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from ortolan.runtime.text.chat import choose_template, special_tokens
 from ortolan.runtime.text.failures import tokenizer_failures, without_panic_reports
 
 _REPLACEMENT = "\ufffd"
 _MAX_ID = 2**32 - 1
-TEMPLATE_FILE = "chat_template.jinja"
 CONTEXT_IDS = 8  # before the first one that a stream decodes
 TRIED_IDS = 256  # that a file must decode to be taken
 
@@ -27,18 +27,18 @@ class Tokenizer:
     """The tokenizer of a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER_FILE
         if not path.is_file():
-            raise ContractMismatchError(f"{folder} has no tokenizer.json; use token ids, or add one and export again")
+            raise ContractMismatchError(f"{folder} has no {TOKENIZER_FILE}; use token ids, or add one and export again")
         self._path = path
         with tokenizer_failures(f"{path} is not a tokenizer"), without_panic_reports():
             self._tokenizer = HfTokenizer.from_file(str(path))
             self._tokenizer.decode(list(range(min(self._tokenizer.get_vocab_size(), TRIED_IDS))))
         self._tokenizer.no_truncation()  # what training has left in the file would cut prompts off
         self._tokenizer.no_padding()
-        self._config = _read_json(folder / "tokenizer_config.json")
-        self._special_tokens = special_tokens(self._config | _read_json(folder / "special_tokens_map.json"))
-        self._template, self._template_file = self._config.get("chat_template"), folder / "tokenizer_config.json"
+        self._config = _read_json(folder / TOKENIZER_CONFIG_FILE)
+        self._special_tokens = special_tokens(self._config | _read_json(folder / SPECIALS_FILE))
+        self._template, self._template_file = self._config.get("chat_template"), folder / TOKENIZER_CONFIG_FILE
         template = _read_text(folder / TEMPLATE_FILE)
         if template is not None:
             self._template, self._template_file = template, folder / TEMPLATE_FILE
