@@ -7,13 +7,11 @@ from typing import Any
 
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
-from ortolan.runtime.caches.attention import slot_runs
+from ortolan.runtime.caches.attention import SlotRuns, slot_runs
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.state.lengths import Lengths
 from ortolan.runtime.state.sequence import SequenceState
-
-SlotRuns = list[tuple[int, int]]  # (first slot, count) each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from ortolan.element_types import element_type
 from ortolan.errors import file_path, whole_number
+from ortolan.runtime.caches.attention import SlotRuns
 from ortolan.runtime.caches.layer_state import kind_of, own_layers
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.saved.file import Tensor, write_session_file
 from ortolan.runtime.saved.fingerprint import Fingerprint
-from ortolan.runtime.saved.state import SavedParts, SlotRuns, capture_runs
+from ortolan.runtime.saved.state import SavedParts, capture_runs
 
 
 def save_sequence(path: str | Path, parts: SavedParts, identity: Fingerprint, rewind_tokens: int) -> None:
