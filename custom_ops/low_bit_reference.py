@@ -14,12 +14,10 @@ import numpy.typing as npt
 from ortolan.custom_ops.expert_reference import moe_experts
 from ortolan.custom_ops.fused_reference import fused_linear, rms_norm_add
 from ortolan.custom_ops.low_bit_cache_reference import quantise
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.custom_ops.reference import Array, Floats
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-WEIGHT_PORTS = ("codes", "scales", "zero_points", "scale_codes", "float_scales")
 CODED = tuple(f"{name}_{port}" for name in ("gate_up", "down") for port in WEIGHT_PORTS)
 
 

@@ -60,6 +60,7 @@ def stacked_ports(name: str, rows: str, columns: str, symbol: str) -> tuple[Port
 
 GATE_UP = stacked_ports("gate_up", "2 * I", "H", "Gh")
 DOWN = stacked_ports("down", "H", "I", "Gi")
+WEIGHT_PORTS = tuple(port.name.removeprefix("down_") for port in DOWN)  # as LowBitLinear names them
 X, EXPERTS, WEIGHTS, _, _, GATE_UP_BIAS, DOWN_BIAS, RESIDUAL = MOE_EXPERTS.inputs
 
 LOW_BIT_OPERATORS: tuple[Operator, ...] = (

@@ -88,7 +88,7 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
             result.tensor_type.elem_type = element
         else:
             result.tensor_type.elem_type = _FIXED_TYPES[port.type]
-        for symbol in _symbols(port) if _has_one_rank(port) else ():
+        for symbol in port.symbols if _has_one_rank(port) else ():
             dimension = result.tensor_type.shape.dim.add()
             if symbol in known:
                 dimension.CopyFrom(known[symbol])
@@ -114,11 +114,11 @@ def _known_dimensions(
         if given is None or not given.tensor_type.HasField("shape") or not _has_one_rank(port):
             continue
         dimensions = given.tensor_type.shape.dim
-        if len(dimensions) != len(_symbols(port)):
+        if len(dimensions) != len(port.symbols):
             raise onnx.shape_inference.InferenceError(
                 f"{operator.name}: input '{port.name}' has rank {len(dimensions)}; its shape is {port.shape}"
             )
-        for symbol, dimension in zip(_symbols(port), dimensions, strict=True):
+        for symbol, dimension in zip(port.symbols, dimensions, strict=True):
             if dimension.HasField("dim_value") or symbol not in known:
                 known[symbol] = dimension
     return known
@@ -126,7 +126,3 @@ def _known_dimensions(
 
 def _has_one_rank(port: Port) -> bool:
     return "] or [" not in port.shape
-
-
-def _symbols(port: Port) -> list[str]:
-    return [symbol.strip() for symbol in port.shape.strip("[]").split(",")]

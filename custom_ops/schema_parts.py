@@ -38,6 +38,11 @@ class Port:
     spends: int = -1
     on_host: bool = False
 
+    @property
+    def symbols(self) -> list[str]:
+        """The dimension symbols of a shape that has one rank."""
+        return [symbol.strip() for symbol in self.shape.strip("[]").split(",")]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribute:

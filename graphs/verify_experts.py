@@ -7,8 +7,9 @@ from typing import NoReturn
 import onnx
 
 from ortolan.contract import OPERATOR_DOMAIN
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.errors import ContractMismatchError
-from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
+from ortolan.graphs.verify_low_bit import coded_shape
 
 _ROUTERS = {"Gemm": 1, "FusedLinear": 1}  # the port of the weight, whose rows are the experts
 

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import onnx
 
 from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.errors import ContractMismatchError
-from ortolan.graphs.verify_low_bit import WEIGHT_PORTS, coded_shape
+from ortolan.graphs.verify_low_bit import coded_shape
 
 _CAPTURES = {"QkvRopeAppend": 3, "QkvAttention": 4}  # the capture among the outputs
 ACTIVATIONS = ("none", "silu_mul", "gelu_mul", "gelu_tanh_mul")

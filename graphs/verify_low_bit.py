@@ -8,9 +8,9 @@ from typing import Any, NoReturn, get_args
 
 import onnx
 
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.graphs.formats.low_bit import BITS, INTEGERS, Kind, LowBit
 
-WEIGHT_PORTS = ("codes", "scales", "zero_points", "scale_codes", "float_scales")
 FIXED_GROUPS = {"mxfp4": 32, "nvfp4": 16}
 Fail = Callable[[str], NoReturn]
 

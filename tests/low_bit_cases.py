@@ -11,6 +11,7 @@ from fused_cases import Feeds
 
 from ortolan.custom_ops import low_bit_reference
 from ortolan.custom_ops.fused_reference import fused_linear
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 
 PLAIN_EXPERTS = ExpertCase(hidden=128, inner=64)
 
@@ -132,7 +133,7 @@ def plain_low_bit(case: LowBitCase, feeds: Feeds) -> np.ndarray:
     """
     element = feeds["x"].dtype
     weight = low_bit_reference.dequantize(
-        **{name: feeds[name] for name in low_bit_reference.WEIGHT_PORTS if name in feeds}, **case.weight_attributes
+        **{name: feeds[name] for name in WEIGHT_PORTS if name in feeds}, **case.weight_attributes
     )
     x = feeds["x"].astype(np.float32)
     if case.norm:

@@ -9,7 +9,7 @@ import onnx
 from onnx.external_data_helper import load_external_data_for_tensor
 
 from ortolan.custom_ops import low_bit_reference
-from ortolan.custom_ops.low_bit_reference import WEIGHT_PORTS
+from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.manifest import MODEL_FILE
 
 INTEGER_BITS = {4: "int4", 8: "int8"}

@@ -49,7 +49,7 @@ def _reader(operator: Operator) -> list[str]:
 
 
 def _read_input(port: Port, fields: dict[str, str], bound: set[str]) -> list[str]:
-    symbols = _symbols(port)
+    symbols = port.symbols
     new = {symbol: axis for axis, symbol in enumerate(symbols) if symbol in fields and symbol not in bound}
     if new and port.optional:
         raise ValueError(
@@ -70,7 +70,7 @@ def _read_output(operator: Operator, port: Port) -> str:
     if port.alias >= 0:
         source = f"{operator.inputs[port.alias].name}_tensor"
         return f"  params.{port.name} = call.aliased_output({where}, {source}).{_POINTERS[port.type]};"
-    dims = ", ".join(_size(symbol, dict(operator.sizes)) for symbol in _symbols(port))
+    dims = ", ".join(_size(symbol, dict(operator.sizes)) for symbol in port.symbols)
     return f"  params.{port.name} = call.output({where}, {{{dims}}}).{_POINTERS[port.type]};"
 
 
@@ -80,7 +80,3 @@ def _size(symbol: str, fields: dict[str, str]) -> str:
     if symbol not in fields:
         raise ValueError(f"shape symbol {symbol} has no field in `sizes`: name its field, or write read_params by hand")
     return f"params.{fields[symbol]}"
-
-
-def _symbols(port: Port) -> list[str]:
-    return [symbol.strip() for symbol in port.shape.strip("[]").split(",")]
