@@ -92,7 +92,9 @@ def check_target(target: Path, overwrite: bool) -> None:
                 f"{target} is not empty; choose another folder, or overwrite it (overwrite=True, --overwrite)"
             )
         if not is_model:
-            raise ConfigError(f"{target} holds something else than an exported model, so it is not overwritten")
+            raise ConfigError(
+                f"{target} holds something else than an exported model, so it is not overwritten; choose another folder"
+            )
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def check_tokenizer(folder: Path, *, is_wanted: bool = True) -> None:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the binding is not an Exception
-        raise CheckpointError(f"{path} is not a tokenizer: {error}; download it again, or take it away") from error
+        raise CheckpointError(f"{path} is not a tokenizer: {error}; download it again, or remove it") from error
     for name in _OBJECTS:
         _check_object(folder / name)
 
@@ -47,7 +47,7 @@ def _check_object(path: Path) -> None:
         with reading(path):
             value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}; download it again, or take it away") from error
+        raise CheckpointError(f"{path} is not valid JSON: {error}; download it again, or remove it") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
 

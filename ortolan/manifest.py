@@ -208,21 +208,23 @@ def _checked_fields(raw: dict[str, Any], source: str) -> dict[str, Any]:
         if name not in raw and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     )
     if unknown or missing:
-        raise ContractMismatchError(f"{source}: unknown keys {unknown}, missing keys {missing}")
+        raise ContractMismatchError(f"{source}: unknown keys {unknown}, missing keys {missing}; export the model again")
     values = {name: _with_tuples(value) for name, value in raw.items()}
     try:
         layers = tuple(LayerInfo(**layer) for layer in values["layers"])
         kinds = tuple(CacheKind(**kind) for kind in values.get("cache_kinds", ()))
     except (TypeError, KeyError) as error:
         raise ContractMismatchError(
-            f"{source}: layers or cache_kinds do not have the expected keys: {error}"
+            f"{source}: layers or cache_kinds do not have the expected keys: {error}; export the model again"
         ) from error
     values |= {"layers": layers, "cache_kinds": kinds}
     if isinstance(head := raw.get("draft_head"), dict):
         values["draft_head"] = _draft_head(head, source)
     for name, hint in get_type_hints(Manifest).items():
         if name in values and not _fits(values[name], hint):
-            raise ContractMismatchError(f"{source}: {name} has a value of another type than any export writes")
+            raise ContractMismatchError(
+                f"{source}: {name} has a value of another type than any export writes; export the model again"
+            )
     return values
 
 

@@ -169,10 +169,11 @@ class Session:
         """
         check_progress(progress)
         best = check_logprobs(logprobs) or 0
-        if self._parts.eviction is not None or self.state.pending:
+        if self._parts.eviction is not None:
+            raise ConfigError("score needs a session without eviction, and this one evicts; make another session")
+        if self.state.pending:
             raise ConfigError(
-                "score reads tokens in a session without eviction, and after none that waits to be fed; make a session "
-                "of its own for it"
+                "the last token of a generation waits to be read, which score does not do; make another session"
             )
         tokens = self._checked(token_ids)
         self._settle()

@@ -100,7 +100,10 @@ def _chosen_format(wish: Wish, columns: Mapping[str, int]) -> LowBit:
     size = _chosen_group(wish, columns)
     odd = [f"{width} of {stem}" for stem, width in columns.items() if width % 2]
     if odd and wish.kind == "int4":
-        raise ConfigError(f"int4 packs two weights in a byte; the input features {odd[0]} are an odd number")
+        raise ConfigError(
+            f"int4 packs two weights in a byte; the input features {odd[0]} are an odd number; "
+            "give another weight_format"
+        )
     rows = size if wish.kind == "fp8" and size else 1
     return LowBit(kind=wish.kind, group_size=size, zero_points=wish.zero_points, scale_rows=rows)
 

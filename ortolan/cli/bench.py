@@ -53,10 +53,11 @@ def run(options: argparse.Namespace) -> int:
     """Measure each length, and print a table or JSON."""
     import ortolan
 
-    for name, least in (("prompts", 1), ("decode", 1), ("repeats", 1)):
+    for name in ("prompts", "decode", "repeats"):
         given = getattr(options, name)
-        if min(given if isinstance(given, list) else [given]) < least:
-            raise ConfigError(f"--{name} must be at least {least}")
+        smallest = min(given if isinstance(given, list) else [given])
+        if smallest < 1:
+            raise ConfigError(f"--{name} is {smallest}; it must be at least 1")
     check_report_target(options.json)
     eviction = read_eviction(options)
     model = open_model(options)

@@ -38,7 +38,9 @@ def render_chat(
     try:
         compiled = _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"{source} is not a chat template: line {error.lineno}: {error.message}; mend it") from error
+        raise ConfigError(
+            f"{source} is not a chat template: line {error.lineno}: {error.message}; correct it"
+        ) from error
     names = {"tools": None, "documents": None, **variables}
     try:
         return compiled.render(messages=list(messages), **names)

@@ -78,8 +78,8 @@ def test_scoring_evicts_nothing_and_feeds_nothing_that_waits(placed, draw_tokens
     evicting, waiting = placed.session(snapkv=SnapKv(budget=40, window=8)), placed.session()
     stream = waiting.generate(draw_tokens(10), 5)
     token = next(stream)
-    for session in (evicting, waiting):
-        with pytest.raises(ConfigError, match="without eviction, and after none that waits"):
+    for session, problem in ((evicting, "without eviction"), (waiting, "waits to be read")):
+        with pytest.raises(ConfigError, match=problem):
             session.score(draw_tokens(20))
     assert evicting.logical_length == 0
     assert waiting.state.pending == [token]
