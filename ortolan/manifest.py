@@ -163,6 +163,11 @@ class Manifest:
         """Whether caches hold codes, with a scale for each row."""
         return self.cache_dtype in CODE_TYPES
 
+    def cache_owner(self, index: int) -> int:
+        """Return the layer whose cache a layer reads: its own, or an earlier one's."""
+        owner = self.layers[index].cache_of
+        return index if owner is None else owner
+
     def fused_file(self, device: str) -> str | None:
         """Return the file of the graph for a device, "cuda" or "cpu"; None where there is none."""
         return self.fused_model if device == "cuda" else self.cpu_model

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ortolan.errors import ConfigError, check_progress, whole_number
-from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.device.memory import MemoryReport
@@ -27,7 +26,7 @@ from ortolan.runtime.ownership import exclusive
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
 from ortolan.runtime.session_parts import SessionParts
-from ortolan.runtime.speculation.drafter import Speculator, token_cost
+from ortolan.runtime.speculation.drafter import Speculator
 from ortolan.runtime.speculation.drafters import Drafters
 from ortolan.runtime.speculation.options import Speculation
 from ortolan.runtime.state.sequence import SequenceState
@@ -65,9 +64,7 @@ class Session:
         self.finish_reason: str | None = None
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
-        self._drafters = Drafters(
-            parts.open_drafter, parts.feeder.manifest.vocab_size, token_cost(parts.feeder.stepper)
-        )
+        self._drafters = Drafters(parts.open_drafter, self.feeder)
         self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
         lose = weakref.WeakMethod(self._lose)  # a cycle would keep the caches until they are collected
         self._evicting.on_lost = lambda: (call := lose()) and call()
@@ -97,10 +94,7 @@ class Session:
 
     def physical_length(self, layer: int) -> int:
         """Return the tokens that one layer's cache holds: after an eviction, fewer than were read."""
-        index = self._cache_layer(layer)
-        if index in self.feeder.held():
-            return self.state.lengths.held(index)
-        return min(self.state.fed, self.feeder.caches.capacity(index))
+        return self.feeder.physical_length(self._cache_layer(layer))
 
     def cache_capacity(self, layer: int) -> int:
         """Return the slots of one layer's cache now; of a layer that reads another's, those of that one."""
@@ -213,19 +207,18 @@ class Session:
                 session was used otherwise before the iterator ended; besides, as `prefill`.
         """
         check_progress(progress)
-        speculator = self._start_drafts(speculation)
+        speculator = self._drafters.start(speculation)
         tokens = self._checked(token_ids)
         context = tokens.tolist()
-        turn = self._turn(
-            TurnOptions(
-                sampling=sampling,
-                max_new_tokens=max_new_tokens,
-                eos_token_ids=frozenset(self._manifest.eos_token_ids),
-                stop=stop,
-                logprobs=logprobs,
-                context=context,
-            )
+        options = TurnOptions(
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=frozenset(self.feeder.manifest.eos_token_ids),
+            stop=stop,
+            logprobs=logprobs,
+            context=context,
         )
+        turn = Turn(options, self.feeder.manifest.vocab_size, self._parts.detokenize)
         self._settle()
         self.finish_reason = None
         known = [*self.state.history, *context]
@@ -257,13 +250,7 @@ class Session:
         tokens = prompt_ids(self._parts.tokenizer(), prompt, is_first=self.logical_length == 0)
         return TextStream(
             self.generate(
-                tokens,
-                max_new_tokens,
-                sampling,
-                progress,
-                stop=stop,
-                logprobs=logprobs,
-                speculation=speculation,
+                tokens, max_new_tokens, sampling, progress, stop=stop, logprobs=logprobs, speculation=speculation
             )
         )
 
@@ -288,7 +275,7 @@ class Session:
                 "no generation can be resumed: none was started, it ended, other calls came after it, or it was "
                 "interrupted where too little was left to go on from"
             )
-        speculator = self._start_drafts(speculation) or left.speculator
+        speculator = self._drafters.start(speculation) or left.speculator
         self._chain.settle()
         turn = left.turn
         longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
@@ -349,13 +336,9 @@ class Session:
         Raises:
             CapacityError: there is no memory for another session's caches.
         """
-        parts, caches = self.saved_parts(), self.feeder.caches
-        other = self._parts.make_another([caches.capacity(self._cache_layer(i)) for i in range(len(self.plan.layers))])
-        other.feeder.caches.copy_from(caches)
-        other.state.tokens[:], other.state.variant = self.state.tokens, self.state.variant
-        other.state.lengths = parts.lengths
-        with caches.buffers.scope():
-            other.state.captured_at_eviction = {i: each.copy() for i, each in self.state.captured_at_eviction.items()}
+        parts = self.saved_parts()
+        other = self._parts.make_another([self.cache_capacity(layer) for layer in range(len(self.plan.layers))])
+        other.feeder.copy_from(self.feeder, parts.lengths)
         other.take_up(parts.generation, parts.finish_reason)
         return other
 
@@ -365,7 +348,7 @@ class Session:
         lengths.discard(self._chain.tokens_ahead, self.feeder.capture_rows)
         left = self._resumable()
         return SavedParts(
-            manifest=self._manifest,
+            manifest=self.feeder.manifest,
             plan=self.plan,
             eviction=self._parts.eviction,
             caches=self.feeder.caches,
@@ -380,25 +363,12 @@ class Session:
         """Go on with a generation that was saved; for `Model.restore`, which has filled state and caches."""
         self.finish_reason = finish_reason
         if generation is not None:
-            turn = Turn.from_description(generation["turn"], self._manifest.vocab_size, self._parts.detokenize)
+            turn = Turn.from_description(generation["turn"], self.feeder.manifest.vocab_size, self._parts.detokenize)
             self._start(turn, None).take_description(generation)
 
     def memory_report(self) -> MemoryReport:
         """Say what holds how many bytes now: weights, caches, captured queries, buffers of steps, and the rest."""
         return self._parts.report(self)
-
-    @property
-    def _manifest(self) -> Manifest:
-        return self.feeder.manifest
-
-    def _start_drafts(self, speculation: Speculation | None) -> Speculator | None:
-        speculator = self._drafters.start(speculation)
-        if speculator is not None:  # without one, the last drafter reads on
-            self.feeder.reader = speculator.open_reader()
-        return speculator
-
-    def _turn(self, options: TurnOptions) -> Turn:
-        return Turn(options, self._manifest.vocab_size, self._parts.detokenize)
 
     def _start(self, turn: Turn, chosen: Chosen | None, speculator: Speculator | None = None) -> Generation:
         self.generation = Generation(self, self._chain, turn, chosen, speculator)
@@ -421,10 +391,8 @@ class Session:
 
     def _checked(self, token_ids: TokenIds) -> Tokens:
         """Check ids, and return those to feed."""
-        return self._reader.with_pending(check_token_ids(token_ids, self._manifest.vocab_size))
+        return self._reader.with_pending(check_token_ids(token_ids, self.feeder.manifest.vocab_size))
 
     def _cache_layer(self, layer: int) -> int:
-        """Return the layer whose cache a layer reads: mostly its own."""
-        index = whole_number("layer", layer, 0, len(self.plan.layers) - 1)
-        owner = self._manifest.layers[index].cache_of
-        return index if owner is None else owner
+        """Check a layer's index, and return the layer whose cache it reads."""
+        return self.feeder.manifest.cache_owner(whole_number("layer", layer, 0, len(self.plan.layers) - 1))

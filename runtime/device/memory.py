@@ -195,14 +195,13 @@ def check_pools(plan: CachePlan, scratch: int, memory: tuple[int, int], device: 
 def _scratch_query(manifest: Manifest, index: int, plan: CachePlan, shared_bytes: int) -> DecodeScratchQuery:
     """Describe one attention layer in the largest step of many sequences."""
     layer = manifest.layers[index]
-    owner = index if layer.cache_of is None else layer.cache_of
     return DecodeScratchQuery(
         dtype=manifest.dtype,
         cache_dtype=manifest.cache_dtype,
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
-        capacity=plan.layers[owner].capacity,
+        capacity=plan.layers[manifest.cache_owner(index)].capacity,
         window=layer.window,
         sink=manifest.sink,
         max_sequences=plan.max_sequences,

@@ -18,6 +18,7 @@ from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.room import Room
 from ortolan.runtime.caches.store import SequenceCaches
 from ortolan.runtime.generate.draw import Draw
+from ortolan.runtime.state.lengths import Lengths
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
 from ortolan.runtime.steps.interrupt import Interrupt
@@ -90,6 +91,12 @@ class Feeder:
     def held(self) -> dict[int, int]:
         """Return the tokens in the cache of each layer that grows; where kv heads differ, the most."""
         return {index: self.state.lengths.held(index) for index in self._growing}
+
+    def physical_length(self, index: int) -> int:
+        """Return the tokens in the cache of one layer that has its own; where kv heads differ, the most."""
+        if index in self._growing:
+            return self.state.lengths.held(index)
+        return min(self.state.fed, self.caches.capacity(index))
 
     def rooms(self) -> int:
         """Return how many more tokens the caches take as they are."""
@@ -216,6 +223,13 @@ class Feeder:
         del self.state.tokens[length:]
         held = self.held()
         self.room.release({i: self.grown(i, n) if length else 0 for i, n in held.items()}, held)
+
+    def copy_from(self, other: Feeder, lengths: Lengths) -> None:
+        """Go on from where another sequence stands, whose caches are as large; it has these lengths."""
+        self.caches.copy_from(other.caches)
+        self.state.tokens[:], self.state.variant, self.state.lengths = other.state.tokens, other.state.variant, lengths
+        with self.caches.buffers.scope():
+            self.state.captured_at_eviction = {i: a.copy() for i, a in other.state.captured_at_eviction.items()}
 
     def numeric_error(self, count: int) -> NumericError:
         """Return the error of logits that are not numbers, `count` tokens past those read."""
