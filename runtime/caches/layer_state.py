@@ -84,7 +84,7 @@ class LayerState(Protocol):
     Attributes:
         name: of the kind, as `LayerPlan.kind` has it.
         grows: whether a sequence takes more slots as it gets longer.
-            needs_clear: whether a sequence must find its state cleared when it begins.
+        needs_clear: whether a sequence must find its state cleared when it begins.
     """
 
     name: str
