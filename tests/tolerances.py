@@ -24,6 +24,19 @@ SAME_TOKENS = 1e-5
 # GatedDeltaRule by chunks of 64 tokens, whose products have factors of 16 bits, relative to the largest value: a few
 # units of the factors' rounding (the recurrent form multiplies in float32).
 CHUNKED_DELTA_RELATIVE = {"float16": 0.003, "bfloat16": 0.02}
+# One rounding or two of float32, relative to values of about 1; the same for float64.
+FLOAT32 = 1e-6
+FLOAT64 = 1e-12
+# Sums of float32 in another order, relative to values of about 1.
+FLOAT32_SUMS = 1e-5
+# Log-probabilities of float32 logits, against sums in float64 or other chunks.
+LOGPROBS = 1e-4
+# The same of steps of another size, as those that check drafts, or of another library.
+OTHER_STEPS_LOGPROBS = 1e-3
+# Probabilities of tokens as the sampler weighs them in fixed point, relative.
+FIXED_POINT = 1e-9
+# GatedDeltaRule token by token, by bytes of an element: float32 sums, rounded to the element's type.
+DELTA_STEPS = {4: FLOAT32_SUMS, 2: 0.01}
 # Scores of positions that two float32 implementations may rank either way, relative.
 SCORE_TIES = 1e-4
 # Factors of a calibration, relative to the largest: float32 sums of two graphs, after an inversion.

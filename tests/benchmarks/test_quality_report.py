@@ -12,6 +12,7 @@ from intervals import wilson_interval
 from quality_plots import draw_plots, heat_cells
 from quality_report import answered, covered, mode_table, read_runs, shares_removed, write_json
 from quality_trials import FULL, MODES, Outcome
+from tolerances import FLOAT64
 
 from ortolan.errors import ConfigError
 
@@ -39,7 +40,7 @@ def test_intervals_hold_their_share(counts):
     assert 0 <= low <= right / samples <= high <= 1
     assert low < high
     mirrored = wilson_interval(samples - right, samples)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=1e-12)
+    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high), abs=FLOAT64)
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (3, 2), (-1, 4)])

@@ -5,13 +5,13 @@ import math
 
 import numpy as np
 import pytest
+from tolerances import FLOAT32_SUMS
 
 import ortolan
 from ortolan.cli import main
 from ortolan.errors import ConfigError
 from ortolan.runtime.perplexity import measure_perplexity
 
-TOLERANCE = 1e-5  # relative; logits of chunks and of single steps differ by rounding
 WINDOWS = [(64, None), (64, 32), (64, 63), (64, 1), (50, 7), (2, 1), (199, 198), (200, 100), (4096, 4000)]
 
 
@@ -60,9 +60,9 @@ def test_one_window_equals_the_steps_logits(model, model_dir, text, text_file, c
     assert main(["perplexity", str(model_dir), str(text_file), "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == len(tokens) - 1
-    assert report["negative_log_likelihood"] == pytest.approx(expected, rel=TOLERANCE)
-    assert report["perplexity"] == pytest.approx(math.exp(expected / (len(tokens) - 1)), rel=TOLERANCE)
-    assert report["bits_per_byte"] == pytest.approx(expected / math.log(2) / len(text.encode()), rel=TOLERANCE)
+    assert report["negative_log_likelihood"] == pytest.approx(expected, rel=FLOAT32_SUMS)
+    assert report["perplexity"] == pytest.approx(math.exp(expected / (len(tokens) - 1)), rel=FLOAT32_SUMS)
+    assert report["bits_per_byte"] == pytest.approx(expected / math.log(2) / len(text.encode()), rel=FLOAT32_SUMS)
 
 
 @pytest.mark.parametrize(("window", "stride"), WINDOWS)
@@ -71,8 +71,8 @@ def test_strided_windows_equal_their_definition(model, text, window, stride):
     measured = measure_perplexity(model, tokens, window, stride, predicted.append)
     expected = by_definition(model, tokens, window, window // 2 if stride is None else stride)
     assert measured.tokens == sum(predicted) == len(tokens) - 1
-    assert measured.negative_log_likelihood == pytest.approx(expected, rel=TOLERANCE)
-    assert measured.perplexity == pytest.approx(math.exp(expected / measured.tokens), rel=TOLERANCE)
+    assert measured.negative_log_likelihood == pytest.approx(expected, rel=FLOAT32_SUMS)
+    assert measured.perplexity == pytest.approx(math.exp(expected / measured.tokens), rel=FLOAT32_SUMS)
 
 
 def test_a_text_longer_than_the_context_is_read_in_windows_of_it(model, sample):

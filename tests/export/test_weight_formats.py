@@ -10,7 +10,7 @@ from families import tiny_checkpoint
 from parity import relative_difference
 from safetensors.torch import load_file, save_file
 from stored_weights import low_bit_stems, read_weight
-from tolerances import ROUNDED_INPUTS_RELATIVE
+from tolerances import FLOAT32, ROUNDED_INPUTS_RELATIVE
 
 import ortolan
 from ortolan.errors import CheckpointError, ConfigError
@@ -148,7 +148,7 @@ def test_both_graphs_look_up_the_rows_that_are_stored(head_format, tmp_path):
         model = onnx.helper.make_model(alone, opset_imports=graph.opset_import, ir_version=graph.ir_version)
         session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
         found = session.run(None, {"token_ids": np.array(PROMPT)})[0]
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(found, expected, rtol=FLOAT32)
 
 
 def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):

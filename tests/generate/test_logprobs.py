@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sampling_reference import draw_logits
+from tolerances import FLOAT32
 
 from ortolan.errors import ConfigError
 from ortolan.runtime.generate.logprobs import MAX_LOGPROBS, TokenLogprobs, check_logprobs, top_logprobs
@@ -23,7 +24,7 @@ def test_they_are_those_of_a_float64_softmax(vocabulary, k, scale):
 
 def test_probabilities_of_all_tokens_sum_to_one():
     (given,) = top_logprobs(draw_logits(1, 60), [3], 60)
-    assert sum(np.exp(logprob) for _, logprob in given.top) == pytest.approx(1, abs=1e-6)
+    assert sum(np.exp(logprob) for _, logprob in given.top) == pytest.approx(1, abs=FLOAT32)
 
 
 def test_of_equal_logits_the_lower_id_comes_first():

@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_reference import assert_follows, choose_by_the_rule, distribution, draw_logits
+from tolerances import FIXED_POINT, FLOAT32
 
 from ortolan import Sampling
 from ortolan.runtime.generate.draw import BAD, Draw
@@ -44,7 +45,7 @@ def reference(logits: np.ndarray, options: Sampling) -> np.ndarray:
 def test_draws_follow_the_distribution_of_transformers(case):
     options, logits, rows = Sampling(**case), draw_logits(1, VOCABULARY, seed=2), 800
     expected = reference(logits[0], options)
-    np.testing.assert_allclose(distribution(logits[0], options), expected, rtol=1e-9)
+    np.testing.assert_allclose(distribution(logits[0], options), expected, rtol=FIXED_POINT)
     common = Draw(sampling=options, seed=9, position=0)
     draws = [dataclasses.replace(common, position=position) for position in range(rows)]
     assert_follows(np.array(choose(np.repeat(logits, rows, axis=0), draws)), expected)
@@ -111,7 +112,7 @@ def test_penalty_is_that_of_transformers(penalty):
     logits, seen = draw_logits(1, VOCABULARY)[0], [3, 3, 7, 49, 0]
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     expected = processor(torch.tensor([seen]), torch.from_numpy(logits.copy())[None])[0].numpy()
-    np.testing.assert_allclose(penalize(logits, seen, penalty), expected, rtol=1e-6)
+    np.testing.assert_allclose(penalize(logits, seen, penalty), expected, rtol=FLOAT32)
     np.testing.assert_array_equal(logits, draw_logits(1, VOCABULARY)[0])
 
 

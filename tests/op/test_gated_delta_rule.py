@@ -14,7 +14,7 @@ from recurrent_cases import (
     plain_delta,
     rows_of,
 )
-from tolerances import CHUNKED_DELTA_RELATIVE, assert_as_good_as_plain, largest_error
+from tolerances import CHUNKED_DELTA_RELATIVE, DELTA_STEPS, assert_as_good_as_plain, largest_error
 
 pytestmark = pytest.mark.usefixtures("target")
 
@@ -180,7 +180,7 @@ def test_many_sequences_decode_together():
     tokens = delta_tokens(case, 70, seed=3)
     output, after = delta_step(case, tokens, states, [1] * 70, past)
     expected, _ = expected_delta(case, tokens, states, [1] * 70, past)
-    np.testing.assert_allclose(output.astype(np.float64), expected, atol=0.01 if output.itemsize == 2 else 1e-5)
+    np.testing.assert_allclose(output.astype(np.float64), expected, atol=DELTA_STEPS[output.itemsize])
     assert after["state_len"].tolist() == [0] * 70
 
 

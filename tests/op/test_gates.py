@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from fused_cases import run_expanded, run_fused
 from gate_cases import GateCase, delta_feeds, gate_feeds, plain_gate_mul
-from tolerances import assert_as_good_as_plain
+from tolerances import FLOAT32, FLOAT32_SUMS, assert_as_good_as_plain
 
 from ortolan.custom_ops import fused_reference
 
@@ -41,7 +41,7 @@ def test_delta_gates_are_standard_operators(offsets):
     outputs = dict.fromkeys(("decay", "beta"), ((5, 6), FLOAT))
     found = run_expanded("DeltaGates", feeds, outputs, **attributes)
     for ours, wide in zip(found.values(), fused_reference.delta_gates(**feeds, **attributes), strict=True):
-        np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, wide, rtol=FLOAT32_SUMS, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 300])
@@ -61,7 +61,7 @@ def test_delta_gates_are_right(tokens, heads, offsets):
     outputs = dict.fromkeys(("decay", "beta"), ((tokens, heads), FLOAT))
     found = run_fused("DeltaGates", feeds, outputs, **attributes)
     for ours, wide in zip(found.values(), fused_reference.delta_gates(**feeds, **attributes), strict=True):
-        np.testing.assert_allclose(ours, wide, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, wide, rtol=FLOAT32_SUMS, atol=FLOAT32)
 
 
 @pytest.mark.usefixtures("target")

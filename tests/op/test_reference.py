@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_matrix import MatrixCase, sequence_rows
 from matrix_oracle import oracle
+from tolerances import FLOAT64
 
 from ortolan.custom_ops import reference
 
@@ -22,10 +23,10 @@ def test_full_attention_is_torchs():
     output, lse = reference.swa_attention(query, keys, values, START, NONE)
     q, k, v = torch.tensor(query).transpose(0, 1)[None], torch.tensor(keys), torch.tensor(values)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    assert np.allclose(output, expected[0].transpose(0, 1).numpy(), rtol=0, atol=1e-14)
+    assert np.allclose(output, expected[0].transpose(0, 1).numpy(), rtol=0, atol=FLOAT64)
     scores = q[0] @ k[0].repeat_interleave(2, 0).mT / 8**0.5
     masked = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
-    assert np.allclose(lse, masked.logsumexp(-1).numpy(), rtol=0, atol=1e-14)
+    assert np.allclose(lse, masked.logsumexp(-1).numpy(), rtol=0, atol=FLOAT64)
 
 
 def test_learned_sink_is_one_more_key_without_a_value():
@@ -97,8 +98,8 @@ def test_the_matrixs_oracle_is_the_reference(window, sink):
     wanted = reference.swa_attention(rows.query, keys, values, start, NONE, window=window, sink=sink)
     for positions in (np.arange(40), np.array([0, 7, 8, 9, 39])):
         output, lse = oracle(case, rows, positions, np.float64)
-        np.testing.assert_allclose(output, wanted[0][positions], rtol=0, atol=1e-13)
-        np.testing.assert_allclose(lse, wanted[1][:, positions], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(output, wanted[0][positions], rtol=0, atol=FLOAT64)
+        np.testing.assert_allclose(lse, wanted[1][:, positions], rtol=0, atol=FLOAT64)
 
 
 @pytest.mark.cuda
@@ -111,7 +112,7 @@ def test_the_matrixs_oracle_on_a_gpu_is_that_on_the_host(name, window):
     with devices.using(devices.TARGETS[name]):
         on_gpu = oracle(case, rows, np.arange(600), np.float64)
     for got, wanted in zip(on_gpu, on_host, strict=True):
-        np.testing.assert_allclose(got.get(), wanted, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(got.get(), wanted, rtol=0, atol=FLOAT64)
 
 
 @pytest.mark.parametrize("name", ["cpu-float32", pytest.param("cuda-float16", marks=pytest.mark.cuda)])

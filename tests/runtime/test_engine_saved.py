@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fake_cuda import on_fake_cuda
 from saved_requests import save_midway
+from tolerances import LOGPROBS
 
 from ortolan import Engine, Sampling, SnapKv
 from ortolan.errors import (
@@ -96,7 +97,7 @@ def test_log_probabilities_are_those_of_a_session(placed, draw_tokens, logprobs)
             for ours, alone in zip(stream.logprobs, generation.logprobs, strict=True):
                 assert [token for token, _ in ours.top] == [token for token, _ in alone.top]
                 values = [ours.logprob, *(value for _, value in ours.top)]
-                np.testing.assert_allclose(values, [alone.logprob, *(value for _, value in alone.top)], atol=1e-4)
+                np.testing.assert_allclose(values, [alone.logprob, *(value for _, value in alone.top)], atol=LOGPROBS)
 
 
 @pytest.mark.parametrize("saved_eviction", [None, SNAPKV], ids=["whole", "evicted"])

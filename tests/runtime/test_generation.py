@@ -11,7 +11,7 @@ from fake_cuda import on_fake_cuda
 from families import tiny_checkpoint
 from parity import relative_difference
 from sessions import DEVICES
-from tolerances import SAME_LOGITS
+from tolerances import FLOAT32_SUMS, LOGPROBS, SAME_LOGITS
 
 import ortolan
 from ortolan import Sampling, SnapKv
@@ -153,15 +153,15 @@ def test_log_probabilities_are_those_of_the_logits(host_model, model, sampling, 
     assert [each.token for each in stream.logprobs] == tokens
     for row, each in zip(rows, stream.logprobs, strict=True):
         expected = log_softmax(row)
-        assert each.logprob == pytest.approx(expected[each.token], abs=1e-4)
+        assert each.logprob == pytest.approx(expected[each.token], abs=LOGPROBS)
         values = [value for _, value in each.top]
         assert len(each.top) == k
         assert values == sorted(values, reverse=True)
-        assert values == pytest.approx([expected[token] for token, _ in each.top], abs=1e-4)
-        assert values == pytest.approx(np.sort(expected)[::-1][:k], abs=1e-4)
+        assert values == pytest.approx([expected[token] for token, _ in each.top], abs=LOGPROBS)
+        assert values == pytest.approx(np.sort(expected)[::-1][:k], abs=LOGPROBS)
         if k == VOCABULARY:
             assert sorted(token for token, _ in each.top) == list(range(VOCABULARY))
-            assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
+            assert np.exp(values).sum() == pytest.approx(1, abs=FLOAT32_SUMS)
 
 
 def test_tokens_that_a_stop_holds_back_keep_their_log_probabilities(host_model, model):
@@ -173,7 +173,7 @@ def test_tokens_that_a_stop_holds_back_keep_their_log_probabilities(host_model, 
     assert list(stream) == tokens[:shown]
     assert [each.token for each in stream.logprobs] == tokens[:shown]
     for each, expected in zip(stream.logprobs, whole.logprobs, strict=False):
-        assert each.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert each.logprob == pytest.approx(expected.logprob, abs=LOGPROBS)
         assert [token for token, _ in each.top] == [token for token, _ in expected.top]
 
 

@@ -5,7 +5,7 @@ import pytest
 from fake_cuda import on_fake_cuda
 from parity import relative_difference
 from sessions import DEVICES, failing_step
-from tolerances import SAME_LOGITS
+from tolerances import LOGPROBS, SAME_LOGITS
 
 from ortolan import SnapKv
 from ortolan.errors import CapacityError, ConfigError, OrtolanError
@@ -33,9 +33,9 @@ def expected_logprobs(model, tokens) -> np.ndarray:
 def assert_scores(scored, tokens, expected, k):
     assert [each.token for each in scored] == list(tokens)
     for each, row in zip(scored, expected, strict=True):
-        assert each.logprob == pytest.approx(row[each.token], abs=1e-4)
-        assert [value for _, value in each.top] == pytest.approx(np.sort(row)[::-1][:k], abs=1e-4)
-        assert [value for _, value in each.top] == pytest.approx([row[token] for token, _ in each.top], abs=1e-4)
+        assert each.logprob == pytest.approx(row[each.token], abs=LOGPROBS)
+        assert [value for _, value in each.top] == pytest.approx(np.sort(row)[::-1][:k], abs=LOGPROBS)
+        assert [value for _, value in each.top] == pytest.approx([row[token] for token, _ in each.top], abs=LOGPROBS)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_cuda import on_fake_cuda
 from parity import relative_difference
-from tolerances import SAME_LOGITS
+from tolerances import LOGPROBS, SAME_LOGITS
 
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.options import Sampling
@@ -124,7 +124,7 @@ def test_each_row_of_logits_chooses_as_a_single_step_would(model, draw_tokens, s
     assert chosen[:6] == chosen[6:]
     for one, other in zip(scored[:6], scored[6:], strict=True):
         assert (one.token, [token for token, _ in one.top]) == (other.token, [token for token, _ in other.top])
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.logprob == pytest.approx(other.logprob, abs=LOGPROBS)
 
 
 def test_only_as_many_tokens_as_are_counted_were_read(model, draw_tokens):
