@@ -49,8 +49,6 @@ const LowBitArithmetic& low_bit_arithmetic() {
 
 }  // namespace
 
-Isa best_isa() { return detect(); }
-
 bool limit_isa(Isa isa) {
   if (isa > detect()) return false;
   chosen_isa().store(isa, std::memory_order_relaxed);
