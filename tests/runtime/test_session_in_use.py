@@ -89,7 +89,7 @@ def test_threads_that_call_at_random_meet_errors_alone(endless_full, tmp_path):
 
 
 def test_a_call_between_two_tokens_ends_the_generation(endless_full, draw_tokens):
-    """The session is free then, as it always was."""
+    """The session is free then."""
     session = endless_full.session()
     stream = session.generate(draw_tokens(20), 8)
     next(stream)
