@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 
 from ortolan.errors import ContractMismatchError
@@ -36,11 +35,13 @@ def without_panic_reports() -> Iterator[None]:
     except OSError:  # closed, as in a daemon
         yield
         return
-    with tempfile.TemporaryFile() as kept, os.fdopen(real, "wb", buffering=0) as stderr:
+    memory = os.memfd_create("ortolan-reports")  # a temporary file would need a folder that takes one
+    with open(memory, "w+b", buffering=0) as kept, open(real, "wb", buffering=0) as stderr:
         os.dup2(kept.fileno(), STDERR)
         try:
             yield
         finally:
             os.dup2(real, STDERR)
         kept.seek(0)
-        stderr.write(kept.read())
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads
+            stderr.write(kept.read())

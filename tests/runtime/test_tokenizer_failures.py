@@ -1,7 +1,9 @@
 """A tokenizer that its library panics on ends in an error that can be caught, and fails whom it concerns alone."""
 
 import json
+import os
 import shutil
+import tempfile
 
 import pytest
 from families import shared_checkpoint, shared_model
@@ -10,6 +12,7 @@ from hostile_tokenizers import AT_ENCODE, AT_LOAD, STRIP, write_tokenizer
 import ortolan
 from ortolan.errors import ConfigError, ContractMismatchError, EngineClosedError
 from ortolan.manifest import MANIFEST_FILE
+from ortolan.runtime.text.failures import STDERR
 from ortolan.runtime.text.tokenizer import TRIED_IDS, Tokenizer
 
 VOCABULARY = TRIED_IDS + 100
@@ -22,6 +25,24 @@ def test_a_file_that_panics_is_refused_without_a_backtrace(tmp_path, name, capfd
     with pytest.raises(ContractMismatchError, match=r"tokenizer\.json is not a tokenizer: "):
         Tokenizer(tmp_path)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_tokenizer_needs_no_folder_for_temporary_files(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path, {})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    assert Tokenizer(tmp_path).decode([1]) == "word1"
+
+
+def test_standard_error_that_takes_nothing_keeps_no_tokenizer_from_use(tmp_path):
+    write_tokenizer(tmp_path, {})
+    before = os.dup(STDERR)
+    try:
+        with open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), STDERR)
+        assert Tokenizer(tmp_path).decode([1]) == "word1"
+    finally:
+        os.dup2(before, STDERR)
+        os.close(before)
 
 
 @pytest.mark.parametrize("name", AT_ENCODE)
