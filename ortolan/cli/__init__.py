@@ -19,6 +19,7 @@ from ortolan.errors import OrtolanError, SessionInterruptedError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_SIGNALLED = 128  # and the signal's number
+STANDARD_ERROR = 2  # descriptor
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -57,10 +58,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 failed, 2 bad argument, 130 interrupted, 143 terminated."""
+    _occupy_closed_descriptors()
     sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))  # either may be closed
     options = build_parser().parse_args(arguments)
     with _cleaned_up_when_terminated(), shown_log(options.log_level):
         return _run(options)
+
+
+def _occupy_closed_descriptors() -> None:
+    """Open those of 0, 1 and 2 that are closed, or the next files would be what libraries take for standard error."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STANDARD_ERROR:
+        pass
+    os.close(descriptor)
 
 
 @contextlib.contextmanager

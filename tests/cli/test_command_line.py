@@ -109,6 +109,14 @@ def test_closed_output_is_no_error(name, model_dir, tmp_path, monkeypatch):
     assert main(["inspect", str(tmp_path)]) == 2
 
 
+def test_no_file_takes_the_place_of_a_closed_standard_error(model_dir, tmp_path):
+    command = [sys.executable, "-m", "ortolan", "generate", str(model_dir), "--prompt", "def ", "--max-new-tokens", "2"]
+    closed = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(2), text=True, timeout=60
+    )
+    assert (closed.returncode, len(closed.stdout)) == (0, 3)
+
+
 def test_a_failure_behind_closed_output_is_one_line(monkeypatch, capsys):
     def broken(_: object) -> int:
         raise OSError(errno.EIO, "broken")
