@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib
 import io
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ortolan.cli import bench, convert, demo, export, generate, inspect, perplexity
+from ortolan.cli.interrupts import held
 from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
 from ortolan.errors import OrtolanError, SessionInterruptedError
 
@@ -92,11 +94,18 @@ def _cleaned_up_when_terminated() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def _load_libraries() -> None:
+    """Import what all commands do, while signals wait: C code makes an ImportError of what a handler raises."""
+    with held((signal.SIGINT, *ENDING_SIGNALS)), contextlib.suppress(ImportError):  # the command tells what is missing
+        importlib.import_module("onnxruntime")
+
+
 def _run(options: argparse.Namespace) -> int:
     """Run a command and turn what it raises into a line and an exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
+        _load_libraries()
         code: int = options.run(options)
         sys.stdout.flush()
         return code

@@ -6,9 +6,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 SIGNALS_AT_ONCE = 16  # read together
+
+
+@contextlib.contextmanager
+def held(numbers: Iterable[int]) -> Iterator[None]:
+    """Let signals wait until the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -155,6 +155,21 @@ def test_a_command_that_is_told_to_end_cleans_up(monkeypatch, number):
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_an_interrupt_while_libraries_load_is_one_line(model_dir, tmp_path):
+    program = f"""
+import signal, sys
+class Interrupted:
+    def find_spec(self, name, path, target=None):
+        if name == "numpy._core._multiarray_umath":
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupted())
+from ortolan.cli import main
+sys.exit(main(["generate", {str(model_dir)!r}, "--prompt", "def "]))"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "ortolan: interrupted\n")
+
+
 def test_a_signal_that_is_ignored_stays_so(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     monkeypatch.setattr(generate_command, "run", lambda _: signal.raise_signal(signal.SIGHUP) or 0)
