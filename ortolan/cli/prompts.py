@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def read_prompt(options: argparse.Namespace) -> str:
 
 
 def _read_standard_input() -> str:
-    """Read UTF-8, as files are read, whatever the locale."""
+    """Read UTF-8 as files are read, whatever the locale: without a byte-order mark, lines ended by a line feed."""
     if sys.stdin is None:  # it may be closed
         return ""
     if sys.stdin.isatty():
@@ -68,7 +69,7 @@ def _read_standard_input() -> str:
         return sys.stdin.readline().removesuffix("\n")
     binary = getattr(sys.stdin, "buffer", None)
     if binary is not None:
-        return str(binary.read().decode("utf-8-sig"))
+        return io.TextIOWrapper(io.BytesIO(binary.read()), encoding="utf-8-sig").read()
     return sys.stdin.read().removeprefix("\ufeff")
 
 

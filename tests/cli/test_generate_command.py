@@ -66,6 +66,18 @@ def test_a_byte_order_mark_is_no_part_of_a_prompt(model_dir, tmp_path, capsys, m
         assert counted() == expected
 
 
+def test_lines_of_standard_input_end_as_those_of_a_file(model_dir, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "windows.txt"
+    file.write_bytes(b"def first():\r\n    return 1\r\n")
+    texts = []
+    for arguments in (["--prompt", file.read_text()], ["--prompt-file", str(file)], []):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+        assert main(["generate", str(model_dir), *arguments, "--max-new-tokens", "1", "--stats-json", "-"]) == 0
+        output = capsys.readouterr()
+        texts.append((output.out, json.loads(output.err)["prefill_tokens"]))
+    assert texts == [texts[0]] * 3
+
+
 def test_standard_input_that_is_not_utf8_is_refused(model_dir, monkeypatch, refused):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve".encode("latin-1")), "latin-1"))
     assert "'utf-8' codec can't decode" in refused("generate", str(model_dir))
