@@ -15,7 +15,7 @@ from ortolan.errors import ConfigError
 
 EPILOG = """examples:
   ortolan bench ./llama
-  ortolan bench ./llama --prompts 1024 8192 32768 --decode 128 --device cuda --json bench.json
+  ortolan bench ./llama --prompts 1024 8192 32000 --decode 128 --device cuda --json bench.json
   ortolan bench ./llama --prompts 16384 --evict snapkv --budget 2048
 """
 SEED = 0
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_report_target(options.json)
     eviction = read_eviction(options)
     model = open_model(options)
+    _check_lengths(options, model.manifest.max_context)
     with run_bar(len(options.prompts) * (options.repeats + 1)) as bar:
         rows = [_measure(model, length, eviction, options, bar) for length in options.prompts]
     if options.json != "-":
@@ -69,6 +70,17 @@ def run(options: argparse.Namespace) -> int:
         report = {"model": str(options.model_dir), "ortolan": ortolan.__version__, "prompts": rows}
         write_report(options.json, report, sys.stdout)
     return 0
+
+
+def _check_lengths(options: argparse.Namespace, max_context: int) -> None:
+    """Refuse what the model does not hold before the first length is measured. Raises ConfigError."""
+    longest = max(options.prompts)
+    if longest + options.decode > max_context:
+        raise ConfigError(
+            f"--prompts {longest} and --decode {options.decode} make {longest + options.decode} tokens, more than the "
+            f"{max_context} that the model was made for; give fewer, or make its folder again with a larger "
+            "max_context (--max-context of `ortolan export` or `convert`)"
+        )
 
 
 def _measure(model: Any, length: int, eviction: Any, options: argparse.Namespace, bar: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from ortolan.cli import main
+from ortolan.runtime.session import Session
 
 SMALL = ["--prompts", "100", "300", "--decode", "4", "--repeats", "1", "--device", "cpu"]
 
@@ -54,6 +55,12 @@ def test_evictions_are_timed_and_shrink_the_caches(model_dir, capsys):
 )
 def test_bad_numbers_are_one_line(model_dir, refused, given):
     refused("bench", str(model_dir), "--device", "cpu", *given)
+
+
+def test_a_length_beyond_the_model_is_refused_before_others_are_measured(model_dir, refused, monkeypatch):
+    monkeypatch.setattr(Session, "generate", lambda *_: pytest.fail("measured"))
+    line = refused("bench", str(model_dir), "--device", "cpu", "--prompts", "100", "4090", "--decode", "7")
+    assert "--prompts 4090 and --decode 7 make 4097 tokens, more than the 4096" in line
 
 
 def test_a_file_that_cannot_be_written_is_said_at_once(model_dir, tmp_path, refused):
