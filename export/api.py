@@ -23,7 +23,7 @@ from ortolan.export.draft_head import (
     with_shared,
 )
 from ortolan.export.families.base import Family
-from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_sibling
+from ortolan.export.folder import DEFAULT_CONTEXT, IDLE_SINK, check_target, put_in_place, temporary_folder
 from ortolan.export.hf_config import HfConfig, read_hf_config
 from ortolan.export.model_files import ModelFiles, Progress, write_folder
 from ortolan.export.options import DENSE, ExportOptions
@@ -169,7 +169,7 @@ def _write(source: Path, target: Path, options: ExportOptions, progress: Progres
         if options.calibration is not None:
             token_ids = read_tokens(source, read_text(options.calibration))
             model = stack.enter_context(_calibrated(source, target, model, token_ids, progress))
-        folder = stack.enter_context(temporary_sibling(target, sum(placed_bytes(files.placed) for files in each)))
+        folder = stack.enter_context(temporary_folder(target, sum(placed_bytes(files.placed) for files in each)))
         write_folder(folder, source, model, head, progress.advance)
         put_in_place(folder, target)
 
@@ -178,12 +178,12 @@ def _write(source: Path, target: Path, options: ExportOptions, progress: Progres
 def _calibrated(
     source: Path, target: Path, model: ModelFiles, token_ids: Array, progress: Progress
 ) -> Iterator[ModelFiles]:
-    """Calibrate what is written of a model by a dense copy, which lies beside the target until the end."""
+    """Calibrate what is written of a model by a dense copy, which lies in or beside the target until the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model itself has warned
         dense, _ = _read(source, _DENSE_COPY)
     progress.expect(2 * dense.num_bytes)  # to write the copy, and to let the text through it
-    with temporary_sibling(target, dense.num_bytes + model.num_bytes) as folder:
+    with temporary_folder(target, dense.num_bytes + model.num_bytes) as folder:
         write_folder(folder, source, dense, None, progress.advance)
         calibration = Calibration(folder, token_ids, _quantized(model), dense.num_bytes, progress.advance)
         yield replace(model, feedback=calibration.feedback)

@@ -19,7 +19,7 @@ from ortolan.export.folder import (
     complete_folder,
     describe_layer,
     put_in_place,
-    temporary_sibling,
+    temporary_folder,
 )
 from ortolan.export.foreign_source import ForeignSource, open_source
 from ortolan.export.foreign_weights import ForeignWeights, place_foreign_weights, write_foreign_weights
@@ -137,7 +137,7 @@ def convert(
     placed = place_foreign_weights(conversion.model, conversion.weights, opened.folder, joints.values())
     parts = _Parts(opened, conversion, _manifest(opened, conversion, arguments), placed)
     graphs = _graphs(parts)
-    with temporary_sibling(folder, placed_bytes(placed)) as temporary:
+    with temporary_folder(folder, placed_bytes(placed)) as temporary:
         _write_folder(temporary, parts, graphs, progress or (lambda done, total: None))
         put_in_place(temporary, folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
@@ -82,7 +83,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not target.is_dir():
         raise ConfigError(f"{target} exists and is not a folder; choose another output folder")
     try:
-        is_empty = not any(target.iterdir())
+        is_empty = not _entries(target)
         is_model = os.path.isfile(target / MANIFEST_FILE)
     except OSError as error:
         raise ConfigError(f"{target} cannot be read: {error.strerror or error}; choose another folder") from error
@@ -98,11 +99,11 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
-    """Make a folder beside the target, on the same disk; it is removed unless it was renamed away.
+def temporary_folder(target: Path, weight_bytes: int) -> Iterator[Path]:
+    """Make a folder on the target's disk: in it where it exists, else beside it; it is removed unless renamed away.
 
     Args:
-        target: what the folder will be renamed to.
+        target: where `put_in_place` will put what is in the folder.
         weight_bytes: size of the file that will be written there besides small ones.
 
     Raises:
@@ -111,14 +112,15 @@ def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
     """
     real = _real(target)
     _check_free(real, weight_bytes)
+    place = real if real.is_dir() else real.parent
     try:
-        real.parent.mkdir(parents=True, exist_ok=True)
-        folder = real.with_name(f".{real.name}.{secrets.token_hex(4)}")
+        place.mkdir(parents=True, exist_ok=True)
+        folder = place / f"{_prefix(real)}{secrets.token_hex(4)}"
         folder.mkdir()
     except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"no folder can be made at {target}: {error}") from error
     except OSError as error:
-        raise StorageError(f"cannot write beside {target}: {error}") from error
+        raise StorageError(f"cannot write at {target}: {error}") from error
     try:
         yield folder
     except StorageError:  # of a folder inside
@@ -131,7 +133,7 @@ def temporary_sibling(target: Path, weight_bytes: int) -> Iterator[Path]:
 
 def _check_free(target: Path, weight_bytes: int) -> None:
     """Raise StorageError where the disk has no room for the weights."""
-    folder = next(folder for folder in target.parents if os.path.isdir(folder))
+    folder = next(folder for folder in (target, *target.parents) if os.path.isdir(folder))
     try:
         disk = shutil.disk_usage(folder)
     except OSError:  # writing will tell
@@ -144,25 +146,63 @@ def _check_free(target: Path, weight_bytes: int) -> None:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Rename a finished folder to its target; what was there is removed once that is done, or stays."""
-    real, aside = _real(target), folder.with_name(f"{folder.name}.old")
+    """Rename a finished folder to its target, or move its files to one that exists.
+
+    What was there is removed once that is done, or stays. The target itself is never exchanged for another folder: it
+    may be a mount, somebody's current folder, or lie where only its own files may be changed.
+    """
+    real = _real(target)
     if not real.exists():
         folder.rename(real)
         return
-    real.rename(aside)
+    with _locked(real):
+        _exchange_files(folder, real)
+
+
+def _exchange_files(folder: Path, real: Path) -> None:
+    """Move all files from a folder to another, and remove what that one held; or leave both as they were."""
+    aside = real / f"{folder.name}.old"
+    aside.mkdir()
+    moves = [(path, aside / path.name) for path in _entries(real)]  # the manifest goes first, and comes last
+    moves += [(path, real / path.name) for path in reversed(_entries(folder))]
     try:
-        folder.rename(real)
+        for path, to in moves:
+            path.rename(to)
     except BaseException:
-        if not real.exists():
-            aside.rename(real)
-        else:  # another process was quicker
-            shutil.rmtree(aside, ignore_errors=True)
+        for path, to in reversed(moves):
+            if not os.path.lexists(path):
+                to.rename(path)
+        aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let other processes that change a folder wait, where its file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """List what is in a folder, its manifest first, without temporary folders."""
+    prefix = _prefix(_real(folder))
+    found = [path for path in folder.iterdir() if not path.name.startswith(prefix)]
+    return sorted(found, key=lambda path: (path.name != MANIFEST_FILE, path.name))
+
+
+def _prefix(real: Path) -> str:
+    """Return how the names of temporary folders in or beside a target begin."""
+    return f".{real.name}."
+
+
 def _real(target: Path) -> Path:
-    """Follow links, and give "." its name, so that the folder itself can be renamed."""
+    """Follow links, and give "." its name."""
     return Path(os.path.realpath(target))
 
 

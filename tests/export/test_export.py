@@ -1,7 +1,6 @@
 """Exports are whole or absent, and refuse what they cannot do right."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -312,31 +311,6 @@ def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
     assert_nothing_written(tmp_path)
 
 
-def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(checkpoint, tmp_path, monkeypatch):
-    target = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
-    before, rename = logits(target), Path.rename
-
-    def fail_once(path, to):
-        if (path / "ortolan.json").is_file() and path != target:
-            monkeypatch.setattr(Path, "rename", rename)
-            raise KeyboardInterrupt
-        return rename(path, to)
-
-    monkeypatch.setattr(Path, "rename", fail_once)
-    with pytest.raises(KeyboardInterrupt):
-        ortolan.export(checkpoint, target, max_context=32, overwrite=True)
-    np.testing.assert_array_equal(logits(target), before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
-
-
-@pytest.mark.parametrize("place", ["file/model", "file/deep/model", "/proc/none/model"])
-def test_places_for_no_folder_are_refused(checkpoint, tmp_path, place):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="no folder can be made"):
-        ortolan.export(checkpoint, tmp_path / place, max_context=64)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "hf"]
-
-
 @pytest.mark.parametrize("name", [b"model", None, 5, "model\0"])
 def test_what_is_no_path_is_refused(checkpoint, tmp_path, name):
     for paths, named in (((name, tmp_path / "model"), "hf_dir"), ((checkpoint, name), "out_dir")):
@@ -348,31 +322,6 @@ def test_what_is_no_path_is_refused(checkpoint, tmp_path, name):
     with pytest.raises(ConfigError, match="folder"):
         ortolan.load(name)
     assert_nothing_written(tmp_path)
-
-
-def test_a_link_goes_on_pointing_at_the_model(checkpoint, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "model")
-    for max_context in (64, 32):
-        ortolan.export(checkpoint, link, max_context=max_context, overwrite=True)
-        assert link.is_symlink()
-        assert read_manifest(tmp_path / "model").max_context == max_context
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "link", "model"]
-
-
-def test_existing_folders_are_safe(checkpoint, tmp_path):
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "notes.txt").write_text("mine")
-    for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"not empty|something else"):
-            ortolan.export(checkpoint, target, max_context=64, overwrite=overwrite)
-    assert (target / "notes.txt").read_text() == "mine"
-    (target / "notes.txt").unlink()
-    ortolan.export(checkpoint, target, max_context=64)
-    before = logits(target)
-    ortolan.export(checkpoint, target, max_context=64, overwrite=True)
-    np.testing.assert_array_equal(logits(target), before)
 
 
 def test_progress_reaches_the_total(checkpoint, tmp_path):
