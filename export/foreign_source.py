@@ -114,11 +114,13 @@ def _read_config(folder: Path, side: Path) -> Mapping[str, Any]:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
+    with reading(path):
+        content = path.read_bytes()
     try:
-        with reading(path):
-            return _object(path, json.loads(path.read_text(encoding="utf-8")))
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _object(path, value)
 
 
 def _object(path: Path, value: Any) -> Mapping[str, Any]:

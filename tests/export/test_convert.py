@@ -245,7 +245,8 @@ def test_arguments_are_refused(source, tmp_path, arguments):
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ("{", CheckpointError, "cannot be read"),
+        ("{", CheckpointError, r"^\S+ cannot be read: Expecting"),
+        ("[]", CheckpointError, r"^\S+ cannot be read: found a list, expected an object"),
         ('{"model": 3}', CheckpointError, "expected an object"),
         ('{"model": {"decoder": []}}', CheckpointError, "'decoder' is a list"),
         ('{"model": {"eos_token_id": "x"}}', CheckpointError, "eos_token_id"),
