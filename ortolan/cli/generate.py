@@ -224,10 +224,13 @@ def _resume(session: Any, options: argparse.Namespace, given: dict[str, Any], sp
 
 
 def _write(pieces: Any) -> None:
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    """Write a text piece by piece, and end its line also where it breaks off, before anything is said of that."""
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
 
 
 def _save(session: Any, options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import pytest
 import ortolan
 from ortolan.cli import main
 from ortolan.cli.interrupts import interruptible
+from ortolan.errors import NumericError
 
 CHUNK = 256
 
@@ -68,8 +69,19 @@ def test_a_text_goes_on_where_it_was_interrupted(start, model_dir, tmp_path, cap
     more = capsys.readouterr().out.removesuffix("\n")
     assert len(more) == 9
     model = ortolan.load(model_dir, device="cpu")
+    assert rest.endswith("\n")
     shown = begin + rest.removesuffix("\n")
     assert "".join(model.stream(arguments[1], max_new_tokens=len(shown) + 9)) == shown + more
+
+
+def test_a_text_that_breaks_off_ends_its_line(model_dir, monkeypatch, capsys):
+    def broken(*_, **__):
+        yield "text"
+        raise NumericError("logits contain NaN")
+
+    monkeypatch.setattr(ortolan.Session, "stream_text", broken)
+    assert main(["generate", str(model_dir), "--prompt", "def "]) == 1
+    assert capsys.readouterr() == ("text\n", "ortolan: error: logits contain NaN\n")
 
 
 def test_nothing_is_saved_where_nothing_was_read(model_dir, tmp_path, monkeypatch, capsys):
