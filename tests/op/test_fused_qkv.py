@@ -145,3 +145,22 @@ def test_qkv_refuses(message):
     with pytest.raises(Exception, match=message) as error:
         run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **{**case.attributes, **attributes})
     assert "QkvRopeAppend" in str(error.value)
+
+
+QKV_HOST_REFUSALS = {
+    "names page 9 for sequence 0": (
+        QkvCase(page_slots=16),
+        {"block_table": np.full((1, 4), 9, np.int32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", QKV_HOST_REFUSALS)
+def test_qkv_refuses_values_that_point_outside(message, target):
+    if target.device == "cuda":
+        pytest.skip("values that lie on a GPU are not checked")
+    case, changed = QKV_HOST_REFUSALS[message]
+    feeds = qkv_feeds(case) | changed
+    with pytest.raises(Exception, match=message) as error:
+        run_fused("QkvRopeAppend", feeds, qkv_outputs(case, feeds), **case.attributes)
+    assert "test/QkvRopeAppend" in str(error.value)

@@ -103,12 +103,13 @@ void check_pages(const Context& context, const CacheLayout& cache, size_t block_
   }
 }
 
-void check_appended_pages(const Context& context, const RingKvAppendParams& p, size_t block_table) {
-  if (!p.cache.block_table || !context.values_readable()) return;
-  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
-    for (int64_t h = 0; h < p.cache.num_kv_heads; ++h) {
-      const int64_t past = p.past_len.at(b, h);
-      check_pages(context, p.cache, block_table, b, past, past + p.packing.count(b));
+void check_appended_pages(const Context& context, const CacheLayout& cache, const Packing& packing,
+                          const Lengths& past_len, size_t block_table) {
+  if (!cache.block_table || !context.values_readable()) return;
+  for (int64_t b = 0; b < packing.num_sequences; ++b)
+    for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+      const int64_t past = past_len.at(b, h);
+      check_pages(context, cache, block_table, b, past, past + packing.count(b));
     }
 }
 

@@ -48,7 +48,8 @@ CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tens
 void check_pages(const Context& context, const CacheLayout& cache, size_t block_table, int64_t sequence,
                  int64_t first, int64_t end);
 // The same for every position that an append writes.
-void check_appended_pages(const Context& context, const RingKvAppendParams& params, size_t block_table);
+void check_appended_pages(const Context& context, const CacheLayout& cache, const Packing& packing,
+                          const Lengths& past_len, size_t block_table);
 // The same for every position that some query sees.
 void check_attended_pages(const Context& context, const SwaAttentionParams& params, size_t block_table);
 

@@ -29,7 +29,7 @@ RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call) {
   const Tensor value = call.input(Op::In::kValue, {key.dim(0), key.dim(1), key.dim(2)});
   RingKvAppendParams params{};
   read_cached_step(call, key_cache, key.dim(0), params);
-  check_appended_pages(call, params, Op::In::kBlockTable);
+  check_appended_pages(call, params.cache, params.packing, params.past_len, Op::In::kBlockTable);
   params.key = key.data;
   params.value = value.data;
   read_updated_caches(call, key_cache, value_cache, params);

@@ -71,6 +71,7 @@ QkvRopeAppendParams read_joint(const Call<Op>& call) {
   const int64_t num_tokens = qkv.dim(0), head_size = key_cache.dim(3);
   QkvRopeAppendParams params{};
   read_cached_step(call, key_cache, num_tokens, params);
+  check_appended_pages(call, params.cache, params.packing, params.past_len, Op::In::kBlockTable);
   if (!is_head_size(head_size)) call.bad_shape(Op::In::kKeyCache, key_cache, kHeadSizes);
   params.num_heads = read_num_heads(call, qkv, params.cache);
   params.epsilon = call.attributes().epsilon;
