@@ -152,6 +152,10 @@ QKV_HOST_REFUSALS = {
         QkvCase(page_slots=16),
         {"block_table": np.full((1, 4), 9, np.int32)},
     ),
+    "'capture_past_len' holds -3; a length must be at least 0": (
+        QkvCase(capture_rows=4),
+        {"capture_past_len": np.array([-3], np.int32)},
+    ),
 }
 
 

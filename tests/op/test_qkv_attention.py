@@ -210,6 +210,11 @@ HOST_REFUSALS = {
     "use smaller chunks": (JointCase(tokens=(30,), past=(64,), window=50), {}, {}),
     "'prefix_end' holds -1": (SMALL, {}, {"prefix_end": np.array([-1], np.int32)}),
     "need the prefix's first ones": (JointCase(past=(70,), window=8, prefix_end=(71,)), {}, {}),
+    "'capture_past_len' holds -3": (
+        JointCase(capture_rows=4),
+        {},
+        {"capture_past_len": np.array([-3], np.int32)},
+    ),
     "names page 9": (JointCase(past=(5,), page_slots=16), {}, {"block_table": np.full((1, 4), 9, np.int32)}),
 }
 

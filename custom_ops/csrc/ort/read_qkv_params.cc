@@ -52,13 +52,13 @@ template <typename Op>
 void read_capture(const Call<Op>& call, int64_t head_size, QkvRopeAppendParams& params) {
   const int64_t num_sequences = params.packing.num_sequences;
   const Tensor capture = call.input(Op::In::kCapture, {num_sequences, -1, params.num_heads, head_size});
-  const Tensor past_len = call.input(Op::In::kCapturePastLen, {num_sequences});
-  if (capture.present != past_len.present)
+  const bool has_past_len = call.input(Op::In::kCapturePastLen).present;
+  if (capture.present != has_past_len)
     call.node().fail(std::string("inputs 'capture' and 'capture_past_len' must be given together; ") +
                      (capture.present ? "'capture_past_len'" : "'capture'") + " is missing");
   if (!capture.present) return;
   params.capture_rows = capture.dim(1);
-  params.capture_past_len.values = past_len.template as<int32_t>();
+  params.capture_past_len = read_lengths(call, Op::In::kCapturePastLen, num_sequences, 0);
   params.capture = call.aliased_output(Op::Out::kCaptureOut, capture).data;
 }
 
