@@ -111,6 +111,23 @@ def test_logits_of_minus_infinity_weigh_nothing(logit, lse):
     np.testing.assert_allclose(got, np.full((4, 3), lse), rtol=FLOAT32)
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("hidden", [slice(0, 64), slice(64, 128), slice(0, 1030)])
+def test_values_behind_logits_of_minus_infinity_stay_out(hidden, tokens):
+    """All keys of a tile or of a span weigh nothing, and those around it do."""
+    shape = Shape(tokens=[tokens], past=[1500])
+    feeds = attention_feeds(shape)
+    feeds["query"] = np.abs(feeds["query"])
+    feeds["key_cache"][:, :, hidden, 0] = -np.inf
+    for actual, plain, expected in zip(
+        run_attention(shape, feeds),
+        plain_attention(shape, feeds),
+        expected_attention(shape, feeds),
+        strict=True,
+    ):
+        assert_as_good_as_plain(actual, plain, expected)
+
+
 @pytest.mark.parametrize("where", ["query", "key_cache"])
 @pytest.mark.parametrize(("tokens", "past"), [(1, 70), (2, 3), (1, 2100), (40, 100)])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])

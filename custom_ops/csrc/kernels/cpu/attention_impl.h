@@ -203,9 +203,13 @@ class AttentionTask {
   void softmax_step(float* scores, int64_t row) {
     RowState& state = span_[row];
     const float largest = std::max(state.largest, largest_logit(scores));
-    if (largest == kNegativeInfinity) {  // nothing is seen, unless comparisons passed over NaN
-      for (int64_t j = 0; j < kTileKeys; ++j)
-        if (std::isnan(scores[j])) state.largest = scores[j];
+    if (largest == kNegativeInfinity) {  // nothing weighs, unless comparisons passed over NaN
+      for (int64_t j = 0; j < kTileKeys; ++j) {
+        if (std::isnan(scores[j]))
+          state.largest = scores[j];
+        else
+          scores[j] = 0;
+      }
       return;
     }
     const float sum = sum_exponentials(
