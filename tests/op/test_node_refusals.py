@@ -137,6 +137,16 @@ def test_an_update_whose_output_is_not_asked_for_is_refused():
         open_model(model).run(None, feeds)
 
 
+def test_an_output_that_continues_an_input_which_is_not_given_is_refused():
+    feeds = {"key": BATCH.key, "value": BATCH.value, **{k: v for k, v in ATTENTION.items() if k != "query"}}
+    model = build_model("RingKvAppend", feeds, {})
+    model.graph.node[0].output.append("key_scale_out")
+    model.graph.output.append(onnx.helper.make_tensor_value_info("key_scale_out", onnx.TensorProto.FLOAT, [2, 2, 32]))
+    with pytest.raises(Exception, match="'key_scale_out' continues input 'key_scale', which is not given") as error:
+        open_model(model).run(None, feeds)
+    assert "test/RingKvAppend" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("operator", "feeds", "port", "expected"),
     [

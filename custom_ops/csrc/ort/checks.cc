@@ -79,10 +79,6 @@ Tensor read_scale(const Context& context, size_t index, const Tensor& pool) {
   return scale;
 }
 
-float* scale_output(const Context& context, size_t index, const Tensor& scale) {
-  return scale.present ? context.aliased_output(index, scale).as<float>() : nullptr;
-}
-
 CacheOutputs read_cache_outputs(const Context& context, size_t index, const Tensor& key_cache,
                                 const Tensor& value_cache) {
   return {context.aliased_output(index, key_cache).data, context.aliased_output(index + 1, value_cache).data};

@@ -31,9 +31,6 @@ CacheLayout read_cache(const Context& context, const Tensor& pool, const CachePo
 // Reads the scales [N, Hkv, P] of a pool of codes; a pool of other elements has none.
 Tensor read_scale(const Context& context, size_t index, const Tensor& pool);
 
-// Takes the output that continues scales; null where there are none.
-float* scale_output(const Context& context, size_t index, const Tensor& scale);
-
 // The buffers that caches are written to: those of the inputs, or copies.
 struct CacheOutputs {
   void* key;

@@ -107,10 +107,14 @@ Tensor Context::output(size_t index, const std::vector<int64_t>& shape) const {
 }
 
 Tensor Context::aliased_output(size_t index, const Tensor& source) const {
+  const Port& port = node_.schema->outputs[index];
   Tensor tensor = output(index, source.shape);
-  if (!tensor.present)
-    node_.fail(std::string("output '") + node_.schema->outputs[index].name + "' is missing");
-  const int64_t bytes = span_of(node_.schema->outputs[index], tensor).bytes;
+  if (!source.present && tensor.present)
+    node_.fail(std::string("output '") + port.name + "' continues input '" +
+               node_.schema->inputs[port.alias].name + "', which is not given; leave out the output, too");
+  if (!source.present) return tensor;
+  if (!tensor.present) node_.fail(std::string("output '") + port.name + "' is missing");
+  const int64_t bytes = span_of(port, tensor).bytes;
   if (tensor.data != source.data && bytes > 0) copy(tensor.data, source.data, bytes);
   return tensor;
 }

@@ -52,7 +52,7 @@ class Context {
   // with another output, but for all of the one input that its port may continue: kernels read while they
   // write.
   Tensor output(size_t index, const std::vector<int64_t>& shape) const;
-  // The output that continues input `source`: the same buffer, or a copy of it.
+  // The output that continues input `source`: the same buffer, or a copy of it; absent where that is.
   Tensor aliased_output(size_t index, const Tensor& source) const;
 
   // Fails with "input 'name' has shape ...; expected ...".

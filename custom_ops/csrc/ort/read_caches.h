@@ -31,8 +31,8 @@ void read_updated_caches(const Call<Op>& call, const Tensor& key_cache, const Te
                          Params& params) {
   const Tensor key_scale = read_scale(call, Op::In::kKeyScale, key_cache);
   const Tensor value_scale = read_scale(call, Op::In::kValueScale, key_cache);
-  params.key_scale = scale_output(call, Op::Out::kKeyScaleOut, key_scale);
-  params.value_scale = scale_output(call, Op::Out::kValueScaleOut, value_scale);
+  params.key_scale = call.aliased_output(Op::Out::kKeyScaleOut, key_scale).template as<float>();
+  params.value_scale = call.aliased_output(Op::Out::kValueScaleOut, value_scale).template as<float>();
   const CacheOutputs caches = read_cache_outputs(call, Op::Out::kKeyCacheOut, key_cache, value_cache);
   params.key_cache = caches.key;
   params.value_cache = caches.value;

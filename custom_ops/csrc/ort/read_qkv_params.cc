@@ -56,10 +56,10 @@ void read_capture(const Call<Op>& call, int64_t head_size, QkvRopeAppendParams& 
   if (capture.present != has_past_len)
     call.node().fail(std::string("inputs 'capture' and 'capture_past_len' must be given together; ") +
                      (capture.present ? "'capture_past_len'" : "'capture'") + " is missing");
+  params.capture = call.aliased_output(Op::Out::kCaptureOut, capture).data;
   if (!capture.present) return;
   params.capture_rows = capture.dim(1);
   params.capture_past_len = read_lengths(call, Op::In::kCapturePastLen, num_sequences, 0);
-  params.capture = call.aliased_output(Op::Out::kCaptureOut, capture).data;
 }
 
 // All that an operator does with the joint projection before attention.
