@@ -41,6 +41,8 @@ def read_rope_spec(
 ) -> RopeSpec:
     """Read the RoPE keys, from `rope_parameters` (flat, or nested by layer type) or `rope_scaling`.
 
+    The model's own `original_max_position_embeddings` comes before that of the rope that all its layers share.
+
     Args:
         config: of the model.
         default_theta: where the config gives none.
@@ -73,27 +75,31 @@ def read_rope_spec(
     max_position = config.integer("max_position_embeddings", 2048)
     original = {"original_max_position_embeddings": config.integer("original_max_position_embeddings", max_position)}
     given = {key: value for key, value in parameters.keys.items() if value is not None}
+    is_outer = layer_type is None and config.get("original_max_position_embeddings") is not None
     return RopeSpec(
         rope_type=rope_type,
         theta=theta,
         rotary_size=rotary_size,
         max_position=max_position,
-        parameters=HfConfig(original | given),
+        parameters=HfConfig(given | original if is_outer else original | given),
     )
+
+
+def rope_keys(config: HfConfig) -> HfConfig:
+    """Return `rope_scaling`, where it says anything, else `rope_parameters`: in transformers the former wins."""
+    scaling = config.section("rope_scaling")
+    return scaling if scaling.keys else config.section("rope_parameters")
 
 
 def _parameters(config: HfConfig, layer_type: str | None) -> Mapping[str, Any]:
     """Return the flat parameters of a layer type; transformers 4's keys serve full attention only."""
-    section = config.section("rope_parameters")
-    given = section.keys
-    nested = any(isinstance(value, dict) for value in given.values())
-    if nested and layer_type is not None:
-        return section.section(layer_type).keys
-    is_scaled = layer_type in (None, "full_attention")
-    scaling = config.section("rope_scaling").keys if is_scaled else {}
+    given, is_scaled = config.section("rope_parameters"), layer_type in (None, "full_attention")
+    if layer_type is not None and any(isinstance(value, dict) for value in given.keys.values()):
+        own = given.section(layer_type).keys
+        return {**own, **config.section("rope_scaling").keys} if is_scaled else own
     theta_key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
     theta = config.get(theta_key)
-    flat = {**scaling, **given} if is_scaled else {}
+    flat = rope_keys(config).keys if is_scaled else {}
     return flat if theta is None or "rope_theta" in flat else {**flat, "rope_theta": theta}
 
 

@@ -18,6 +18,7 @@ from ortolan.export.families.base import (
 from ortolan.export.families.experts import read_experts
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import rope_keys
 from ortolan.graphs.config import ModelConfig
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -54,8 +55,7 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
 
 
 def _defaults(config: HfConfig) -> dict[str, Any]:
-    has_rope = bool(config.section("rope_parameters").keys or config.section("rope_scaling").keys)
-    return {"head_dim": 64} | ({} if has_rope else {"rope_parameters": DEFAULT_ROPE})
+    return {"head_dim": 64} | ({} if rope_keys(config).keys else {"rope_parameters": DEFAULT_ROPE})
 
 
 def sources(config: ModelConfig) -> Sources:

@@ -12,7 +12,7 @@ from ortolan.export.families.base import Family, layers_of, llama_sources, read_
 from ortolan.export.families.granite import granite_factors, read_granite_attention
 from ortolan.export.families.layer_types import FULL, SLIDING, read_layer_types
 from ortolan.export.hf_config import HfConfig
-from ortolan.export.rope import build_rope, read_rope_spec
+from ortolan.export.rope import build_rope, read_rope_spec, rope_keys
 from ortolan.graphs.config import AttentionConfig, ModelConfig, Rope
 
 ARCHITECTURE = "GraniteSWAForCausalLM"
@@ -62,8 +62,8 @@ def _thetas(config: HfConfig, count: int) -> Sequence[float]:
 
 
 def _rope(config: HfConfig, theta: float, max_context: int) -> Rope:
-    parameters = {**config.section("rope_scaling").keys, **config.section("rope_parameters").keys, "rope_theta": theta}
-    spec = read_rope_spec(HfConfig({**config.keys, "rope_parameters": parameters}), theta)
+    parameters = {**rope_keys(config).keys, "rope_theta": theta}
+    spec = read_rope_spec(HfConfig({**config.keys, "rope_scaling": None, "rope_parameters": parameters}), theta)
     return build_rope(_name(theta), spec, max_context)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from ortolan.export.families.base import (
     Family,
     llama_sources,
-    one_rope,
     read_attention,
     read_common,
     read_mlp,
     same_layers,
 )
 from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import build_rope, read_rope_spec
 from ortolan.graphs.config import ModelConfig, QueryScale
 
 ARCHITECTURE = "Ministral3ForCausalLM"
@@ -35,12 +35,13 @@ def read(config: HfConfig, max_context: int) -> ModelConfig:
     """Read config.json; the window, where there is one, is that of every layer."""
     config = HfConfig({"head_dim": 128, **config.keys, "rope_parameters": config.get("rope_parameters", DEFAULT_ROPE)})
     window = -1 if config.get("sliding_window") is None else config.integer("sliding_window")
-    mixer = read_attention(config, window=window, query_scale=_query_scale(config.section("rope_parameters")))
+    rope = read_rope_spec(config, 10_000.0)
+    mixer = read_attention(config, window=window, query_scale=_query_scale(rope.parameters))
     return read_common(
         config,
         ARCHITECTURE,
         same_layers(config, mixer, read_mlp(config)),
-        one_rope(config, max_context, 1_000_000.0),
+        (build_rope("all", rope, max_context),),
         norm_epsilon=config.number("rms_norm_eps", 1e-5),
     )
 

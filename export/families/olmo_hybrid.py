@@ -22,6 +22,7 @@ from ortolan.export.families.layer_types import FULL
 from ortolan.export.families.olmo2 import NORMS, read_olmo_attention
 from ortolan.export.families.qwen3_next import read_delta, read_layer_types
 from ortolan.export.hf_config import HfConfig
+from ortolan.export.rope import rope_keys
 from ortolan.graphs.config import GatedDeltaConfig, LayerConfig, ModelConfig, Rope
 
 ARCHITECTURE = "OlmoHybridForCausalLM"
@@ -61,7 +62,7 @@ def _defaults(config: HfConfig) -> dict[str, Any]:
 
 def _read_ropes(config: HfConfig, max_context: int) -> tuple[Rope, ...]:
     """Read the rope; published checkpoints have none, and say so by a base that is null."""
-    keys = config.get("rope_parameters") or config.keys
+    keys = rope_keys(config).keys or config.keys
     return () if keys.get("rope_theta", 0) is None else one_rope(config, max_context)
 
 

@@ -20,7 +20,8 @@ ARCHITECTURE = "Phi3ForCausalLM"
 
 
 def read(config: HfConfig, max_context: int) -> ModelConfig:
-    """Read config.json."""
+    """Read config.json; longrope's short factors serve up to 4096 tokens unless it says otherwise."""
+    config = HfConfig({"original_max_position_embeddings": 4096, **config.keys})
     window = config.get("sliding_window")
     window = -1 if window is None else config.integer("sliding_window")
     layers = same_layers(config, read_attention(config, window=window), read_mlp(config))

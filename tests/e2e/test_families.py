@@ -107,3 +107,30 @@ def test_whole_heads_are_rotated_where_transformers_reads_no_share(family, tmp_p
     session = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=64), device="cpu").session()
     prompt = prompt_of(40, checkpoint)
     assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE
+
+
+LONG = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+ROPES = {
+    "ministral3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.5},
+    "granite_swa": {"rope_type": "linear", "factor": 4.0},
+    "olmo_hybrid": {"rope_type": "linear", "factor": 4.0},
+    "olmo3": {"rope_type": "linear", "factor": 4.0},
+    "phi3": {"rope_type": "longrope", **LONG},
+}
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside_rope_parameters"])
+@pytest.mark.parametrize("family", ROPES)
+def test_rope_scaling_comes_before_rope_parameters(family, is_beside, tmp_path):
+    """So it does in transformers, where phi3 has its original length beside the rope, 4096 unless given."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}} if family == "phi3" else {}
+    checkpoint = tiny_checkpoint(family, tmp_path / "hf", max_position_embeddings=8192, **rope)
+    config = json.loads((checkpoint / "config.json").read_text()) | {"rope_scaling": ROPES[family]}
+    config.pop("original_max_position_embeddings", None)
+    if not is_beside:
+        del config["rope_parameters"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    session = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=4160), device="cpu").session()
+    prompt = prompt_of(90, checkpoint)
+    assert relative_difference(session.prefill(prompt), oracle_logits(checkpoint, prompt)[-1]) <= LOGITS_RELATIVE

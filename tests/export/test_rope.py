@@ -1,5 +1,7 @@
 """Frequencies of every RoPE type, in both spellings, are transformers'."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,7 @@ TYPES = {
     "proportional": {"partial_rotary_factor": 0.3, "factor": 4.0},
     "longrope": {**FACTORS, "original_max_position_embeddings": 128},
 }
+YARN = TYPES["yarn"] | {"rope_type": "yarn"}
 
 
 def transformers_frequencies(kind, parameters, length):
@@ -57,6 +60,32 @@ def test_frequencies(name, spelling, length):
     expected, factor = transformers_frequencies(kind, parameters, length)
     np.testing.assert_allclose(variant.inv_freq, expected, rtol=FREQUENCIES_RELATIVE)
     assert variant.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}, "rope_theta": 5000.0},
+        {"rope_scaling": {}, "rope_parameters": {**YARN, "rope_theta": 5000.0}},
+        {"rope_parameters": {**YARN, "rope_theta": 5000.0}, "original_max_position_embeddings": 32},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+    ],
+    ids=["rope_scaling", "its_own_theta", "empty", "outer_length", "outer_length_of_rope_scaling"],
+)
+def test_of_two_spellings_the_one_wins_that_wins_in_transformers(keys):
+    config = LlamaConfig(**BASE, **copy.deepcopy(keys))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    variant = build_rope("all", read_rope_spec(HfConfig(BASE | keys), 10_000.0), max_context=256).variants[0]
+    np.testing.assert_allclose(variant.inv_freq, expected.numpy(), rtol=FREQUENCIES_RELATIVE)
+    assert variant.attention_factor == pytest.approx(factor)
+
+
+def test_rope_scaling_is_added_to_the_ropes_of_full_layers():
+    ropes = {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 500.0}}
+    keys = BASE | {"rope_parameters": ropes, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    specs = [read_rope_spec(HfConfig(keys), 1e4, kind) for kind in ropes]
+    assert [(spec.rope_type, spec.theta) for spec in specs] == [("linear", 5000.0), ("default", 500.0)]
 
 
 def test_default_rope_and_partial_rotation():
