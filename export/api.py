@@ -212,6 +212,8 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
     if published is not None:
         _check_published(published, options)
     checkpoint = None if options.weights == "random" else open_checkpoint(source).part(family.prefixes, family.left_out)
+    if checkpoint is not None and config.tied_embeddings:
+        config = _with_own_head(config, family, checkpoint)
     has_head = promises_head(hf_config) if checkpoint is None else holds_head(checkpoint)
     if has_head and (has_head := can_have_head(config)):
         config = replace(config, gives_hidden=True)
@@ -239,6 +241,20 @@ def _read(source: Path, options: ExportOptions) -> tuple[ModelFiles, ModelFiles 
         calibration=None,
     )
     return model, files(head_options, head_config(config), model.formats) if has_head else None
+
+
+def _with_own_head(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
+    """Leave the head untied where the checkpoint holds one that differs from the embedding, as transformers 5 does."""
+    untied = replace(config, tied_embeddings=False)
+    sources = family.sources(untied)
+    head, embedding = sources["head.weight"].name, sources["embedding.weight"].name
+    if not {head, embedding} <= checkpoint.entries.keys() or checkpoint.are_equal(head, embedding):
+        return config
+    warn_caller(
+        f"config.json ties the head to the embedding (tie_word_embeddings), but {head} differs from {embedding}; the "
+        "head is exported as the checkpoint has it"
+    )
+    return untied
 
 
 def _files(

@@ -29,6 +29,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_COMPARED_VALUES = 2**22  # at a time
 
 
 def _numpy_type(name: str) -> np.dtype[Any] | None:
@@ -62,6 +63,15 @@ class Checkpoint:
         with reading(entry.file):
             mapped = np.memmap(entry.file, dtype=dtype, mode="r", offset=entry.begin, shape=entry.shape)
         return mapped if rows is None else mapped[rows[0] : rows[1]]
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Say whether two tensors hold the same values, whatever their types. Raises CheckpointError."""
+        entries = self.entries[first], self.entries[second]
+        if entries[0].shape != entries[1].shape or any(_numpy_type(each.element_type) is None for each in entries):
+            return False
+        one, other = self.read(first).reshape(-1), self.read(second).reshape(-1)
+        slabs = (slice(begin, begin + _COMPARED_VALUES) for begin in range(0, one.size, _COMPARED_VALUES))
+        return all(np.array_equal(one[slab].astype(np.float32), other[slab].astype(np.float32)) for slab in slabs)
 
     def part(self, prefixes: Mapping[str, str], left_out: Sequence[str]) -> Checkpoint:
         """Return the checkpoint of a part of a larger model.
