@@ -27,7 +27,12 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 def take_bytes(tensor: onnx.TensorProto) -> bytes:
     """Return the bytes of a tensor that the graph itself holds, little-endian, and forget them there."""
-    data = tensor.raw_data if tensor.HasField("raw_data") else onnx.numpy_helper.to_array(tensor).tobytes()
+    if tensor.HasField("raw_data"):
+        data = tensor.raw_data
+    elif from_onnx(tensor.data_type).bits < 8:  # a byte of several elements in each integer
+        data = np.array(tensor.int32_data, np.int32).astype(np.uint8).tobytes()
+    else:
+        data = onnx.numpy_helper.to_array(tensor).tobytes()
     for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         tensor.ClearField(field)
     return data

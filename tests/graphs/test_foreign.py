@@ -322,6 +322,16 @@ def test_types_that_numpy_lacks_stay_what_they_are(capfd):
     assert capfd.readouterr().out == ""
 
 
+def test_weights_in_fields_of_their_type_keep_their_bytes():
+    source = foreign.build(Foreign(qdq=True))
+    expected = convert(source).weights
+    for tensor in source.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        plain = values.astype(np.int32) if values.dtype == ml_dtypes.int4 else values
+        tensor.CopyFrom(helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, plain.reshape(-1).tolist()))
+    assert convert(source).weights == expected
+
+
 def test_rules_are_of_operators_that_exist():
     """A misspelt name would refuse what it was meant for."""
     known = {schema.name for schema in onnx.defs.get_all_schemas_with_history()}
