@@ -26,6 +26,8 @@ SPECS = {
     "smooth": Foreign(sinks="smooth"),
     "rope_nodes": Foreign(rope="nodes", rotary_size=8),
     "rope_standard": Foreign(rope="standard", rotary_size=8),
+    "rope_lookups": Foreign(rope="lookups"),
+    "rope_lookups_long": Foreign(rope="lookups", rope_limit=LIMIT),
     "rope_nodes_long": Foreign(rope="nodes", rope_limit=LIMIT),
     "no_rope": Foreign(rope="none", num_heads=8, num_kv_heads=1),
     "tied": Foreign(head="tied"),

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 VOCABULARY = 256
 MICROSOFT = "com.microsoft"
-ROPE_NODES = ("nodes", "standard")
+ROPE_NODES = ("nodes", "standard", "lookups")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Foreign:
     Attributes:
         windows: of each layer; -1 for none.
         rope: "attention" (inside GroupQueryAttention), "nodes" (RotaryEmbedding with position_ids), "standard" (that
-            of ONNX itself) or "none".
+            of ONNX itself), "lookups" (rows of the tables by position_ids, and arithmetic) or "none".
         rope_limit: above 0, an If chooses between two tables at this length.
         head_norm: whether query and key heads are normalised; `norm_inside` says that attention does it, which
             ONNX Runtime's has on GPUs alone. The weights are the same.
@@ -262,12 +262,27 @@ def _head_norm_by_shape(writer: Writer, x: str, size: int, weight: str) -> str:
 
 
 def _rotate(writer: Writer, x: str, heads: int, tables: tuple[str, str]) -> str:
+    if writer.spec.rope == "lookups":
+        return _rotate_by_lookups(writer, x, heads, tables)
     attributes = {"num_heads": heads, "interleaved": writer.spec.interleaved}
     if writer.spec.rotary_size != writer.spec.head_size:
         attributes["rotary_embedding_dim"] = writer.spec.rotary_size
     if writer.spec.rope == "standard":
         return writer.node("RotaryEmbedding", [x, *tables, "position_ids"], **attributes)
     return writer.node("RotaryEmbedding", [x, "position_ids", *tables], domain=MICROSOFT, **attributes)
+
+
+def _rotate_by_lookups(writer: Writer, x: str, heads: int, tables: tuple[str, str]) -> str:
+    half, axis = writer.spec.head_size // 2, writer.constant([2])
+    rows = (writer.node("Gather", [table, "position_ids"]) for table in tables)
+    cosine, sine = (writer.node("Unsqueeze", [row, axis]) for row in rows)
+    first, second = (f"{x}/half_{i}" for i in range(2))
+    whole = writer.node("Reshape", [x, writer.constant([0, 0, heads, 2 * half])])
+    writer.node("Split", [whole, writer.constant([half, half])], [first, second], axis=-1)
+    signs = (("Sub", first, second), ("Add", second, first))
+    turned = [writer.node(op, [writer.node("Mul", [a, cosine]), writer.node("Mul", [b, sine])]) for op, a, b in signs]
+    joined = writer.node("Concat", turned, axis=-1)
+    return writer.node("Reshape", [joined, writer.constant([0, 0, heads * 2 * half])])
 
 
 def _skip_norm(writer: Writer, skip: str, x: str, *, gives_sum: bool = True) -> tuple[str, str]:

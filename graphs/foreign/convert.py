@@ -31,6 +31,7 @@ from ortolan.graphs.foreign.values import Rows, refusal
 from ortolan.graphs.options import GraphOptions
 from ortolan.graphs.verify import without_weights
 
+_SAME_NUMBERS = frozenset(("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
 DOC_STRING = (
     "A decoder over packed tokens, converted from another exporter's graph: sequence b owns rows query_start[b] .. "
     "query_start[b+1] of token_ids and positions. Bind each cache input and its _out output to one buffer. logits "
@@ -107,7 +108,7 @@ def convert_model(source: onnx.ModelProto, names: SourceNames, options: Conversi
     logits = _keep_needed(graph, names)
     analysis = analyse(graph, input_values(graph, names))
     vocab_size = _vocab_size(analysis, logits)
-    limits = _rope_limits(graph, analysis, prepared, options)
+    limits = _rope_limits(graph, _position_tables(graph, analysis, names), prepared, options)
     dtype = _cache_dtype(analysis)
     graph_options = GraphOptions(
         dtype=dtype, sink=options.sink, snapkv_window=options.snapkv_window, page_size=options.page_size
@@ -181,13 +182,25 @@ def _vocab_size(analysis: Analysis, logits: Tensor) -> int:
     return rows.row_size
 
 
-def _rope_limits(
-    graph: GraphBuilder, analysis: Analysis, prepared: Prepared, options: ConversionOptions
-) -> tuple[int, ...]:
-    """Return the longest sequence of each variant of RoPE, ascending."""
+def _position_tables(graph: GraphBuilder, analysis: Analysis, names: SourceNames) -> set[str]:
+    """Name the tables that have a row for each position: those of RoPE, and what is looked up by positions."""
     tables = {a.rotation.cosine.name for a in analysis.attentions if a.rotation}
     for node in analysis.rotary_nodes:
         tables.add(node.inputs[1 if not node.domain else 2].name)
+    followed = [tensor for tensor in graph.graph.inputs if tensor.name == names.positions]
+    for tensor in followed:
+        for node in tensor.outputs:
+            if node.op == "Gather" and node.inputs[1] is tensor:
+                tables.add(node.inputs[0].name)
+            elif node.op in _SAME_NUMBERS and node.inputs[0] is tensor:
+                followed.append(node.outputs[0])
+    return tables
+
+
+def _rope_limits(
+    graph: GraphBuilder, tables: set[str], prepared: Prepared, options: ConversionOptions
+) -> tuple[int, ...]:
+    """Return the longest sequence of each variant of RoPE, ascending; `tables` have a row for each position."""
     choice = prepared.rope_choice
     rows = [shape[0] for name in tables if (shape := graph.shapes.get(name)) and shape[0] is not None]
     longest = min(rows, default=None) if len(rows) == len(tables) else 0

@@ -242,6 +242,15 @@ def test_arguments_are_refused(source, tmp_path, arguments):
     assert_nothing_written(tmp_path)
 
 
+@pytest.mark.parametrize("rope", ["attention", "nodes", "lookups"])
+def test_the_context_ends_where_the_tables_do(rope, tmp_path):
+    source = foreign.write(Foreign(rope=rope, positions=100), tmp_path / "source", context_length=1000)
+    with pytest.raises(ConfigError, match="max_context 101 is more than the 100 positions of the graph's RoPE tables"):
+        ortolan.convert(source, tmp_path / "model", max_context=101)
+    assert_nothing_written(tmp_path)
+    assert read_manifest(ortolan.convert(source, tmp_path / "model")).max_context == 100
+
+
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [

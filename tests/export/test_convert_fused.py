@@ -19,8 +19,8 @@ from ortolan.errors import ConfigError
 from ortolan.graphs.external_data import read_external_data
 from ortolan.manifest import CPU_FILE, FUSED_FILE, MODEL_FILE, read_manifest
 
-NOT_FUSED = {  # MLPs are mixtures, RoPE is interleaved, the softmax is smooth, weights are computed
-    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "smooth",
+NOT_FUSED = {  # MLPs are mixtures, RoPE is interleaved or arithmetic, the softmax is smooth, weights are computed
+    "gpt_oss", "gptj", "int4_embedding", "int4_initializers", "rope_lookups", "rope_lookups_long", "smooth",
 }  # fmt: skip
 PRODUCTS = {"int4": {"FusedLinear": 1, "MatMulNBits": 8, "GateMul": 2}}
 
