@@ -111,10 +111,11 @@ class CheckpointWeights:
 
     def _part_shapes(self, tensors: list[Source], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """List the shapes of the tensors that hold a weight: with their own rows, where these are all of its rows."""
-        if len(tensors) == 1:
+        entries = [self._checkpoint.entries.get(source.name) for source in tensors]
+        is_one_expert = len(shape) == 3 and entries[0] is not None and len(entries[0].shape) == 2
+        if len(tensors) == 1 and not is_one_expert:
             return [shape]
         wanted = math.prod(shape[:-1])
-        entries = [self._checkpoint.entries.get(source.name) for source in tensors]
         rows = [entry.shape[0] if entry is not None and entry.shape else 0 for entry in entries]
         return [(each if sum(rows) == wanted else wanted // len(tensors), shape[-1]) for each in rows]
 

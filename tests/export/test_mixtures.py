@@ -48,6 +48,14 @@ def test_the_number_of_experts_has_two_spellings(checkpoint, tmp_path):
     np.testing.assert_array_equal(logits(ortolan.export(checkpoint, tmp_path / "old", max_context=64)), new)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe"])
+def test_a_mixture_may_be_of_one_expert(family, tmp_path):
+    count = {"num_local_experts" if family != "qwen3_moe" else "num_experts": 1, "num_experts_per_tok": 1}
+    checkpoint = tiny_checkpoint(family, tmp_path / "hf", seed=5, **count)
+    folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
+    assert relative_difference(logits(folder), oracle_logits(checkpoint, PROMPT)[-1]) <= LOGITS_RELATIVE
+
+
 def test_every_other_layer_may_be_a_mixture(tmp_path):
     checkpoint = tiny_checkpoint("qwen3_moe", tmp_path / "hf", decoder_sparse_step=2, mlp_only_layers=[])
     folder = ortolan.export(checkpoint, tmp_path / "model", max_context=64)
