@@ -162,6 +162,10 @@ class PublishedWeights:
         assert stem is not None
         if source.is_rearranged:
             raise UnsupportedModelError(f"{source.name} cannot be read in low bits: its values are arranged anew")
+        if len(source.parts) > 1 and f"{stem}.weight" in source.parts:
+            raise UnsupportedModelError(
+                f"{stem}.weight cannot be read in low bits: it is one of {len(source.parts)} tensors of one weight"
+            )
         tensors = Tensors(checkpoint, stem)
         stored, endings = layout.describe(tensors, _whole(tensors, source, shape, layout))
         if source.rows is not None and any(edge % stored.scale_rows for edge in source.rows):

@@ -190,6 +190,15 @@ def test_a_joint_tensor_of_the_checkpoint_is_parted(tmp_path):
     assert torch.is_tensor(load_file(source / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight_packed"])
 
 
+def test_a_weight_of_several_tensors_must_be_dense(tmp_path):
+    """OLMo Hybrid's networks have queries, keys and values apart, the graph as one."""
+    differences = {"head_dim": None, "layer_types": ["linear_attention", "full_attention"]}
+    source = write_published(tmp_path, FORMS["float8"], family="olmo_hybrid", **differences)
+    message = r"linear_attn\.q_proj\.weight cannot be read in low bits: it is one of 3 tensors of one weight"
+    with pytest.raises(UnsupportedModelError, match=message):
+        ortolan.export(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "groups",
     [
