@@ -78,6 +78,8 @@ class WordLayout:
             )
         centred = bool((zeros == 1 << (self.bits - 1)).all())
         endings = {".qweight", ".scales", ".qzeros"} | ({".g_idx"} if tensors.has(".g_idx") else set())
+        if tensors.has(".bias") and not tensors.read(".bias").any():
+            endings.add(".bias")  # AutoGPTQ gives zeros to layers that have none
         # A weight has zero points unless all lie in the middle, where the format has them anyway.
         return LowBit(kind="int4" if self.bits == 4 else "int8", group_size=size, zero_points=not centred), endings
 

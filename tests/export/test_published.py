@@ -190,6 +190,24 @@ def test_a_joint_tensor_of_the_checkpoint_is_parted(tmp_path):
     assert torch.is_tensor(load_file(source / "model.safetensors")["model.layers.0.self_attn.qkv_proj.weight_packed"])
 
 
+@pytest.mark.parametrize(("family", "name"), [("llama", "gptq"), ("qwen2", "gptq-8"), ("llama", "awq")])
+def test_biases_of_zeros_are_left_out(family, name, tmp_path):
+    """AutoGPTQ writes one for every layer, also of models whose layers have none."""
+    source = write_published(tmp_path, FORMS[name], family=family)
+    expected = logits(ortolan.export(source, tmp_path / "without", max_context=128))
+
+    def add_biases(tensors):
+        stems = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+        new = {f"{stem}.bias": torch.zeros(tensors[f"{stem}.scales"].shape[1]) for stem in stems}
+        tensors |= {bias: values for bias, values in new.items() if bias not in tensors}
+
+    _edit(source, add_biases)
+    np.testing.assert_array_equal(logits(ortolan.export(source, tmp_path / "with", max_context=128)), expected)
+    _edit(source, lambda tensors: tensors["model.layers.1.self_attn.o_proj.bias"].fill_(0.5))
+    with pytest.raises(CheckpointError, match=r"does not explain, e\.g\. model\.layers\.1\.self_attn\.o_proj\.bias"):
+        ortolan.export(source, tmp_path / "refused", max_context=128)
+
+
 def test_a_weight_of_several_tensors_must_be_dense(tmp_path):
     """OLMo Hybrid's networks have queries, keys and values apart, the graph as one."""
     differences = {"head_dim": None, "layer_types": ["linear_attention", "full_attention"]}
