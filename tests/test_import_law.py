@@ -17,11 +17,13 @@ ALLOWED = {
     "graphs": BASE | {"custom_ops"},
     "export": BASE | {"custom_ops", "graphs"},
     "runtime": BASE | {"custom_ops"},
+    "serving": {"errors"},  # and the facade itself
 }
-OPTIONAL = {"cupy", "netron"}  # of an extra, and asked for by name where it is used
+OPTIONAL = {"cupy", "netron", "starlette", "uvicorn"}  # of an extra, and asked for by name where it is used
 FORBIDDEN = {  # at any depth
     "policies": {"torch", "transformers", "onnx", "onnx_graphsurgeon", "onnxruntime"},
     "runtime": {"torch", "transformers", "onnx_graphsurgeon"},
+    "serving": {"torch", "transformers", "onnx", "onnx_graphsurgeon", "onnxruntime"},
 }
 
 
@@ -47,6 +49,8 @@ def is_allowed(module: str, layer: str) -> bool:
     if parts[0] != "ortolan":
         return parts[0] not in FORBIDDEN.get(layer, ())
     inside = ".".join(parts[1:])
+    if layer == "serving" and not inside:
+        return True
     prefixes = ALLOWED[layer] | {layer}
     return any(inside == prefix or inside.startswith(prefix + ".") for prefix in prefixes)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ortolan.cli import bench, convert, demo, export, generate, inspect, perplexity
+from ortolan.cli import batch, bench, convert, demo, export, generate, inspect, perplexity, serve
 from ortolan.cli.interrupts import held
 from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
 from ortolan.errors import OrtolanError, SessionInterruptedError
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
     add_log_option(parser, DEFAULT_LEVEL)
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (export, convert, generate, inspect, bench, perplexity, demo):
+    for command in (export, convert, generate, serve, batch, inspect, bench, perplexity, demo):
         command.add_parser(commands)
     for each in commands.choices.values():
         add_log_option(each, argparse.SUPPRESS)

@@ -20,7 +20,7 @@ from ortolan.custom_ops import LibraryInfo
 from ortolan.errors import ContextLengthError
 from ortolan.retrieval import shipped_model
 
-COMMANDS = ("export", "convert", "generate", "inspect", "bench", "demo", "perplexity")
+COMMANDS = ("export", "convert", "generate", "serve", "batch", "inspect", "bench", "demo", "perplexity")
 ADDRESS_SPACE = 64 * 2**30  # bytes; far more than a process needs, far fewer than its caches ask for
 
 
@@ -39,8 +39,8 @@ def test_help_shows_every_default(command, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option_points_to_the_help_of_its_command(command, refused):
-    places = {"export": ["a", "b"], "convert": ["a", "b"], "demo": [], "perplexity": ["a", "b"]}.get(command, ["a"])
-    line = refused(command, *places, "--no-such-option")
+    places = {"demo": [], "batch": ["a", "b", "c"]} | dict.fromkeys(("export", "convert", "perplexity"), ["a", "b"])
+    line = refused(command, *places.get(command, ["a"]), "--no-such-option")
     assert "unrecognized arguments: --no-such-option" in line
     assert line.endswith(f"see `ortolan {command} --help`\n")
 
