@@ -324,9 +324,11 @@ class Session:
 
         Raises:
             ConfigError: no file can have that name or may be made there.
+            CapacityError: a failed step overwrote what the next one needs.
             StorageError: the disk is full, or writing failed otherwise; `path` is what it was before.
             ContractMismatchError: the model's files, which tell what model it is, are gone.
         """
+        self._reader.check_whole()
         save_sequence(path, self.saved_parts(), self._parts.identify(), rewind_tokens)
 
     @exclusive

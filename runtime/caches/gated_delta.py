@@ -53,30 +53,36 @@ class GatedDeltaState:
 
     def clear(self, view: StoredLayer) -> None:
         """Write zeros."""
-        for spec in self.tensors(view.index, view.layer, view.manifest):
+        for spec in self._specs(view):
             block = view.block(spec.role)
             with view.buffers.scope():
                 block[...] = 0
+        view.lengths.states_from = 0
 
     def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that the state has read more tokens than that."""
         first = view.lengths.states_from
-        if length >= first:
+        if length >= first or length == 0:
             return None
         return (
             f"the recurrent state of layer {view.index} goes back {RECENT_TOKENS} tokens at most, and not into a chunk "
             f"of more; rewind to {first} or later, or to 0"
         )
 
-    def snapshot(self, view: StoredLayer) -> None:
-        """Return None: what steps of few tokens write is forgotten by its length."""
+    def snapshot(self, view: StoredLayer) -> Mapping[str, Array]:
+        """Copy all tensors: a chunk of more than RECENT_TOKENS tokens moves them for good."""
+        with view.buffers.scope():
+            return {spec.role: view.block(spec.role).copy() for spec in self._specs(view)}
 
     def restore(self, view: StoredLayer, snapshot: Mapping[str, Array] | None) -> None:
-        """Do nothing."""
+        """Write all tensors."""
+        with view.buffers.scope():
+            for role, copied in (snapshot or {}).items():
+                view.block(role)[...] = copied
 
     def save(self, view: StoredLayer, first: int) -> Iterator[SavedTensor]:
         """Describe all tensors."""
-        for spec in self.tensors(view.index, view.layer, view.manifest):
+        for spec in self._specs(view):
             block = view.block(spec.role)
             yield SavedTensor(
                 name=spec.name,
@@ -87,8 +93,11 @@ class GatedDeltaState:
 
     def load(self, view: StoredLayer, saved: SessionFile, first: int) -> None:
         """Write all tensors."""
-        for spec in self.tensors(view.index, view.layer, view.manifest):
+        for spec in self._specs(view):
             block = view.block(spec.role)
             with view.buffers.scope():
                 flat = block.reshape(-1)
             view.buffers.write(flat, saved.read(spec.name, np.dtype(block.dtype)).reshape(-1))
+
+    def _specs(self, view: StoredLayer) -> tuple[TensorSpec, ...]:
+        return self.tensors(view.index, view.layer, view.manifest)

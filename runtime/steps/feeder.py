@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ortolan.contract import RECENT_TOKENS
 from ortolan.errors import CapacityError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
 from ortolan.runtime.caches.layer_state import kind_of, own_layers
@@ -48,9 +49,10 @@ NOTHING = Wanted()
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk under way."""
+    """A chunk under way; `undo` takes back what its length does not, unless it counts as read."""
 
     tokens: list[int]
+    undo: Callable[[], None]
     result: StepResult | None = None
     failure: OrtolanError | None = None
 
@@ -180,6 +182,8 @@ class Feeder:
                 self.interrupt.check()
         except BaseException:  # a failure, an interrupt, or what `note` raised: chunks under way are only written
             self.discard(sum(len(chunk.tokens) for chunk in reading))
+            for chunk in reading:
+                chunk.undo()
             raise
         assert result is not None
         return result
@@ -248,7 +252,7 @@ class Feeder:
     def _enqueue(self, reading: deque[_Chunk], tokens: Tokens, wanted: Wanted) -> _Chunk:
         """Enqueue a chunk behind those under way."""
         ahead = sum(len(other.tokens) for other in reading)
-        chunk = _Chunk(tokens.tolist())
+        chunk = _Chunk(tokens.tolist(), self._undo(len(tokens)))
         reading.append(chunk)
         try:
             row = self.row(tokens, ahead, wanted)
@@ -256,6 +260,23 @@ class Feeder:
         except OrtolanError as error:
             chunk.failure = error
         return chunk
+
+    def _undo(self, count: int) -> Callable[[], None]:
+        """Return what takes back a step of so many tokens that ends early, where its length alone does not.
+
+        On a device, whose memory was planned without copies, it does nothing; interrupts end no step there.
+        """
+        lengths = self.state.lengths
+        if count <= RECENT_TOKENS or self.stepper.depth or not lengths.logical:
+            return _nothing_to_undo
+        logical, states_from, snapshot = lengths.logical, lengths.states_from, self.caches.snapshot(lengths)
+
+        def undo() -> None:
+            if lengths.logical == logical:
+                self.caches.restore(snapshot, lengths)
+                lengths.states_from = states_from
+
+        return undo
 
     def _capture(self, row: Row) -> None:
         seconds = self.stepper.capture(row)
@@ -276,3 +297,7 @@ class Feeder:
         if len(chunk.tokens) > 1:
             _log.debug("read %d tokens, %d in all", len(chunk.tokens), self.state.fed)
         note(len(chunk.tokens))
+
+
+def _nothing_to_undo() -> None:
+    """Do nothing: the length of a step is enough."""

@@ -41,6 +41,11 @@ class Reader:
                 f"{len(tokens)} more tokens make {after}, past max_context = {self._plan.max_context} "
                 f"({self._state.fed} are read); {context_advice(self._plan.max_context, self._feeder.manifest)}"
             )
+        self.check_whole()
+        return tokens
+
+    def check_whole(self) -> None:
+        """Raise CapacityError where what the next token looks back on is gone."""
         lengths = self._state.lengths
         # Rings have room for a chunk behind a window, so that as many tokens may have been written and not read.
         reached = lengths.highest - self._plan.chunk_size
@@ -50,7 +55,6 @@ class Reader:
             raise CapacityError(
                 "a failed step overwrote what the next one needs; call rewind(0) and read the sequence again"
             )
-        return tokens
 
     def read_prompt(
         self, tokens: Tokens, progress: Callable[[int], object] | None, wanted: Wanted = NOTHING

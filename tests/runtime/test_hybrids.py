@@ -2,15 +2,17 @@
 
 import numpy as np
 import pytest
+from fake_cuda import on_fake_cuda
 from families import HYBRIDS, shared_checkpoint, shared_model
 from oracle_drafter import Oracle
 from parity import relative_difference
+from sessions import failing_step
 from tolerances import SAME_LOGITS
 
 import ortolan
-from ortolan import Engine, Sampling, SnapKv
+from ortolan import Engine, Eviction, Sampling, SnapKv
 from ortolan.contract import RECENT_TOKENS
-from ortolan.errors import CapacityError
+from ortolan.errors import CapacityError, OrtolanError
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
 
@@ -89,6 +91,51 @@ def test_a_chunk_cannot_be_taken_back(hybrid, draw_tokens):
     session.rewind(0)
     fresh = hybrid.session()
     np.testing.assert_array_equal(session.prefill(draw_tokens(30, 1)), fresh.prefill(draw_tokens(30, 1)))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OrtolanError("the step failed")])
+def test_a_chunk_that_ends_early_leaves_the_states_before_it(hybrid, draw_tokens, tmp_path, number, error):
+    prompt, session = draw_tokens(90), hybrid.session()
+    with failing_step(session, number, error), pytest.raises((KeyboardInterrupt, OrtolanError)):
+        session.prefill(prompt)
+    read = session.logical_length
+    assert read == 32 * (number - 1)
+    session.save(tmp_path / "a.session")
+    expected = hybrid.session().prefill(prompt)
+    for each in (session.fork(), hybrid.restore(tmp_path / "a.session"), session):
+        np.testing.assert_array_equal(each.prefill(prompt[read:]), expected)
+
+
+def test_what_a_device_cannot_take_back_is_not_saved(hybrid, draw_tokens, tmp_path, monkeypatch):
+    session = on_fake_cuda(hybrid, monkeypatch).session(chunk_size=32)
+    session.prefill(draw_tokens(40))
+    with failing_step(session, 1, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        session.prefill(draw_tokens(30))
+    for use in (lambda: session.save(tmp_path / "a.session"), lambda: session.step(5)):
+        with pytest.raises(CapacityError, match="failed step overwrote what the next one needs"):
+            use()
+    assert not list(tmp_path.iterdir())
+    session.rewind(0)
+    fresh = hybrid.session()
+    assert relative_difference(session.prefill(draw_tokens(40)), fresh.prefill(draw_tokens(40))) <= SAME_LOGITS
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_short_text_is_read_again_for_its_queries(hybrid, draw_tokens, tmp_path, number):
+    """All of it is: states begin anew there, wherever else they cannot go back."""
+    eviction, text = Eviction(policy="expected", budget=30, window=8, queries=64), draw_tokens(44)
+    session, fresh = hybrid.session(), hybrid.session(eviction=eviction)
+    session.prefill(text[:40])
+    session.save(tmp_path / "a.session")
+    restored = hybrid.restore(tmp_path / "a.session", eviction=eviction)
+    if number is not None:
+        with failing_step(restored, number, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            restored.prefill(text[40:])
+    rest = text[restored.logical_length :]
+    np.testing.assert_array_equal(restored.prefill(rest), fresh.prefill(text))
+    for index in range(len(hybrid.manifest.layers)):
+        np.testing.assert_array_equal(restored.kept_positions(index), fresh.kept_positions(index))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 1.0])
