@@ -117,11 +117,11 @@ def cache_type(option: str | None, dtype: str) -> str:
     Raises:
         ConfigError: the option has another value than those allowed.
     """
-    if option in (None, dtype):
+    if option is None:
         return dtype
-    if option not in CACHE_FORMATS:
+    if not isinstance(option, str) or option not in (dtype, *CACHE_FORMATS):
         raise ConfigError(f"cache_dtype is {option!r}; allowed: None, {dtype!r} (the dtype), 'fp8' or 'int8'")
-    return CACHE_FORMATS[str(option)]
+    return CACHE_FORMATS.get(option, dtype)
 
 
 def from_onnx(number: int) -> ElementType:

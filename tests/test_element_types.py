@@ -5,7 +5,15 @@ import onnx
 import pytest
 import safetensors.numpy
 
-from ortolan.element_types import COMPUTE_TYPES, ELEMENT_TYPES, element_type, from_numpy, from_onnx, from_safetensors
+from ortolan.element_types import (
+    COMPUTE_TYPES,
+    ELEMENT_TYPES,
+    cache_type,
+    element_type,
+    from_numpy,
+    from_onnx,
+    from_safetensors,
+)
 from ortolan.errors import ConfigError, UnsupportedModelError
 
 
@@ -41,3 +49,14 @@ def test_activations_are_floats_and_unknown_types_are_named():
         element_type("float12")
     with pytest.raises(UnsupportedModelError, match="type 8 "):
         from_onnx(onnx.TensorProto.STRING)
+
+
+def test_caches_have_the_type_that_their_option_names():
+    options = (None, "float16", "fp8", "int8")
+    assert [cache_type(option, "float16") for option in options] == ["float16", "float16", "float8_e4m3fn", "int8"]
+
+
+@pytest.mark.parametrize("option", ["float32", "float8_e4m3fn", "", 8, ["fp8"], {}, np.array(["fp8", "int8"])])
+def test_other_types_of_caches_are_refused(option):
+    with pytest.raises(ConfigError, match=r"cache_dtype is .*allowed: None, 'float16' \(the dtype\), 'fp8' or 'int8'"):
+        cache_type(option, "float16")
