@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +36,7 @@ class StopFilter:
         Raises:
             ConfigError: a stop is empty, or is neither a text nor token ids, or is a text and there is no tokenizer.
         """
-        if isinstance(stops, str | bytes) or not isinstance(stops, Iterable):
-            stops = [stops]
-        self.stops = [stop if isinstance(stop, str) else _checked(stop, vocab_size) for stop in stops]
+        self.stops = [stop if isinstance(stop, str) else _checked(stop, vocab_size) for stop in _listed(stops)]
         strings = [stop for stop in self.stops if isinstance(stop, str)]
         self._stops = [stop for stop in self.stops if not isinstance(stop, str)]
         self._held: list[int] = []
@@ -131,8 +130,15 @@ class _TextStops:
         return sum(end <= offset for end in self._ends)
 
 
+def _listed(given: Any) -> list[Any]:
+    """Return what is given as a list; one text or number, also an array without axes, as a list of one."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
+        return [given]
+    return list(given)
+
+
 def _checked(stop: int | Sequence[int], vocab_size: int) -> list[int]:
-    tokens = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, bytes) else [stop]
+    tokens = _listed(stop)
     valid = all(isinstance(t, (int, np.integer)) and not isinstance(t, bool) and 0 <= t < vocab_size for t in tokens)
     if not tokens or not valid:
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Stop tokens and stop texts; tokens are parts of words and of characters."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,7 +91,11 @@ def test_stop_sequences_are_found_where_they_overlap(stops, pushed, seen, stoppe
 
 
 @pytest.mark.parametrize(
-    "stop", [[[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], 10, True, None, "", b"a", [b"\x01"]]
+    "stop",
+    [
+        *([[]], [10], [[3, -1]], [True], ["a"], [""], [[1.5]], [["a"]], [None], [b"\x01"], [np.array(3)]),
+        *(10, True, None, "", b"a", np.array(3)),
+    ],
 )
 def test_stops_that_are_no_tokens_are_refused(stop):
     with pytest.raises(ConfigError, match="stop"):
