@@ -109,7 +109,7 @@ def checkpoint_folder(given: object, *, weights: bool) -> Path:
     model = HubModel(given, CHECKPOINT_FILE)
     model.fetch_present(SIDE_FILES)
     if weights:
-        model.fetch_present([INDEX_FILE])
+        model.fetch_present([SINGLE_FILE, INDEX_FILE])
         is_sharded = is_file(model.folder / INDEX_FILE)
         model.fetch([file.name for file in _files(model.folder)] if is_sharded else [SINGLE_FILE])
     return model.folder
@@ -130,6 +130,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _files(folder: Path) -> list[Path]:
+    """Return the files with the tensors; the single one comes before an index, as it does in transformers."""
+    if is_file(folder / SINGLE_FILE):
+        return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if is_file(index):
         try:
@@ -138,8 +141,6 @@ def _files(folder: Path) -> list[Path]:
             return [folder / name for name in sorted(set(weight_map.values()))]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
-    if is_file(folder / SINGLE_FILE):
-        return [folder / SINGLE_FILE]
     raise CheckpointError(
         f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints are read "
         "(or export with weights='random')"

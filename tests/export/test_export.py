@@ -47,6 +47,13 @@ def test_shards_equal_one_file(checkpoint, tmp_path):
         ortolan.export(checkpoint, tmp_path / "gone")
 
 
+def test_a_single_file_comes_before_an_index(checkpoint, tmp_path):
+    """As in transformers: a folder that was saved twice may have both."""
+    alone = logits(ortolan.export(checkpoint, tmp_path / "alone", max_context=64))
+    (checkpoint / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}')
+    np.testing.assert_array_equal(logits(ortolan.export(checkpoint, tmp_path / "both", max_context=64)), alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_checkpoints_are_widened(checkpoint, tmp_path, dtype):
     edit_tensors(checkpoint, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
@@ -221,6 +228,7 @@ def test_damaged_checkpoints_are_refused(checkpoint, tmp_path, damage):
     elif damage == "dtype":
         edit_tensors(checkpoint, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}))
     else:
+        path.rename(checkpoint / "model-00001-of-00001.safetensors")
         (checkpoint / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="safetensors"):
         ortolan.export(checkpoint, tmp_path / "model", max_context=64)

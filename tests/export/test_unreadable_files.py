@@ -18,6 +18,7 @@ from ortolan.errors import CheckpointError, ConfigError, StorageError
 from ortolan.export.weights import WEIGHTS_FILE
 
 CHECKPOINT_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -49,8 +50,10 @@ def refused(tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("name", [*CHECKPOINT_FILES, "model.safetensors.index.json"])
+@pytest.mark.parametrize("name", [*CHECKPOINT_FILES, INDEX])
 def test_a_checkpoint_file_that_may_not_be_read_is_named(checkpoint, tmp_path, monkeypatch, refused, name):
+    if name == INDEX:
+        (checkpoint / "model.safetensors").rename(checkpoint / INDEX)
     (checkpoint / name).touch()
     make_unreadable(checkpoint / name, monkeypatch)
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied") as caught:
