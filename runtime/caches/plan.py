@@ -128,6 +128,11 @@ class CachePlan:
         return any(kind.grows for kind in self.kinds)
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers keep a recurrent state, which a chunk of more than RECENT_TOKENS tokens moves for good."""
+        return any(layer.kind == "gated_delta" for layer in self.layers)
+
+    @property
     def snapshot_spacing(self) -> int:
         """Tokens whose keys and values take as many bytes as a snapshot of what is written over; 0: nothing is."""
         grown = sum(kind.page_bytes for kind in self.kinds if kind.grows)

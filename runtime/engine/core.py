@@ -16,47 +16,13 @@ from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.engine.stats import EngineStats
 from ortolan.runtime.speculation.drafter import count_accepted
 from ortolan.runtime.speculation.pools import DraftPools
 from ortolan.runtime.steps.row import NO_DRAWS, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What an engine did since it was made.
-
-    Attributes:
-        steps: runs of the scheduler that fed something.
-        fed_tokens: prompts' and generated ones, those read anew included.
-        generated_tokens: tokens chosen.
-        reused_tokens: tokens of prompts that were not read because pages held them already.
-        snapshots: copies of rings and recurrent states that were kept for prompts that begin alike.
-        evictions: sequences evicted.
-        preemptions: times a sequence gave its pages back for an older one.
-        most_running: most requests that had pages at once.
-        finished: requests that ended by themselves.
-        failed: requests that ended by an error or a cancel.
-        drafted_tokens: tokens of drafts that were checked.
-        accepted_tokens: of these, those that were right.
-        drafts_without_room: drafts that were not made, as the caches of drafts were full.
-    """
-
-    steps: int = 0
-    fed_tokens: int = 0
-    generated_tokens: int = 0
-    reused_tokens: int = 0
-    snapshots: int = 0
-    evictions: int = 0
-    preemptions: int = 0
-    most_running: int = 0
-    finished: int = 0
-    failed: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    drafts_without_room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +104,9 @@ class EngineCore:
             chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
         self._stats.steps += bool(chunks)
         self._stats.most_running = max(self._stats.most_running, len(self.scheduler.admitted))
-        ran = self._run([chunk for chunk in chunks if not chunk.captures])
+        ran = self._run([chunk for chunk in chunks if not chunk.is_alone])
         for chunk in chunks:
-            if chunk.captures:  # alone, so that nothing is captured of the others
+            if chunk.is_alone and chunk.sequence in self._requests:
                 ran += self._run([chunk])
         if self.stepper.depth and _is_one_run(ran):
             self._advance(ran)
@@ -254,15 +220,30 @@ class EngineCore:
                 self._fail(self._requests[chunks[0].sequence], error)
                 return []
             left = [chunk for chunk in chunks if chunk.sequence in self._requests]
-            return [ran for chunk in left for ran in self._run([chunk])]
+            return [ran for chunk in left for ran in self._run_again(chunk, error)]
         for chunk in chunks:
-            self._keep_state(chunk)
+            self._settle(chunk)
         begins = itertools.accumulate((len(row.draws) for row in rows), initial=0)
         return [Ran(chunk, chunk.sequence.pages, result, begin) for chunk, begin in zip(chunks, begins, strict=False)]
 
-    def _keep_state(self, chunk: Chunk) -> None:
-        """Copy what is written over, behind a chunk that was enqueued, where a snapshot is due."""
+    def _run_again(self, chunk: Chunk, error: OrtolanError) -> list[Ran]:
+        """Run a chunk of a step that failed, or read its sequence anew, but once, where that moved a state for good."""
+        sequence = chunk.sequence
+        if not chunk.moves_state:
+            return self._run([chunk])
+        if sequence.may_restart:
+            sequence.has_restarted = True
+            self.scheduler.restart(sequence)
+        else:
+            self._fail(self._requests[sequence], error)
+        return []
+
+    def _settle(self, chunk: Chunk) -> None:
+        """Let go of what a chunk that was enqueued began with, and copy what is written over where that is due."""
         self.scheduler.prefixes.finish_resume(chunk.sequence)
+        if chunk.sequence.is_stored:
+            chunk.sequence.is_stored = False
+            self._requests[chunk.sequence].close()
         snapshot = chunk.sequence.snapshot
         if snapshot is not None and snapshot.length == chunk.end:
             self.pools.copy(chunk.sequence.pages, snapshot.pages)
@@ -273,8 +254,6 @@ class EngineCore:
             sequence.captures = self.pools.make_captures(sequence)
         if sequence.is_stored and request.saved is not None:
             self.pools.load(sequence, request.saved)
-            sequence.is_stored = False
-            request.close()
         if chunk.begin == 0:
             self.pools.begin(sequence)
         if sequence.resumes:

@@ -15,12 +15,13 @@ from ortolan.errors import ConfigError, ContextLengthError, file_path, finite_nu
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import CachePlan, context_advice
-from ortolan.runtime.engine.core import EngineCore, EngineStats
+from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.memory import EngineMemory, count_memory
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
 from ortolan.runtime.engine.scheduler import Scheduler, check_fits
 from ortolan.runtime.engine.sequence import TokenSequence
+from ortolan.runtime.engine.stats import EngineStats
 from ortolan.runtime.engine.stream import Outbox, Stream
 from ortolan.runtime.engine.worker import Worker
 from ortolan.runtime.eviction.graphs import check_eviction, one_eviction

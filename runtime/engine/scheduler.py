@@ -38,6 +38,8 @@ class Chunk:
         samples: whether the token after them is not known yet, so that the logits choose it.
         captures: whether their queries are needed to evict.
         evicts: whether the sequence evicts after them.
+        moves_state: whether they cannot be fed again after a step that failed, which may have moved recurrent states.
+        is_alone: whether no others are run with them: what they capture is theirs, or a failure would end the sequence.
     """
 
     sequence: TokenSequence
@@ -46,6 +48,8 @@ class Chunk:
     samples: bool
     captures: bool
     evicts: bool
+    moves_state: bool
+    is_alone: bool
     draft: tuple[int, ...] = ()
 
 
@@ -140,14 +144,17 @@ class Scheduler:
         end = self.prefixes.chunk_end(sequence, sequence.chunk_end(room, self.plan.cuts))
         if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
             return 0
-        samples = end == len(sequence.tokens)
+        samples, captures = end == len(sequence.tokens), sequence.captures_before(end)
+        moves_state = self.plan.has_states and sequence.moves_state(end)
         chunks[sequence] = Chunk(
             sequence=sequence,
             begin=sequence.fed,
             end=end,
             samples=samples,
-            captures=sequence.captures_before(end),
+            captures=captures,
             evicts=sequence.evicts_at(end),
+            moves_state=moves_state,
+            is_alone=captures or (moves_state and not sequence.may_restart),
             draft=self._fitting_draft(chunks, sequence, end) if samples else (),
         )
         return end - sequence.fed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ortolan.contract import RECENT_TOKENS
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.plan import KindPlan
 from ortolan.runtime.state.sequence import SequenceState
@@ -35,6 +36,7 @@ class TokenSequence(SequenceState):
         is_stored: whether a file holds what was read, and its pages are still to be filled with it.
         is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction,
             or where not each token may be read in any piece.
+        has_restarted: whether it reads its tokens anew since a step failed that it shared with others.
         draft: tokens that may follow the known ones, which the next step checks.
         digest: of the pages that the prefix index knows.
         published: their number.
@@ -50,6 +52,7 @@ class TokenSequence(SequenceState):
     eviction: Eviction | None = None
     is_stored: bool = False
     is_unrepeatable: bool = False
+    has_restarted: bool = False
     draft: tuple[int, ...] = ()
     digest: bytes = b""
     published: int = 0
@@ -62,6 +65,11 @@ class TokenSequence(SequenceState):
     def needs_one(self) -> bool:
         """Whether a single token is all there is to feed."""
         return len(self.tokens) - self.fed == 1
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether its tokens may be read anew after a step that failed."""
+        return not (self.is_unrepeatable or self.has_restarted)
 
     @property
     def evicted_at(self) -> int:
@@ -106,6 +114,11 @@ class TokenSequence(SequenceState):
         if self.will_evict:
             last = min(last, self.prompt_length)
         return self.fed + cuts.piece(fed=self.fed, prompt=self.prompt_length, known=last, room=room)
+
+    def moves_state(self, end: int) -> bool:
+        """Say whether a chunk up to `end` moves recurrent states for good, from where nothing else holds them."""
+        begins = not self.fed or self.is_stored or bool(self.resumes)
+        return end - self.fed > RECENT_TOKENS and not begins
 
     def captures_before(self, end: int) -> bool:
         """Say whether a chunk up to `end` holds queries that score the prompt."""

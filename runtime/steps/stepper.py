@@ -82,7 +82,8 @@ class Stepper(Protocol):
 
         Raises:
             CapacityError: there is no memory for intermediate results.
-            OrtolanError: the step failed; to feed its tokens again is safe.
+            OrtolanError: the step failed; to feed its tokens again is safe, unless more than RECENT_TOKENS of a
+                sequence have moved a recurrent state.
         """
 
     def capture(self, row: Row) -> float | None:
