@@ -35,6 +35,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overcommit", type=float, default=1.0, help="how many times over caches are promised (default: %(default)s)"
     )
+    group.add_argument(
+        "--host-cache-bytes",
+        type=read_bytes,
+        default=0,
+        metavar="N[KiB|MiB|GiB]",
+        help="of copies of prompts' beginnings in host memory, for later prompts that begin so (default: %(default)s)",
+    )
+    group.add_argument(
+        "--disk-cache", metavar="FOLDER", help="keep such copies in files, which outlive the command (default: none)"
+    )
+    group.add_argument(
+        "--disk-cache-bytes",
+        type=read_bytes,
+        default=16 * UNITS["GiB"],
+        metavar="N[KiB|MiB|GiB]",
+        help="of these files (default: 16GiB)",
+    )
     group = parser.add_argument_group("requests")
     group.add_argument("--model-name", metavar="NAME", help="of the model in requests (default: the folder's)")
     group.add_argument(
@@ -73,6 +90,9 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
         options.chunk_tokens,
         max_context=options.max_context,
         overcommit=options.overcommit,
+        host_cache_bytes=options.host_cache_bytes,
+        disk_cache=options.disk_cache,
+        disk_cache_bytes=options.disk_cache_bytes,
     )
     with engine:
         yield Service(

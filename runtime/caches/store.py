@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ortolan.errors import CapacityError
 from ortolan.manifest import CacheKind, LayerInfo, Manifest
@@ -123,6 +124,40 @@ class CacheStore:
         ]
         with self.buffers.scope():
             return Captures(blocks)
+
+    def page_bytes(self, kind: str) -> int:
+        """Return the bytes of a page of a kind, in all its layers."""
+        return sum(len(places) * int(block.array[0, 0].nbytes) for block, places in self._blocks_of(kind))
+
+    def read_pages(self, kind: str, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Copy what pages of a kind hold, in all its layers, to the host: [pages, bytes of a page]."""
+        parts = []
+        for block, places in self._blocks_of(kind):
+            with self.buffers.scope():
+                part = block.array[_grid(places, pages)]
+            rows = np.moveaxis(self.buffers.download(part), 1, 0)
+            parts.append(np.ascontiguousarray(rows).reshape(len(pages), -1).view(np.uint8))
+        return np.concatenate(parts, axis=1)
+
+    def write_pages(self, kind: str, pages: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Give pages of a kind what `read_pages` has copied from as many."""
+        begin = 0
+        for block, places in self._blocks_of(kind):
+            shape, dtype = block.array.shape[2:], np.dtype(block.array.dtype)
+            end = begin + len(places) * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            rows = np.ascontiguousarray(contents[:, begin:end]).view(dtype).reshape(len(pages), len(places), *shape)
+            part = self.buffers.allocate((len(places), len(pages), *shape), dtype)
+            self.buffers.write(part, np.ascontiguousarray(np.moveaxis(rows, 0, 1)))
+            with self.buffers.scope():
+                block.array[_grid(places, pages)] = part
+            begin = end
+
+    def _blocks_of(self, kind: str) -> Iterator[tuple[Block, list[int]]]:
+        """Yield the blocks with tensors of a kind, and the places of these in each."""
+        for block in self._blocks:
+            places = [i for i, (index, _) in enumerate(block.members) if self._kinds[index].name == kind]
+            if places:
+                yield block, places
 
     def clear(self) -> None:
         """Let all arrays go."""
@@ -282,6 +317,11 @@ class StoredLayer:
         """Return the sequence's page of a tensor that has no slots."""
         with self.buffers.scope():
             return self._caches.store.tensors[self.index][role][self._caches.page_numbers(self.index)[0], ...]
+
+
+def _grid(places: Sequence[int], pages: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the index of some pages of some tensors of a block, [places, pages, ...]; devices take lists, too."""
+    return [[place] for place in places], [list(pages)]
 
 
 def _copy_front(target: Array, source: Array, axis: int, rows: int) -> None:

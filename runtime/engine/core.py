@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanError
 from ortolan.runtime.caches.captures import Captures
+from ortolan.runtime.engine.archive import PrefixArchive
 from ortolan.runtime.engine.drafting import Drafting
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
@@ -39,11 +40,17 @@ class EngineCore:
     """Owns the scheduler, the stepper and all requests; not thread-safe."""
 
     def __init__(
-        self, scheduler: Scheduler, stepper: Stepper, pools: PoolCaches, drafts: DraftPools | None = None
+        self,
+        scheduler: Scheduler,
+        stepper: Stepper,
+        pools: PoolCaches,
+        drafts: DraftPools | None = None,
+        archive: PrefixArchive | None = None,
     ) -> None:
         """Start without requests; `drafts` are the caches of drafts, none where nobody drafts by a graph."""
         self.scheduler, self.stepper, self.pools = scheduler, stepper, pools
         self.drafting = Drafting(drafts or DraftPools(scheduler.plan.max_context), scheduler.plan.rope_limits)
+        self.archive = archive
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()
         self._ahead: list[Ran] = []  # a step whose tokens were not taken yet: PENDING in their sequences
@@ -61,6 +68,7 @@ class EngineCore:
             reused_tokens=scheduler.reused_tokens,
             snapshots=scheduler.prefixes.snapshots,
             preemptions=scheduler.preemptions,
+            restored_pages=0 if self.archive is None else self.archive.restored_pages,
             drafts_without_room=self._stats.drafts_without_room + sum(map(_without_room, self._requests.values())),
         )
 
@@ -68,6 +76,8 @@ class EngineCore:
         """Let all that steps use go; no step follows."""
         self.drafting.pools.close()
         self.stepper.close()
+        if self.archive is not None:
+            self.archive.close()
 
     def add(self, request: Request) -> None:
         """Let a request wait; one that cannot fit fails by itself."""
@@ -96,6 +106,9 @@ class EngineCore:
         Where the stepper runs ahead, the tokens of a step are taken once the next is enqueued behind it.
         """
         self._draft()
+        if self.archive is not None:
+            for sequence in self.scheduler.candidates():
+                self.archive.bring(sequence)
         chunks = self.scheduler.next_step()
         if not (chunks or self._ahead):
             self._fail_stuck()
@@ -200,7 +213,9 @@ class EngineCore:
 
     def _offer_prefix(self, ran: Ran) -> None:
         if ran.pages is ran.chunk.sequence.pages:  # else it gave them back meanwhile
-            self.scheduler.prefixes.offer(ran.chunk.sequence, ran.chunk.end)
+            offered = self.scheduler.prefixes.offer(ran.chunk.sequence, ran.chunk.end)
+            if self.archive is not None:
+                self.archive.keep(offered)
 
     def _advance(self, ran: Sequence[Ran]) -> None:
         self.scheduler.advance(tuple(each.chunk for each in ran))

@@ -14,7 +14,10 @@ import numpy.typing as npt
 from ortolan.errors import ConfigError, ContextLengthError, file_path, finite_number, truth, whole_number
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
+from ortolan.runtime.caches.page_archive import PageArchive
 from ortolan.runtime.caches.plan import CachePlan, context_advice
+from ortolan.runtime.engine.archive import PrefixArchive
+from ortolan.runtime.engine.archive_options import DISK_CACHE_BYTES, ArchiveOptions
 from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.memory import EngineMemory, count_memory
 from ortolan.runtime.engine.pool_caches import PoolCaches
@@ -54,6 +57,7 @@ class EngineParts:
         identify: says what model this is, for saved sequences.
         prepare_drafter: returns what makes a drafter over given caches. Raises ConfigError where the model cannot have
             it.
+        archive: takes copies of prefixes; None: none are kept.
     """
 
     manifest: Manifest
@@ -64,6 +68,7 @@ class EngineParts:
     detokenize: Detokenize
     identify: Callable[[], Fingerprint]
     prepare_drafter: Callable[[Speculation, DraftPools], Callable[[], Drafter]]
+    archive: PageArchive | None = None
 
 
 class Engine:
@@ -85,6 +90,9 @@ class Engine:
         max_context: int | None = None,
         overcommit: float = 1.0,
         max_draft_bytes: int | None = None,
+        host_cache_bytes: int = 0,
+        disk_cache: str | Path | None = None,
+        disk_cache_bytes: int = DISK_CACHE_BYTES,
     ) -> None:
         """Allocate the page pools and start the thread.
 
@@ -101,9 +109,14 @@ class Engine:
             max_draft_bytes: of the caches of each draft model or head, which are allocated when one drafts first; None
                 takes what as many tokens need as the page pools hold, on CUDA at most half of the free memory. Where
                 they are full, a request goes on without drafts.
+            host_cache_bytes: of copies of prefixes in host memory, which come back where later prompts begin so and the
+                pages have been given to others.
+            disk_cache: folder for such copies, which other engines of the same model read, too; None: no files.
+            disk_cache_bytes: of the files of this model.
 
         Raises:
-            ConfigError: the model is not paged, or a number is not allowed.
+            ConfigError: the model is not paged, a number is not allowed, the folder cannot be used, or no two sequences
+                of the model can share a prefix.
             CapacityError: the bytes hold no sequence, or there is no memory for them.
         """
         if not isinstance(model, Model):
@@ -113,7 +126,9 @@ class Engine:
             raise ConfigError(f"overcommit is {overcommit!r}; it must be a number, at least 1")
         if max_draft_bytes is not None:
             max_draft_bytes = whole_number("max_draft_bytes", max_draft_bytes)
+        archived = ArchiveOptions.of(host_cache_bytes, disk_cache, disk_cache_bytes)
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
+        pages = archived.open(plan, model)
         store, stepper = model.pool_stepper(plan)
         pools = PoolCaches(store, plan, model.evictions.open, lambda: model.fingerprint)
         parts = EngineParts(
@@ -125,6 +140,7 @@ class Engine:
             detokenize=model.detokenize,
             identify=lambda: model.fingerprint,
             prepare_drafter=lambda speculation, drafts: _prepare_drafter(speculation, model, drafts),
+            archive=pages,
         )
         self._start(parts, share, max_draft_bytes)
 
@@ -140,7 +156,10 @@ class Engine:
         self._parts = parts
         self._numbers = itertools.count()
         self._drafts = DraftPools(parts.plan.max_context, DraftLimits.of(parts.plan, max_draft_bytes))
-        core = EngineCore(Scheduler(parts.plan, overcommit), parts.stepper, parts.pools, self._drafts)
+        scheduler, archive = Scheduler(parts.plan, overcommit), None
+        if parts.archive is not None:
+            archive = PrefixArchive(parts.archive, scheduler.prefixes, parts.pools, parts.plan)
+        core = EngineCore(scheduler, parts.stepper, parts.pools, self._drafts, archive)
         self.worker = Worker(core)
         self._finalizer = weakref.finalize(self, self.worker.stop)
 

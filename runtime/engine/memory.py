@@ -17,6 +17,8 @@ class EngineMemory:
         kept_bytes: of pages that nobody holds, kept for prompts that begin as they do.
         free_bytes: of the other pages.
         draft_bytes: besides, what draft models and heads have: caches, held or not, and inputs and outputs of steps.
+        host_cache_bytes: besides, copies of prefixes in host memory.
+        disk_cache_bytes: copies of prefixes in files.
     """
 
     pool_bytes: int
@@ -24,6 +26,8 @@ class EngineMemory:
     kept_bytes: int
     free_bytes: int
     draft_bytes: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
 
 
 def count_memory(core: EngineCore) -> EngineMemory:
@@ -37,4 +41,6 @@ def count_memory(core: EngineCore) -> EngineMemory:
         kept_bytes=sum(pool.kept * bytes_of[pool.name] for pool in pools),
         free_bytes=sum(pool.free * bytes_of[pool.name] for pool in pools),
         draft_bytes=core.drafting.pools.bytes,
+        host_cache_bytes=0 if core.archive is None else core.archive.pages.host_bytes,
+        disk_cache_bytes=0 if core.archive is None else core.archive.pages.disk_bytes,
     )

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.plan import CachePlan
@@ -60,6 +63,18 @@ class PoolCaches:
         counts = {name: min(len(source[name]), len(target[name])) for name in names}
         sources, targets = ({name: each[name][:count] for name, count in counts.items()} for each in (source, target))
         SequenceCaches(self._store, targets).copy_from(SequenceCaches(self._store, sources))
+
+    def page_bytes(self, kind: str) -> int:
+        """Bytes of a page of one kind, as `read` returns it."""
+        return self._store.page_bytes(kind)
+
+    def read(self, kind: str, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Copy what pages of a kind hold to the host: [pages, bytes of a page]."""
+        return self._store.read_pages(kind, pages)
+
+    def write(self, kind: str, pages: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Give pages of a kind what `read` has copied."""
+        self._store.write_pages(kind, pages, contents)
 
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths.

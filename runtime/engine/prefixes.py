@@ -43,6 +43,15 @@ class Prefix:
     parts_at: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """What was offered to other sequences: the pages of a kind, and the digest of the tokens that they hold."""
+
+    kind: str
+    digest: bytes
+    pages: tuple[int, ...]
+
+
 class Prefixes:
     """The page pools of a plan, and the beginnings that they hold.
 
@@ -61,11 +70,10 @@ class Prefixes:
 
     def find(self, sequence: TokenSequence) -> Prefix:
         """Return what is known of a waiting sequence; its last token is fed in any case, for its logits."""
-        if not self._serves(sequence) or sequence.is_stored:
+        digests = self.chain(sequence)
+        if not digests:
             return Prefix()
         size = self._plan.page_size
-        whole = (len(sequence.tokens) - 1) // size
-        digests = list(chain_digests(sequence.tokens, size, whole, _root(sequence)))
         chains = {kind.name: self._index[kind.name].find(digests) for kind in self._growing}
         known = count = min(map(len, chains.values()))
         while count and not self._may_begin(sequence, count, digests):
@@ -76,6 +84,27 @@ class Prefixes:
             copied={k.name: self._index[k.name].get(digests[count - 1]) for k in self._fixed} if count else {},
             parts_at=known * size,
         )
+
+    def chain(self, sequence: TokenSequence) -> list[bytes]:
+        """Return the digests of the whole pages that a waiting sequence could begin with; none where it may not."""
+        if not self._serves(sequence) or sequence.is_stored:
+            return []
+        size = self._plan.page_size
+        whole = (len(sequence.tokens) - 1) // size
+        return list(chain_digests(sequence.tokens, size, whole, _root(sequence)))
+
+    def pages_of(self, name: str, digest: bytes) -> tuple[int, ...]:
+        """Return the pages of a kind that hold what a digest stands for; none where none do."""
+        return self._index[name].get(digest)
+
+    def publish(self, name: str, digest: bytes, pages: Sequence[int]) -> None:
+        """Note what pages of a kind hold that were filled from elsewhere."""
+        self._index[name].add(digest, *pages)
+
+    def may_cut(self, sequence: TokenSequence, count: int) -> bool:
+        """Say whether a sequence may read on behind its first `count` pages."""
+        known, length = len(sequence.tokens), count * self._plan.page_size
+        return self._plan.cuts.may_begin(length, prompt=sequence.prompt_length, known=known)
 
     def begin(self, sequence: TokenSequence, prefix: Prefix) -> None:
         """Let a sequence without pages begin with a prefix, and choose where it leaves snapshots."""
@@ -121,25 +150,30 @@ class Prefixes:
         """Return the pages of a kind that admitted sequences may still take."""
         return sum(other.most_pages(kind) - len(other.pages[kind.name]) for other in admitted)
 
-    def offer(self, sequence: TokenSequence, length: int) -> None:
+    def offer(self, sequence: TokenSequence, length: int) -> list[Offered]:
         """Offer what holds a sequence's first `length` tokens to others; these tokens were fed, and are sound.
 
-        Eviction moves rows within its sequence's pages, so those stay private.
+        Eviction moves rows within its sequence's pages, so those stay private. Returns what is new.
         """
+        offered: list[Offered] = []
         if not self._serves(sequence):
-            return
+            return offered
         size = self._plan.page_size
         while (sequence.published + 1) * size <= self._plan.cuts.shared(sequence.prompt_length, length):
             begin = sequence.published * size
             sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
             for kind in self._growing:
-                self._index[kind.name].add(sequence.digest, sequence.pages[kind.name][sequence.published])
+                page = sequence.pages[kind.name][sequence.published]
+                self._index[kind.name].add(sequence.digest, page)
+                offered.append(Offered(kind=kind.name, digest=sequence.digest, pages=(page,)))
             sequence.published += 1
             if sequence.snapshot is not None and sequence.snapshot.length == begin + size:
                 for name, pages in sequence.snapshot.pages.items():
+                    offered.append(Offered(kind=name, digest=sequence.digest, pages=tuple(pages)))
                     self._index[name].add(sequence.digest, *pages)
                 self._drop_snapshot(sequence)
                 self.snapshots += 1
+        return offered
 
     def forget(self, sequence: TokenSequence) -> None:
         """Offer a sequence's pages to nobody: what they hold is spoiled."""
@@ -164,10 +198,9 @@ class Prefixes:
 
     def _may_begin(self, sequence: TokenSequence, count: int, digests: Sequence[bytes]) -> bool:
         """Say whether a sequence may begin with the first `count` pages, whose keys and values are there."""
-        known, length = len(sequence.tokens), count * self._plan.page_size
-        if not self._plan.cuts.may_begin(length, prompt=sequence.prompt_length, known=known):
-            return False
-        return all(self._index[kind.name].get(digests[count - 1]) for kind in self._fixed)
+        return self.may_cut(sequence, count) and all(
+            self._index[kind.name].get(digests[count - 1]) for kind in self._fixed
+        )
 
     def _wants(self, sequence: TokenSequence, length: int) -> bool:
         """Say whether a snapshot belongs at a length: at a mark, or before one as far as snapshots lie apart."""

@@ -125,6 +125,14 @@ class Scheduler:
             self.prefixes.plan_snapshot(chunk.sequence, chunk.end, self._admitted)
         return tuple(chunks.values())
 
+    def candidates(self) -> list[TokenSequence]:
+        """Return the waiting sequences that the next step could admit, for what an archive knows of them."""
+        found = self._waiting[: self.plan.max_sequences - len(self._admitted)]
+        for sequence in found:
+            if not sequence.is_stored:
+                sequence.variant = self._variant(sequence)
+        return found
+
     def advance(self, chunks: tuple[Chunk, ...]) -> None:
         """Take note that a step was run, or is under way."""
         for chunk in chunks:

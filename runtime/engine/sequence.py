@@ -38,6 +38,7 @@ class TokenSequence(SequenceState):
             or where not each token may be read in any piece.
         has_restarted: whether it reads its tokens anew since a step failed that it shared with others.
         draft: tokens that may follow the known ones, which the next step checks.
+        was_sought: whether an archive was asked for its beginning since it waits.
         digest: of the pages that the prefix index knows.
         published: their number.
         marks: lengths at which snapshots are wanted, ascending.
@@ -54,6 +55,7 @@ class TokenSequence(SequenceState):
     is_unrepeatable: bool = False
     has_restarted: bool = False
     draft: tuple[int, ...] = ()
+    was_sought: bool = False
     digest: bytes = b""
     published: int = 0
     marks: tuple[int, ...] = ()
@@ -133,7 +135,7 @@ class TokenSequence(SequenceState):
         """Forget what pages held; the tokens stay."""
         self.pages = {}
         self.lengths.clear()
-        self.is_stored = False
+        self.is_stored = self.was_sought = False
         self.draft = ()
         self.published, self.snapshot_at = 0, 0
         self.digest = b""

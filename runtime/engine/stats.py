@@ -14,6 +14,7 @@ class EngineStats:
         fed_tokens: prompts' and generated ones, those read anew included.
         generated_tokens: tokens chosen.
         reused_tokens: tokens of prompts that were not read because pages held them already.
+        restored_pages: pages that came back from host memory or files.
         snapshots: copies of rings and recurrent states that were kept for prompts that begin alike.
         evictions: sequences evicted.
         preemptions: times a sequence gave its pages back for an older one.
@@ -29,6 +30,7 @@ class EngineStats:
     fed_tokens: int = 0
     generated_tokens: int = 0
     reused_tokens: int = 0
+    restored_pages: int = 0
     snapshots: int = 0
     evictions: int = 0
     preemptions: int = 0
