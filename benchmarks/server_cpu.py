@@ -109,7 +109,7 @@ def main() -> int:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16], help="at once (default: 1 4 16)")
-    parser.add_argument("--prompt", type=int, default=512, help="bytes of each prompt, at least 512 (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=512, help="bytes, at least 512 (default: %(default)s)")
     parser.add_argument("--new", type=int, default=128, help="tokens of each answer (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="medians are taken of (default: %(default)s)")
     options = parser.parse_args()

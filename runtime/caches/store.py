@@ -39,6 +39,12 @@ class Block:
         """The axis of a page's slots in one tensor [N, ...]."""
         return 1 + self.spec.page_shape.index(SLOTS)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one tensor."""
+        tensors, pages = self.array.shape[:2]
+        return int(self.array.nbytes // (tensors * pages))
+
 
 class CacheStore:
     """The states of all layers; `generation` rises whenever an array is replaced.
@@ -127,7 +133,7 @@ class CacheStore:
 
     def page_bytes(self, kind: str) -> int:
         """Return the bytes of a page of a kind, in all its layers."""
-        return sum(len(places) * int(block.array[0, 0].nbytes) for block, places in self._blocks_of(kind))
+        return sum(len(places) * block.page_bytes for block, places in self._blocks_of(kind))
 
     def read_pages(self, kind: str, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Copy what pages of a kind hold, in all its layers, to the host: [pages, bytes of a page]."""
@@ -144,7 +150,7 @@ class CacheStore:
         begin = 0
         for block, places in self._blocks_of(kind):
             shape, dtype = block.array.shape[2:], np.dtype(block.array.dtype)
-            end = begin + len(places) * int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            end = begin + len(places) * block.page_bytes
             rows = np.ascontiguousarray(contents[:, begin:end]).view(dtype).reshape(len(pages), len(places), *shape)
             part = self.buffers.allocate((len(places), len(pages), *shape), dtype)
             self.buffers.write(part, np.ascontiguousarray(np.moveaxis(rows, 0, 1)))

@@ -120,7 +120,7 @@ def test_files_may_go_while_an_engine_works(tmp_path):
     with small_engine(model, disk_cache=tmp_path) as engine:
         expected = answer(engine, prompt)
         push_out(engine)
-        shutil.rmtree(tmp_path)
+        shutil.rmtree(tmp_path, ignore_errors=True)  # a file may come meanwhile
         assert answer(engine, prompt) == expected
 
 
