@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -47,7 +46,8 @@ class Generation(Iterator[int]):
         self._chain, self._state, self.use = chain, chain.state, chain.use
         self.speculator = chain.speculator = speculator
         self._chosen = chosen  # before anything is known of it; None: the chain has the next
-        self._ready: deque[Shown] = deque()
+        self._shown: list[Shown] = []  # `tokens` and those after them, which wait to be taken
+        self._is_cut = False  # by an interrupt, between what was chosen and what may be shown of it
         self._is_closed = False
 
     @property
@@ -67,12 +67,12 @@ class Generation(Iterator[int]):
     @property
     def finish_reason(self) -> str | None:
         """Why the tokens ended, "eos", "stop", "length" or "context"; None while there are more to take."""
-        return None if self._ready else self.turn.finish_reason
+        return None if self._ready or self._is_cut else self.turn.finish_reason
 
     @property
     def can_go_on(self) -> bool:
         """Whether all that the next token depends on is still there."""
-        return self.turn.can_go_on and (self._chosen is not None or bool(self._state.pending))
+        return self.turn.can_go_on and not self._is_cut and (self._chosen is not None or bool(self._state.pending))
 
     def close(self) -> None:
         """Yield no more; what is left can be taken up by `Session.resume`, as after any generation left early."""
@@ -87,17 +87,18 @@ class Generation(Iterator[int]):
             if self.finish_reason is not None:  # it was taken to its end
                 raise StopIteration
             raise ConfigError("the session was used otherwise since the last token; start a new generate")
-        while not self._ready:
-            if self.turn.finish_reason is not None:
+        while len(self._shown) == len(self.tokens):
+            if self.finish_reason is not None:
                 if owner is not None:
-                    owner.finish_reason = self.turn.finish_reason
+                    owner.finish_reason = self.finish_reason
                     owner.generation = self if self.turn.can_go_on else None
                 raise StopIteration
             self._advance()
-        shown = self._ready.popleft()
-        self.tokens.append(shown.token)
+        count = len(self.tokens)
+        shown = self._shown[count]
         if shown.logprobs is not None:
-            self.logprobs.append(shown.logprobs)
+            self.logprobs[count:] = [shown.logprobs]
+        self.tokens.append(shown.token)  # this alone takes it: an interrupt before or after loses nothing
         return shown.token
 
     def describe(self) -> dict[str, Any]:
@@ -107,13 +108,18 @@ class Generation(Iterator[int]):
 
     def take_up(self, other: Generation) -> None:
         """Take over what another one of the same turn had chosen and not yielded."""
-        self._chosen, self._ready = other._chosen, other._ready
+        self._chosen, self._shown = other._chosen, other._ready
 
     def take_description(self, described: Mapping[str, Any]) -> None:
         """Take over what `describe` said. Raises ContractMismatchError where it did not say it."""
         if described["chosen"] is not None:
             self._chosen = Shown.from_list(described["chosen"])
-        self._ready = deque(Shown.from_list(each) for each in described["ready"])
+        self._shown = [Shown.from_list(each) for each in described["ready"]]
+
+    @property
+    def _ready(self) -> list[Shown]:
+        """Return what may be shown and was not yielded."""
+        return self._shown[len(self.tokens) :]
 
     def _advance(self) -> None:
         """Get one more token chosen; what follows it is under way meanwhile, but for the first."""
@@ -121,16 +127,17 @@ class Generation(Iterator[int]):
             raise ConfigError(
                 "the last step was interrupted, and the token that it chose is lost; start a new generate"
             )
-        chosen, self._chosen = self._chosen, None
+        chosen = self._chosen
         if chosen is None:
             self._chain.fill(self.turn)
             chosen = self._chain.next(self.turn)
         token, logprobs = chosen
-        shown = self.turn.accept(token, self._state.fed + 1, self._chain.max_context, logprobs)
-        self._ready.extend(shown)
+        self._is_cut, self._chosen = True, None
+        self._shown += self.turn.accept(token, self._state.fed + 1, self._chain.max_context, logprobs)
         if self.turn.can_go_on:
             self._state.tokens.append(token)
-            if self.speculator is not None:  # a check runs while the caller takes what the one before it has found
-                self._chain.fill(self.turn)
-        else:
+        self._is_cut = False
+        if not self.turn.can_go_on:
             self._chain.settle()
+        elif self.speculator is not None:  # a check runs while the caller takes what the one before it has found
+            self._chain.fill(self.turn)
