@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, TextIO
 from ortolan.errors import ConfigError, StorageError
 
 STANDARD = "-"  # in place of a file's name
+STREAMS = ("/dev/", "/proc/")  # what a shell has opened has names there, also where it is a file
 
 
 def check_report_target(target: str | None) -> None:
@@ -33,16 +36,43 @@ def write_report(target: str, report: Mapping[str, Any], standard: TextIO) -> No
     """Write a report to a file, or to a stream where `target` is "-".
 
     Raises:
-        StorageError: the file cannot be written.
+        StorageError: the file cannot be written; what it held is still there where another may take its place.
     """
     text = json.dumps(report, indent=2) + "\n"
     if target == STANDARD:
         standard.write(text)
         return
     try:
-        Path(target).write_text(text, encoding="utf-8")
+        _write_file(target, text)
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+def _write_file(target: str, text: str) -> None:
+    """Write a file beside the target and give it its name, or write into one that no other may take the place of."""
+    path = Path(os.path.realpath(target))
+    if not _may_replace(target, path.parent):
+        Path(target).write_text(text, encoding="utf-8")
+        return
+    temporary = path.with_name(f".ortolan-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            file.write(text)
+        try:
+            os.replace(temporary, path)
+        except OSError:  # as where it is mounted, or another user's in a folder for all
+            path.write_text(text, encoding="utf-8")
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _may_replace(target: str, folder: Path) -> bool:
+    """Say whether another file may take a target's place: it is no pipe or stream, and its folder takes files."""
+    if os.path.abspath(target).startswith(STREAMS) or (os.path.exists(target) and not os.path.isfile(target)):
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def print_warning(message: object) -> None:
