@@ -93,7 +93,8 @@ def export(
             ("owner/name"), whose files come from the hub's cache or are downloaded there. A folder of that name wins.
         out_dir: folder to make; written under a temporary name beside it, and renamed when it is whole.
         dtype: "float32", "float16" or "bfloat16", of activations.
-        max_context: longest sequence, tokens; None takes the model's own (max_position_embeddings), at most 32768.
+        max_context: longest sequence, 2 tokens or more; None takes the model's own (max_position_embeddings), at most
+            32768.
         chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
             sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).

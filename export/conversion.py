@@ -13,6 +13,7 @@ from ortolan.export.caller import warn_caller
 from ortolan.export.folder import (
     DEFAULT_CONTEXT,
     IDLE_SINK,
+    LEAST_CONTEXT,
     CacheOptions,
     check_numbers,
     check_target,
@@ -54,7 +55,7 @@ class ConvertArguments(CacheOptions):
         check_numbers(self, sliding_window=0)
         truth("fuse", self.fuse)
         if self.max_context is not None:
-            check_numbers(self, max_context=1)
+            check_numbers(self, max_context=LEAST_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ def convert(
     Args:
         source: folder with the graph (genai_config.json names it, or model.onnx), or the .onnx file itself.
         target: folder to make; written under a temporary name beside it, and renamed when it is whole.
-        max_context: longest sequence, tokens; None takes what the graph's RoPE tables hold, at most 32768 and at most
-            the source's context_length, where its configuration names one.
+        max_context: longest sequence, 2 tokens or more; None takes what the graph's RoPE tables hold, at most 32768 and
+            at most the source's context_length, where its configuration names one.
         chunk_size: prompt tokens per step that the ring caches are planned for by default; None takes 2048, and lets
             sessions on CUDA read models without rings in steps of up to 16384.
         sink: first positions that every layer keeps and sees, beside its window (StreamingLLM, arXiv 2309.17453).

@@ -21,6 +21,7 @@ from ortolan.graphs.config import GatedDeltaConfig, MixerConfig
 from ortolan.manifest import DEFAULT_CHUNK_SIZE, EVICT_FILE, MANIFEST_FILE, LayerInfo, Manifest
 
 IDLE_SINK = "sink {} has no effect: no layer of the model has a window; evictions have a sink of their own"
+LEAST_CONTEXT = 2  # tokens; the default eviction pools scores over so many to either side
 DEFAULT_CONTEXT = 32768  # tokens of the longest sequence, where nobody named a number and the model allows it
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import cast
 
 from ortolan.element_types import COMPUTE_TYPES, cache_type
 from ortolan.errors import ConfigError, one_of, truth
-from ortolan.export.folder import CacheOptions, check_numbers
+from ortolan.export.folder import LEAST_CONTEXT, CacheOptions, check_numbers
 from ortolan.export.quantize import METHODS
 from ortolan.graphs.formats.low_bit import InputFormat, Kind
 from ortolan.graphs.formats.plan import CHANNEL, GROUP_SIZES, MXFP4_GROUP, HeadFormat, Wish
@@ -49,7 +49,7 @@ class ExportOptions(CacheOptions):
         one_of("weights", self.weights, WEIGHT_KINDS)
         truth("fuse", self.fuse)
         if self.max_context is not None:
-            check_numbers(self, max_context=1)
+            check_numbers(self, max_context=LEAST_CONTEXT)
             if self.sink >= self.max_context:
                 raise ConfigError(f"sink {self.sink} must be less than max_context {self.max_context}")
 

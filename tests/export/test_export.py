@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import LOGITS_RELATIVE
 
 import ortolan
+from ortolan import SnapKv
 from ortolan.errors import CheckpointError, ConfigError, StorageError, UnsupportedModelError
 from ortolan.manifest import read_manifest
 
@@ -307,6 +308,15 @@ def test_arguments_are_refused(checkpoint, tmp_path, arguments):
     with pytest.raises(ConfigError, match=next(iter(arguments))):
         ortolan.export(checkpoint, tmp_path / "model", **arguments)
     assert_nothing_written(tmp_path)
+
+
+def test_the_shortest_context_is_what_the_default_eviction_takes(checkpoint, tmp_path):
+    with pytest.raises(ConfigError, match=r"^max_context is 1; it must be a whole number in 2 \.\. "):
+        ortolan.export(checkpoint, tmp_path / "model", max_context=1)
+    model = ortolan.load(ortolan.export(checkpoint, tmp_path / "model", max_context=2), device="cpu")
+    session = model.session(snapkv=SnapKv(budget=1, window=1, sink=0))
+    session.prefill([5, 6])
+    assert session.stats.evictions == 1
 
 
 def test_a_failed_write_leaves_nothing(checkpoint, tmp_path, monkeypatch):
