@@ -69,8 +69,8 @@ def export_all(work: Path, options: argparse.Namespace) -> dict[str, Path]:
     if not ours.exists():
         ortolan.export(
             checkpoint, ours, dtype="bfloat16", max_context=longest(options), chunk_size=options.chunk_tokens,
-            paged=True, page_size=options.page_size, weight_format=options.weight_format, quantizer="nearest",
-            weights=weights,
+            paged=True, page_size=options.page_size, weight_format=options.weight_format,
+            quantizer="nearest" if options.weight_format else "search", weights=weights,
         )  # fmt: skip
     folders = {"ortolan": ours}
     if not options.no_peer:

@@ -133,7 +133,7 @@ def export_ours(checkpoint: Path, folder: Path, max_context: int, options: argpa
             group_size=options.group_size,
             activation_format=options.activation_format,
             cache_dtype=options.cache_dtype,
-            quantizer="nearest",  # the search is slower to export; steps take as long
+            quantizer="nearest" if options.weight_format else "search",  # the search is slower; steps take as long
             weights=weights,
         )
     return folder

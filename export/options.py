@@ -68,7 +68,8 @@ class ExportOptions(CacheOptions):
                     f"activation_format='fp8' needs weights of fp8; weight_format is {self.weight_format!r}"
                 )
         if self.weight_format not in QUANTIZED:
-            idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric}
+            rounds = self.quantizer != METHODS[0] and self.head is None
+            idle = {"group_size": self.group_size is not None, "asymmetric": self.asymmetric, "quantizer": rounds}
             given = [name for name, is_given in idle.items() if is_given]
             if given:
                 raise ConfigError(f"{given[0]} needs a weight_format: {', '.join(QUANTIZED)}")

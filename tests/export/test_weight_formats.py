@@ -172,6 +172,8 @@ def test_the_fused_graph_folds_norms_gates_and_residuals(tmp_path):
         ({"weight_format": "int3"}, "weight_format is 'int3'; allowed: dense, int4, int8, fp8, mxfp4"),
         ({"group_size": 32}, "group_size needs a weight_format: int4, int8, fp8"),
         ({"weight_format": "dense", "asymmetric": True}, "asymmetric needs a weight_format"),
+        ({"quantizer": "nearest"}, "quantizer needs a weight_format"),
+        ({"quantizer": "nearest", "head_format": "dense"}, "quantizer needs a weight_format"),
         ({"weight_format": "fp8", "asymmetric": True}, "fp8 has no zero points"),
         ({"weight_format": "int4", "quantizer": "best"}, "quantizer is 'best'; allowed: search, nearest, gptq"),
         ({"weight_format": "int4", "head_format": "int2"}, "head_format is 'int2'; allowed: int8, int4, dense"),
