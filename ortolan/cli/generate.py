@@ -16,7 +16,7 @@ from ortolan.cli.models import add_device_options, open_model, open_session
 from ortolan.cli.progress import token_bar
 from ortolan.cli.prompts import add_prompt_options, check_chat_options, encode_prompt, read_prompt
 from ortolan.cli.report import STANDARD, check_report_target, print_warning, write_report
-from ortolan.errors import ConfigError, SessionInterruptedError, file_path
+from ortolan.errors import ConfigError, SessionInterruptedError, file_path, whole_number
 
 QUERIES_READ_AGAIN = 256  # tokens that a short question's eviction may read again for their queries, by any policy
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -173,6 +173,7 @@ def _check(options: argparse.Namespace) -> None:
             "--max-new-tokens 0 only reads the prompt (max_new_tokens), for a session to be saved; add "
             "--save-session FILE, or generate at least one token"
         )
+    whole_number("max_new_tokens", options.max_new_tokens, 0 if options.save_session else 1)
 
 
 def _check_files(options: argparse.Namespace) -> None:
