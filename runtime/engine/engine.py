@@ -370,6 +370,7 @@ class Engine:
         sequence, turn = request.sequence, request.turn
         sequence.max_length = min(len(sequence.tokens) + turn.max_new_tokens - turn.count - 1, self.plan.max_context)
         try:
+            self.worker.check()
             check_fits(self.plan, sequence)
             self.worker.send(lambda core: core.add(request))
         except BaseException:

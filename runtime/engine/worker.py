@@ -29,12 +29,16 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="ortolan-engine", daemon=True)
         self._thread.start()
 
-    def send(self, call: Callable[[EngineCore], object]) -> None:
-        """Let the thread call a function before its next step. Raises EngineClosedError, ForkedProcessError."""
+    def check(self) -> None:
+        """Raise EngineClosedError where no function can be sent any more, or ForkedProcessError."""
         self._process.check("an engine")
+        if self._closed or self._stopping:
+            raise EngineClosedError(self._closed or "the engine is closed")
+
+    def send(self, call: Callable[[EngineCore], object]) -> None:
+        """Let the thread call a function before its next step. Raises as `check`."""
         with self._condition:
-            if self._closed or self._stopping:
-                raise EngineClosedError(self._closed or "the engine is closed")
+            self.check()
             self._calls.append(call)
             self._condition.notify()
 

@@ -287,6 +287,14 @@ def test_closing_ends_all_requests(held):
             call()
 
 
+def test_a_closed_engine_says_so_of_what_would_never_fit(manifest):
+    engine = make_fake_engine(manifest, 2)
+    for error in (CapacityError, EngineClosedError):
+        with pytest.raises(error):
+            engine.submit(draw_prompt(40, 0), 60)
+        engine.close()
+
+
 def test_an_engine_that_is_dropped_ends_its_thread(manifest):
     others = set(threading.enumerate())
     engine = make_fake_engine(manifest, 32)
