@@ -45,6 +45,8 @@ def identify(path: Path) -> PathKind:
 
 def not_a_model(path: Path) -> str:
     """Say what a path is that should be a model folder, and what to do."""
+    if problem := _unreadable(path):
+        return problem
     kind = identify(path)
     if kind == "missing":
         return f"{path} does not exist; give a model folder, which `ortolan export` makes of a checkpoint"
@@ -98,6 +100,18 @@ def pointer_problem(path: Path) -> str | None:
 def _making(kind: str, path: Path) -> str:
     command = "export" if kind == "checkpoint" else "convert"
     return f"run `ortolan {command} {shlex.quote(str(path))} MODEL_DIR`"
+
+
+def _unreadable(path: Path) -> str | None:
+    """Say that a folder, or one that it lies in, may not be read; None where nothing keeps it from being read."""
+    try:
+        os.listdir(path)
+        os.stat(path / MANIFEST_FILE)
+    except PermissionError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    except OSError:
+        pass
+    return None
 
 
 def _listed(path: Path) -> list[str]:

@@ -315,7 +315,8 @@ def read_manifest(folder: Path) -> Manifest:
     Texts that say how to chat and to sample may have been edited or removed since the export.
 
     Raises:
-        ContractMismatchError: no manifest, another version, or a file that is missing or has another size.
+        ContractMismatchError: no manifest, another version, or a file that is missing, cannot be read or has another
+            size.
     """
     manifest = read_description(folder)
     for name, size in manifest.files.items():
@@ -324,7 +325,11 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / name
         if not os.path.isfile(file):
             raise ContractMismatchError(f"{file} is missing, the manifest names it; export the model again")
-        actual = file.stat().st_size
+        try:
+            with file.open("rb") as stream:
+                actual = os.fstat(stream.fileno()).st_size
+        except OSError as error:
+            raise ContractMismatchError(f"{file} cannot be read: {error.strerror or error}") from error
         if actual != size:
             if pointer := pointer_problem(file):
                 raise ContractMismatchError(pointer)

@@ -46,7 +46,7 @@ def load(
             chunking; see docs/tasks/same-answer.md for what that costs.
 
     Raises:
-        ContractMismatchError: the folder is not a model, is incomplete, or was made by another version.
+        ContractMismatchError: the folder is not a model, is incomplete, cannot be read, or is another version's.
         OpLibraryError: the operator library or ONNX Runtime cannot serve the device.
         ConfigError: `device` is not a device's name, or the model's dtype does not run there; num_threads, fused or
             cache_dtype, host_embeddings or batch_invariant has a value that is not allowed; host_embeddings is asked of

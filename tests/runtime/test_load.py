@@ -7,6 +7,7 @@ import shutil
 import onnx
 import pytest
 from fake_cuda import FakeCuda
+from unreadable import make_unreadable
 
 import ortolan
 from ortolan import SnapKv
@@ -72,6 +73,20 @@ def test_no_device_takes_the_cpu_where_cuda_is_not_usable(full_folder, monkeypat
 def test_a_folder_without_a_manifest_is_refused(tmp_path):
     with pytest.raises(ContractMismatchError, match="ortolan export"):
         ortolan.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data", "ortolan.json"])
+def test_a_file_that_may_not_be_read_is_named(folder, monkeypatch, name):
+    make_unreadable(folder / name, monkeypatch)
+    with pytest.raises(ContractMismatchError, match=r"cannot be read: .*Permission denied") as caught:
+        ortolan.load(folder, device="cpu")
+    assert str(caught.value).startswith(f"{folder / name} ")
+
+
+def test_a_folder_that_may_not_be_read_is_not_said_to_lack_files(folder, monkeypatch):
+    make_unreadable(folder, monkeypatch)
+    with pytest.raises(ContractMismatchError, match=f"^{re.escape(str(folder))} cannot be read: Permission denied$"):
+        ortolan.load(folder, device="cpu")
 
 
 def test_a_manifest_of_another_graph_is_refused(folder):
