@@ -26,10 +26,10 @@ def resolve_device(device: str | None) -> str:
     """
     if device is None:
         return CPU_PROVIDER if cuda_problem() else CUDA_PROVIDER
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"device is {device!r}; allowed: cpu, cuda, cuda:N")
     if device == "cpu":
         return CPU_PROVIDER
-    if not isinstance(device, str) or not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ConfigError(f"device is {device!r}; allowed: cpu, cuda, cuda:N")
     problem = cuda_problem()
     if problem:
         raise DeviceError(f"device {device!r} cannot be used: {problem}")

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import onnx
 import pytest
 from fake_cuda import FakeCuda
@@ -50,7 +51,7 @@ def test_a_choice_of_the_graph_that_is_no_truth_is_refused(full_folder, fused):
         ortolan.load(full_folder, device="cpu", fused=fused)
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", "", 0])
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "CPU", "cuda:-1", "", 0, np.zeros(2)])
 def test_unknown_devices_are_refused(full_folder, name):
     with pytest.raises(ConfigError, match="cuda:N"):
         ortolan.load(full_folder, device=name)
