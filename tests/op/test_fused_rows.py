@@ -1,5 +1,7 @@
 """Norms, angles and rows of the fused graph against the float64 reference."""
 
+import re
+
 import devices
 import numpy as np
 import pytest
@@ -157,3 +159,23 @@ def test_narrowing_refuses(changed, message):
     with pytest.raises(Exception, match=message) as error:
         run_fused("NarrowStep", feeds, outputs)
     assert "NarrowStep" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("starts", "positioned", "total"),
+    [
+        ([-1, 2, 5], True, 5),
+        ([-1, 2, 5], False, 5),
+        ([0, 7, 5], True, 5),
+        ([0, 7, 5], False, 5),
+        ([0, 7, 11], True, 10),
+        ([0, -2, -1], False, -1),
+    ],
+)
+def test_narrowing_refuses_starts_that_do_not_rise_from_0(starts, positioned, total):
+    if devices.current() == "cuda":
+        pytest.skip("CUDA does not read the values of lengths on the host")
+    feeds = narrow_feeds("some-of-each", positioned=positioned) | {"query_start": np.array(starts, np.int32)}
+    message = f"'query_start' must rise from 0 to T = {total}; it holds {starts}"
+    with pytest.raises(Exception, match=re.escape(message)):
+        run_fused("NarrowStep", feeds, narrow_outputs(feeds))

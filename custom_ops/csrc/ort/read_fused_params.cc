@@ -1,4 +1,6 @@
 // Reads one call's tensors into the parameters of the fused operators' kernels, checked.
+#include <algorithm>
+
 #include "call.h"
 #include "checks.h"
 #include "operators.generated.h"
@@ -35,6 +37,15 @@ void read_factor(const Call<ops::FusedLinear>& call, const Tensor& factor, Fused
   params.factor = factor.as<char>() + offset * static_cast<int64_t>(element_bytes(params.element));
 }
 
+// Where the last sequence may end: with its rows, behind which rows of nobody may follow, and where rows have
+// positions, with those; 0 where that is not known here.
+int64_t last_end(const Call<ops::NarrowStep>& call, const Tensor& positions) {
+  const Tensor starts = call.input(ops::NarrowStep::In::kQueryStart, {-1});
+  if (!call.values_readable() || starts.dim(0) < 1) return 0;
+  const int64_t end = starts.as<int32_t>()[starts.dim(0) - 1];
+  return positions.present ? std::min(end, positions.dim(0)) : end;
+}
+
 }  // namespace
 
 FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
@@ -67,20 +78,19 @@ FusedLinearParams read_params(const Call<ops::FusedLinear>& call) {
 
 NarrowStepParams read_params(const Call<ops::NarrowStep>& call) {
   using Op = ops::NarrowStep;
-  const Tensor starts = call.input(Op::In::kQueryStart, {-1});
-  if (starts.dim(0) < 1) call.bad_shape(Op::In::kQueryStart, starts, "with B >= 0");
   const Tensor past_len = call.input(Op::In::kPastLen), rows = call.input(Op::In::kRowIndices, {-1});
   const Tensor positions = call.input(Op::In::kPositions, {-1});
+  const Packing packing = read_packing(call, Op::In::kQueryStart, last_end(call, positions));
   NarrowStepParams params{};
-  params.num_sequences = starts.dim(0) - 1;
+  params.num_sequences = packing.num_sequences;
   params.num_indices = rows.dim(0);
   const bool per_head = past_len.shape.size() == 2;
   params.lengths = per_head ? past_len.dim(1) : 1;
-  params.query_start = starts.as<int32_t>();
+  params.query_start = packing.query_start;
   params.past_len =
       read_lengths(call, Op::In::kPastLen, params.num_sequences, per_head ? params.lengths : 0).values;
   params.row_indices = rows.as<int64_t>();
-  params.query_start_out = call.output(Op::Out::kQueryStartOut, starts.shape).as<int32_t>();
+  params.query_start_out = call.output(Op::Out::kQueryStartOut, {packing.num_sequences + 1}).as<int32_t>();
   params.past_len_out = call.output(Op::Out::kPastLenOut, past_len.shape).as<int32_t>();
   const Tensor wanted = call.output(Op::Out::kPositionsOut, {params.num_indices});
   if (positions.present != wanted.present)
