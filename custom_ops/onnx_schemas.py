@@ -76,6 +76,7 @@ def _attribute(attribute: Attribute) -> onnx.defs.OpSchema.Attribute:
 def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -> None:
     """Give each output its type, and every dimension whose symbol an input of known shape has.
 
+    Where a port may have several ranks, it has that of the input whose shape is described by the same words.
     An output's type stays open where nothing is known of the inputs, as behind operators that onnx has no schema of.
     """
     known = _known_dimensions(operator, context)
@@ -92,7 +93,20 @@ def _infer(operator: Operator, context: onnx.shape_inference.InferenceContext) -
             dimension = result.tensor_type.shape.dim.add()
             if symbol in known:
                 dimension.CopyFrom(known[symbol])
+        if not _has_one_rank(port) and (shape := _shape_of_twin(operator, context, port)) is not None:
+            result.tensor_type.shape.CopyFrom(shape)
         context.set_output_type(index, result)
+
+
+def _shape_of_twin(
+    operator: Operator, context: onnx.shape_inference.InferenceContext, output: Port
+) -> onnx.TensorShapeProto | None:
+    """Return the shape of the first input that is described by the same words; None where it is not known."""
+    for index, port in enumerate(operator.inputs[: context.get_num_inputs()]):
+        given = context.get_input_type(index)
+        if port.shape == output.shape and given is not None and given.tensor_type.HasField("shape"):
+            return given.tensor_type.shape
+    return None
 
 
 def _element_type(operator: Operator, context: onnx.shape_inference.InferenceContext, variable: str) -> int | None:

@@ -146,6 +146,22 @@ def test_schemas_reach_checker_and_shape_inference():
     }
 
 
+@pytest.mark.parametrize("shape", [("batch",), ("batch", 4), None])
+def test_a_narrowed_length_has_the_shape_of_the_length(shape):
+    register_schemas()
+    int32, int64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
+    types = {"query_start": (int32, ("edges",)), "past_len": (int32, shape), "row_indices": (int64, ("rows",))}
+    inputs = [onnx.helper.make_tensor_value_info(name, *described) for name, described in types.items()]
+    outputs = ["query_start_out", "past_len_out"]
+    node = onnx.helper.make_node("NarrowStep", list(types), outputs, domain="ortolan")
+    graph = onnx.helper.make_graph([node], "g", inputs, [onnx.helper.make_empty_tensor_value_info(n) for n in outputs])
+    imports = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("ortolan", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports)
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True).graph
+    given, found = inferred.input[1].type.tensor_type, inferred.output[1].type.tensor_type
+    assert found == given
+
+
 def test_register_refuses_other_objects(monkeypatch, tmp_path):
     with pytest.raises(OpLibraryError, match="SessionOptions"):
         ortolan.custom_ops.register(object())
