@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ortolan.cli import batch, bench, convert, demo, export, generate, inspect, perplexity, serve
-from ortolan.cli.interrupts import held
+from ortolan.cli.interrupts import ENDING_SIGNALS, held
 from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
 from ortolan.errors import OrtolanError, SessionInterruptedError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 EXIT_SIGNALLED = 128  # and the signal's number
 STANDARD_ERROR = 2  # descriptor
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from ortolan.cli.engines import add_engine_options, open_service
+from ortolan.cli.interrupts import ENDING_SIGNALS
 from ortolan.cli.progress import run_bar
 from ortolan.cli.report import check_report_target
 from ortolan.errors import ConfigError, OrtolanError
@@ -57,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"ortolan: {len(batch.lines) - len(left)} requests were answered before", file=sys.stderr)
         try:
             with run_bar(len(left)) as bar:
-                asyncio.run(answer_lines(service, left, results, AHEAD * service.engine.plan.max_sequences, bar.update))
+                at_once = AHEAD * service.engine.plan.max_sequences
+                asyncio.run(_until_told(answer_lines(service, left, results, at_once, bar.update)))
         except ExceptionGroup as errors:
             raise _first(errors) from errors
         finally:
@@ -70,6 +75,40 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 1 if failed else 0
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+    """Work until a signal comes that ends the command; it is raised again once the work has stopped between two steps.
+
+    What its handler raises could otherwise come in the middle of asyncio's own code.
+    """
+    import asyncio
+
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        await work
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    told: list[int] = []
+
+    def tell(number: int, _: object) -> None:
+        told.append(number)
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    heeded = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, tell)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not told:
+            raise
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
+    if told:
+        signal.raise_signal(told[0])
 
 
 def _first(errors: ExceptionGroup[Any]) -> Exception:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 SIGNALS_AT_ONCE = 16  # read together
 
 

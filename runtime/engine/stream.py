@@ -27,8 +27,10 @@ class Outbox:
         self.reason: str | None = None
         self.error: Exception | None = None
         self._ready: deque[int] = deque()
-        self._condition = threading.Condition()
-        self._process = Process()  # in one forked later nobody puts tokens, and the condition may stay locked
+        # Entered by itself, not by the condition: an exception of a signal's handler could leave that one locked.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
+        self._process = Process()  # in one forked later nobody puts tokens, and the lock may stay locked
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @property
@@ -38,7 +40,7 @@ class Outbox:
 
     def put(self, shown: Sequence[Shown], text: str | None = None) -> None:
         """Hand tokens over, and the text of all so far where a stop is one."""
-        with self._condition:
+        with self._lock:
             if not self.is_ended:
                 self.tokens.extend(each.token for each in shown)
                 self.logprobs.extend(each.logprobs for each in shown if each.logprobs is not None)
@@ -48,7 +50,7 @@ class Outbox:
 
     def finish(self, reason: str) -> None:
         """Say that no token follows, and why."""
-        with self._condition:
+        with self._lock:
             if not self.is_ended:
                 self.reason = reason
                 self._wake()
@@ -57,7 +59,7 @@ class Outbox:
         """Say that the request failed; tokens not taken yet come first. A second end changes nothing."""
         if not self._process.is_here:
             return
-        with self._condition:
+        with self._lock:
             if not self.is_ended:
                 self.error = error
                 self._wake()
@@ -65,7 +67,7 @@ class Outbox:
     def take(self) -> int | None:
         """Wait for the next token; None at the end. Raises the error that the request failed with."""
         self._process.check("a stream")
-        with self._condition:
+        with self._lock:
             while not self._ready and not self.is_ended:
                 self._condition.wait()
             return self._next()
@@ -74,7 +76,7 @@ class Outbox:
         """Wait as `take` does, without keeping the event loop."""
         self._process.check("a stream")
         while True:
-            with self._condition:
+            with self._lock:
                 if self._ready or self.is_ended:
                     return self._next()
                 loop = asyncio.get_running_loop()
@@ -85,7 +87,7 @@ class Outbox:
     def wait(self) -> None:
         """Wait for the end."""
         self._process.check("a stream")
-        with self._condition:
+        with self._lock:
             while not self.is_ended:
                 self._condition.wait()
 

@@ -21,7 +21,8 @@ class Worker:
 
     def __init__(self, core: EngineCore) -> None:
         self._calls: deque[Callable[[EngineCore], object]] = deque()
-        self._condition = threading.Condition()  # reentrant: a stream may be collected anywhere
+        self._lock = threading.RLock()  # reentrant: a stream may be collected anywhere
+        self._condition = threading.Condition(self._lock)  # entering the lock itself lets no signal in between
         self._closed = ""  # why, once it is
         self._stopping = False
         self._core: EngineCore | None = core
@@ -37,7 +38,7 @@ class Worker:
 
     def send(self, call: Callable[[EngineCore], object]) -> None:
         """Let the thread call a function before its next step. Raises as `check`."""
-        with self._condition:
+        with self._lock:
             self.check()
             self._calls.append(call)
             self._condition.notify()
@@ -46,7 +47,7 @@ class Worker:
         """End a request, unless it or the engine has ended, or the engine is another process's."""
         if not self._process.is_here:
             return
-        with self._condition:
+        with self._lock:
             if not self._closed and not self._stopping:
                 self.send(lambda core: core.cancel(request, RequestCancelledError("the request was cancelled")))
 
@@ -80,7 +81,7 @@ class Worker:
         """End all requests and the thread; in a process forked later, where there is none, nothing."""
         if not self._process.is_here:
             return
-        with self._condition:
+        with self._lock:
             self._stopping = True
             self._condition.notify()
         if threading.current_thread() is not self._thread:
@@ -97,7 +98,7 @@ class Worker:
             closed = f"the engine is closed, as it failed: {failure!r}"
             error = EngineClosedError(f"the engine failed: {failure!r}")
             error.__cause__ = failure
-        with self._condition:
+        with self._lock:
             self._closed = closed
             while self._calls:
                 with contextlib.suppress(BaseException):  # one that fails keeps no reader from learning of the end
@@ -109,7 +110,7 @@ class Worker:
 
     def _take_calls(self, core: EngineCore) -> bool:
         """Run the functions sent, waiting for some where there is nothing else to do; False: stop."""
-        with self._condition:
+        with self._lock:
             while not (self._calls or self._stopping or core.is_busy):
                 self._condition.wait()
             if self._stopping:
