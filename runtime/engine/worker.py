@@ -60,18 +60,19 @@ class Worker:
         """
         answers: deque[Answer] = deque()
         errors: deque[OrtolanError] = deque()
-        answered = threading.Event()
+        unanswered = threading.Lock()  # an event's own lock could be left to an exception of a signal's handler
+        unanswered.acquire()
 
         def answer(core: EngineCore) -> None:
             try:
                 answers.append(call(core))
             except OrtolanError as error:
                 errors.append(error)
-            answered.set()
+            unanswered.release()
 
         self.send(answer)
-        while not answered.wait(timeout=1.0):
-            if not self._thread.is_alive() and not answered.is_set():
+        while not unanswered.acquire(timeout=1.0):
+            if not self._thread.is_alive() and unanswered.locked():
                 raise EngineClosedError(self._closed or "the engine is closed")
         if errors:
             raise errors.popleft()
