@@ -14,9 +14,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from ortolan.cli import batch, bench, convert, demo, export, generate, inspect, perplexity, serve
+from ortolan.cli import batch, bench, chat, convert, demo, export, generate, inspect, perplexity, serve
 from ortolan.cli.interrupts import ENDING_SIGNALS, held
 from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
+from ortolan.cli.report import print_error
 from ortolan.errors import OrtolanError, SessionInterruptedError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ortolan {ortolan.__version__}")
     add_log_option(parser, DEFAULT_LEVEL)
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
-    for command in (export, convert, generate, serve, batch, inspect, bench, perplexity, demo):
+    for command in (export, convert, generate, chat, serve, batch, inspect, bench, perplexity, demo):
         command.add_parser(commands)
     for each in commands.choices.values():
         add_log_option(each, argparse.SUPPRESS)
@@ -112,11 +113,11 @@ def _run(options: argparse.Namespace) -> int:
         print("ortolan: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OrtolanError as error:
-        print(f"ortolan: error: {' '.join(str(error).split())}", file=sys.stderr)  # ONNX Runtime's take many lines
+        print_error(error)
         return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
     except OSError as error:  # of standard output; files' own are StorageErrors
         if not isinstance(error, BrokenPipeError):
-            print(f"ortolan: error: {error}", file=sys.stderr)
+            print_error(error)
         with contextlib.suppress(io.UnsupportedOperation):  # a closed one has no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail once more
         return EXIT_FAILED

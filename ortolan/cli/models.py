@@ -29,6 +29,16 @@ def add_device_options(parser: argparse.ArgumentParser, *, plain: bool = True) -
         )
 
 
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """Add how long a session's sequence may be, and how it is read."""
+    parser.add_argument("--max-context", type=int, help="longest sequence, tokens (default: the export's)")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        help="prompt tokens per step (default: the export's; where it chose none, CUDA may take more)",
+    )
+
+
 def open_model(options: argparse.Namespace) -> Any:
     """Open the model that the options name. Raises as `ortolan.load`."""
     import ortolan

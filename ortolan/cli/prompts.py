@@ -12,6 +12,7 @@ from ortolan.errors import ConfigError
 
 ANSWER = "<<answer>>"  # stands for an answer in a chat template
 PROMPT_SIGN = "> "
+LATE_SYSTEM = "--system begins a chat, and the saved session has begun already; leave it out"
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,11 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="wrap the prompt in a chat template, and sample as the model's generation_config.json says",
     )
+    add_chat_options(parser)
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a chat begins with, and how its messages are written."""
     parser.add_argument("--system", metavar="TEXT", help="system message that begins the chat (default: none)")
     parser.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="template in Jinja's language (default: the model's)"
@@ -53,11 +59,16 @@ def read_prompt(options: argparse.Namespace) -> str:
             raise ConfigError(f"the prompt cannot be read: {error}") from error
     if not text and not options.load_session:
         raise ConfigError("the prompt is empty")
+    check_text("the prompt", text)
+    return str(text)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ConfigError where a text is not one that UTF-8 can hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # undecodable bytes of an argument arrive as lone surrogates
-        raise ConfigError(f"the prompt is not UTF-8 text: {error.reason} at character {error.start}") from error
-    return str(text)
+        raise ConfigError(f"{name} is not UTF-8 text: {error.reason} at character {error.start}") from error
 
 
 def _read_standard_input() -> str:
@@ -110,18 +121,38 @@ def chat_turn(
     """
     user = {"role": "user", "content": prompt}
     if is_first:
-        begin = [] if system is None else [{"role": "system", "content": system}]
-        first: list[int] = tokenizer.apply_chat_template([*begin, user], chat_template=template)
-        return first
+        return conversation_ids(tokenizer, [user], system=system, template=template)
     if system is not None:
-        raise ConfigError("--system begins a chat, and the saved session has begun already; leave it out")
-    answer = {"role": "assistant", "content": ANSWER}
-    messages = [{"role": "user", "content": "?"}, answer, user]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template)
+        raise ConfigError(LATE_SYSTEM)
+    return following_ids(tokenizer, [user], template=template)
+
+
+def conversation_ids(
+    tokenizer: Any, messages: list[dict[str, str]], *, system: str | None = None, template: Path | None = None
+) -> list[int]:
+    """Return the token ids of messages that begin a conversation, up to where the next answer begins.
+
+    Raises:
+        ConfigError: there is no template, or it refuses the messages.
+    """
+    begin = [] if system is None else [{"role": "system", "content": system}]
+    token_ids: list[int] = tokenizer.apply_chat_template([*begin, *messages], chat_template=template)
+    return token_ids
+
+
+def following_ids(tokenizer: Any, messages: list[dict[str, str]], *, template: Path | None = None) -> list[int]:
+    """Return the token ids of messages that follow an answer, from its end mark on.
+
+    Raises:
+        ConfigError: there is no template, it refuses the messages, or it does not write answers as they are.
+    """
+    begin = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    text = tokenizer.apply_chat_template([*begin, *messages], tokenize=False, chat_template=template)
     _, found, turn = text.partition(ANSWER)
     if not found:
         raise ConfigError(
-            "the chat template rewrites answers; give the next turn as the model reads it, without --chat"
+            "the chat template rewrites answers, so that no message can follow one that was read; give the next turn "
+            "as the model reads it, by `ortolan generate` without --chat, or begin a new conversation"
         )
-    following: list[int] = tokenizer.encode(turn, add_special_tokens=False)
-    return following
+    token_ids: list[int] = tokenizer.encode(turn, add_special_tokens=False)
+    return token_ids

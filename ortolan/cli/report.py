@@ -1,4 +1,4 @@
-"""Writes what commands report: JSON to a file or a standard stream, and warnings to standard error."""
+"""Writes what commands report: JSON to a file or a standard stream, warnings and errors to standard error."""
 
 from __future__ import annotations
 
@@ -77,4 +77,13 @@ def _may_replace(target: str, folder: Path) -> bool:
 
 def print_warning(message: object) -> None:
     """Write one line to standard error."""
-    print(f"ortolan: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    _print_line("warning", message)
+
+
+def print_error(message: object) -> None:
+    """Write one line to standard error."""
+    _print_line("error", message)
+
+
+def _print_line(kind: str, message: object) -> None:
+    print(f"ortolan: {kind}: {' '.join(str(message).split())}", file=sys.stderr)  # ONNX Runtime's take many lines

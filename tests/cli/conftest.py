@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from chats import TEMPLATE
 from shared_folders import shared
 
+import ortolan
 from ortolan.cli import main
 from ortolan.retrieval import Sample, Task, load_corpus, make_sample, shipped_model
 
@@ -73,3 +76,26 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return output.err
 
     return run
+
+
+@pytest.fixture
+def chat_dir(model_dir: Path, tmp_path: Path) -> Path:
+    """Return a copy of the shipped model with a chat template that its export knows nothing of."""
+    return _with_template(model_dir, tmp_path / "chat model")
+
+
+@pytest.fixture
+def endless_dir(tmp_path: Path) -> Path:
+    """Return a chat model whose answers take seconds, so that an interrupt finds them under way."""
+    return _with_template(_export("--max-context", "65536"), tmp_path / "endless model")
+
+
+def _with_template(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def chat_model(chat_dir: Path) -> ortolan.Model:
+    return ortolan.load(chat_dir, device="cpu")

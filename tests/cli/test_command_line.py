@@ -16,7 +16,7 @@ from ortolan.cli import generate as generate_command
 from ortolan.cli import main
 from ortolan.retrieval import shipped_model
 
-COMMANDS = ("export", "convert", "generate", "serve", "batch", "inspect", "bench", "demo", "perplexity")
+COMMANDS = ("export", "convert", "generate", "chat", "serve", "batch", "inspect", "bench", "demo", "perplexity")
 
 
 def start(*arguments: str, folder: Path) -> subprocess.Popen[str]:

@@ -20,7 +20,9 @@ def test_the_package_imports_nothing_heavy(tmp_path):
     assert not imported(f"import ortolan; {SHOW}", tmp_path) & set(HEAVY)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["export", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["export", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments, tmp_path):
     code = f"""
 from ortolan.cli import main

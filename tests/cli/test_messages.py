@@ -20,7 +20,7 @@ from ortolan.custom_ops import LibraryInfo
 from ortolan.errors import ContextLengthError
 from ortolan.retrieval import shipped_model
 
-COMMANDS = ("export", "convert", "generate", "serve", "batch", "inspect", "bench", "demo", "perplexity")
+COMMANDS = ("export", "convert", "generate", "chat", "serve", "batch", "inspect", "bench", "demo", "perplexity")
 ADDRESS_SPACE = 64 * 2**30  # bytes; far more than a process needs, far fewer than its caches ask for
 
 
