@@ -61,7 +61,7 @@ class Eviction:
     keeps_uneven: ClassVar[bool] = False
     needs_rope: ClassVar[bool] = False
 
-    def __new__(cls, *, policy: str | None = None, **options: Any) -> Eviction:
+    def __new__(cls, /, *, policy: str | None = None, **options: Any) -> Eviction:
         """Make an instance of the policy's class.
 
         Raises:

@@ -43,7 +43,7 @@ def render_chat(
         ) from error
     names = {"tools": None, "documents": None, **variables}
     try:
-        return compiled.render(messages=list(messages), **names)
+        return compiled.render(names | {"messages": list(messages)})
     except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"the chat template of {source} refuses the messages: {error}") from error
 

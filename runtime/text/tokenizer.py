@@ -81,6 +81,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
+        /,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,

@@ -56,6 +56,8 @@ MISSING_OPTIONS = [
     ({"policy": "adakv", "granularity": "kv_head"}, "policies that have it: snapkv, streaming, pyramidkv, expected"),
     ({"queries": 9}, "policies that have it: expected"),
     ({"keep": 9}, "eviction policy 'snapkv' does not have option 'keep'"),
+    ({"cls": 9}, "eviction policy 'snapkv' does not have option 'cls'"),
+    ({"self": 9}, "eviction policy 'snapkv' does not have option 'self'"),
 ]
 
 

@@ -102,6 +102,13 @@ def test_chat_template(tokenizer):
     )
 
 
+def test_names_of_a_template_may_be_those_of_parameters(tokenizer):
+    text = tokenizer.apply_chat_template(
+        [], tokenize=False, chat_template="{{ self_ }}{{ cls }}{{ template }}", self=1, self_=2, cls=3, template=4
+    )
+    assert text == "234"
+
+
 def test_a_template_may_refuse_messages(tokenizer):
     with pytest.raises(ConfigError, match="no system turn"):
         tokenizer.apply_chat_template([{"role": "system", "content": "x"}])
