@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
@@ -24,6 +25,7 @@ from ortolan.serving.service import Answer, Service
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 2**20, 32  # of a request, at most: besides, for each token of the context
 CLIENT_CLOSED_REQUEST = 499
+METRICS_TYPE = "text/plain; version=0.0.4"
 _OPEN = ("/health",)  # without a key
 
 
@@ -49,7 +51,7 @@ def create_app(service: Service, api_key: str | None = None) -> Starlette:
 
 class _Routes:
     def __init__(self, service: Service, api_key: str | None) -> None:
-        self._service, self._key = service, None if api_key is None else f"Bearer {api_key}".encode()
+        self._service, self._key = service, None if api_key is None else b"Bearer " + os.fsencode(api_key)
         self._most_bytes = BODY_BYTES + BODY_BYTES_PER_TOKEN * service.engine.plan.max_context
 
     def guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -65,32 +67,32 @@ class _Routes:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it
             except Exception as error:
-                return JSONResponse(describe(error), status_of(error))
+                return _Json(describe(error), status_of(error))
 
         return handle
 
     async def complete(self, request: Request) -> Response:
-        fields = Fields.of_json(await self._read(request))
+        fields = await asyncio.to_thread(Fields.of_json, await self._read(request))
         answer = await self._service.begin(request.url.path, fields)
         if answer.asked.is_streamed:
-            return _Events(_events(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return JSONResponse(await _unless_left(request, answer.whole()))
+            return _Events(answer)
+        return await asyncio.to_thread(_Json, await _unless_left(request, answer.whole()))
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return _Json({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._service.name:
             raise UnknownModelError(f"there is no model {name!r}; this server has {self._service.name!r}", "model")
-        return JSONResponse(self._model())
+        return _Json(self._model())
 
     async def health(self, _: Request) -> Response:
         await asyncio.to_thread(self._service.engine.stats)
-        return JSONResponse({"status": "ok"})
+        return _Json({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
-        return PlainTextResponse(await asyncio.to_thread(render_metrics, self._service.engine))
+        return Response(await asyncio.to_thread(render_metrics, self._service.engine), media_type=METRICS_TYPE)
 
     def _model(self) -> dict[str, Any]:
         service = self._service
@@ -105,7 +107,8 @@ class _Routes:
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode("latin-1")
         if self._key is not None and not secrets.compare_digest(given, self._key):
-            raise HTTPException(UNAUTHORIZED, "the request does not bear this server's key")
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(UNAUTHORIZED, "the request does not bear this server's key", challenge)
 
     async def _read(self, request: Request) -> bytes:
         body = bytearray()
@@ -150,15 +153,28 @@ def _event(data: str) -> str:
     return f"data: {data}\n\n"
 
 
+class _Json(JSONResponse):
+    """JSON in UTF-8; halves of surrogate pairs, which a request may bring, are escaped."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
 class _Events(StreamingResponse):
-    """A stream whose source is closed as soon as nobody reads it any more."""
+    """A stream whose answer is closed as soon as nobody reads it any more, or where nobody ever did."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(_events(answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answer = answer
 
     async def stream_response(self, send: Send) -> None:
-        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
-            await super().stream_response(send)
+        with contextlib.closing(self._answer):
+            async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]
+                await super().stream_response(send)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
     """Answer in OpenAI's form what the routes themselves refuse."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_object(error.status_code, error.detail), error.status_code, headers=error.headers)
+    return _Json(error_object(error.status_code, error.detail), error.status_code, headers=error.headers)

@@ -75,6 +75,11 @@ class Asked:
     is_streamed: bool
     has_usage: bool
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether answers say where the text of each token begins."""
+        return not self.is_chat and self.options["logprobs"] is not None
+
     def options_of(self, choice: int) -> dict[str, Any]:
         """Return the options of one of the choices: a seed gives each another text."""
         sampling = self.options["sampling"]
@@ -151,7 +156,7 @@ def _read_common(fields: Fields, limits: Limits, max_new_tokens: int, logprobs: 
         "options": {
             "max_new_tokens": max_new_tokens,
             "sampling": _sampling(fields, limits),
-            "stop": [*fields.texts("stop"), *_token_ids(fields.take("stop_token_ids") or [], "stop_token_ids")],
+            "stop": [*fields.texts("stop"), *_token_ids(fields.listed("stop_token_ids"), "stop_token_ids")],
             "ignore_eos": fields.flag("ignore_eos"),
             "eviction": ortolan.Eviction(**eviction) if eviction else None,
             "logprobs": logprobs,

@@ -28,7 +28,8 @@ def describe(error: Exception) -> dict[str, Any]:
     status = status_of(error)
     message = " ".join(str(error).split()) if isinstance(error, OrtolanError) else "the server failed; its log says why"
     if status == FAILED:
-        _log.error("a request failed: %s", error, exc_info=None if isinstance(error, OrtolanError) else error)
+        unexpected = None if isinstance(error, OrtolanError) else error
+        _log.error("a request failed: %s", error if unexpected is None else repr(error), exc_info=unexpected)
     code = None
     if isinstance(error, ContextLengthError):
         code = "context_length_exceeded"

@@ -81,10 +81,15 @@ class Fields:
             raise FieldError(f"{name} must be an object", name)
         return value or {}
 
+    def listed(self, name: str) -> Any:
+        """Return a field as it is; an empty list where it is left out."""
+        value = self.take(name)
+        return [] if value is None else value
+
     def texts(self, name: str) -> list[str]:
         """Return a text or a list of texts as a list."""
-        value = self.take(name)
-        listed = [value] if isinstance(value, str) else value or []
+        value = self.listed(name)
+        listed = [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
             raise FieldError(f"{name} must be a text or a list of texts", name)
         return listed

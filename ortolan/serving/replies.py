@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,14 @@ class Piece:
         choice: its number: prompt after prompt, the choices of each.
         text: whole characters.
         logprobs: of tokens, in order; empty where none are wanted.
+        offsets: for each of these, where its text begins in the choice's; empty in chats.
         finish_reason: why the choice ended, as a stream says it; None before.
     """
 
     choice: int
     text: str
     logprobs: Sequence[Any] = ()
+    offsets: Sequence[int] = ()
     finish_reason: str | None = None
 
 
@@ -40,13 +42,15 @@ class Reply:
     tokenizer: Any
     created: int = field(default_factory=lambda: int(time.time()))
     number: str = field(default_factory=lambda: secrets.token_hex(12))
+    _texts: dict[int, str] = field(default_factory=dict, init=False, repr=False)  # of tokens
 
     def whole(self, choices: Sequence[Sequence[Piece]], completion_tokens: int) -> dict[str, Any]:
         """Describe the answer of all choices, each given as its pieces."""
         described = []
         for index, pieces in enumerate(choices):
             text = "".join(piece.text for piece in pieces)
-            logprobs = self._logprobs([each for piece in pieces for each in piece.logprobs], 0)
+            given = [each for piece in pieces for each in piece.logprobs]
+            logprobs = self._logprobs(given, [offset for piece in pieces for offset in piece.offsets])
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
             described.append(
                 {
@@ -64,15 +68,26 @@ class Reply:
             return None
         return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def piece(self, piece: Piece, offset: int) -> dict[str, Any]:
-        """Describe a piece of a stream, whose text begins at an offset of its choice's text."""
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """Describe a piece of a stream."""
         content: Any = ({"content": piece.text} if piece.text else {}) if self.asked.is_chat else piece.text
         reason = None if piece.finish_reason is None else FINISH_REASONS[piece.finish_reason]
-        return self._chunk(piece.choice, content, self._logprobs(piece.logprobs, offset), reason)
+        return self._chunk(piece.choice, content, self._logprobs(piece.logprobs, piece.offsets), reason)
 
     def counts(self, completion_tokens: int) -> dict[str, Any]:
         """Describe the end of a stream that counts tokens."""
         return self._object(".chunk", []) | {"usage": self.usage(completion_tokens)}
+
+    def starts(self, prompt: Sequence[int]) -> Callable[[int], int]:
+        """Return what says, token after token behind a prompt, where the text of each begins."""
+        stream, length = self.tokenizer.stream(prompt), 0
+
+        def start(token: int) -> int:
+            nonlocal length
+            before, length = length, length + len(stream.push(token))
+            return before
+
+        return start
 
     def usage(self, completion_tokens: int) -> dict[str, int]:
         """Count tokens; a prompt counts once, however many choices it has."""
@@ -101,7 +116,7 @@ class Reply:
             "choices": choices,
         }
 
-    def _logprobs(self, given: Sequence[Any], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, given: Sequence[Any], offsets: Sequence[int]) -> dict[str, Any] | None:
         if self.asked.options["logprobs"] is None:
             return None
         if self.asked.is_chat:
@@ -110,13 +125,11 @@ class Reply:
                 for each in given
             ]
             return {"content": content, "refusal": None}
-        texts = [self._text(each.token) for each in given]
-        offsets = [offset + sum(len(text) for text in texts[:i]) for i in range(len(texts))]
         return {
-            "tokens": texts,
+            "tokens": [self._text(each.token) for each in given],
             "token_logprobs": [each.logprob for each in given],
             "top_logprobs": [{self._text(token): value for token, value in reversed(each.top)} for each in given],
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -125,4 +138,8 @@ class Reply:
         return {"token": text, "logprob": logprob, "bytes": held}
 
     def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], skip_special_tokens=False))
+        """Return a token's text with its space, which decoders leave out at the beginning."""
+        if token not in self._texts:
+            once, twice = (self.tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+            self._texts[token] = twice[len(once) :]
+        return self._texts[token]

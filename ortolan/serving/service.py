@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ortolan
+from ortolan.errors import CapacityError, ConfigError, ContextLengthError
 from ortolan.serving.asked import Asked, read
 from ortolan.serving.fields import Fields
 from ortolan.serving.replies import Piece, Reply
@@ -43,8 +44,13 @@ class Service:
         _ = self.model.tokenizer, ortolan.Sampling.from_model(self.model)
 
     async def begin(self, path: str, fields: Fields) -> Answer:
-        """Read a request, and submit what it asks for. Raises OrtolanError."""
-        return await asyncio.to_thread(self._begin, path, fields)
+        """Read a request, and submit what it asks for; a cancelled task leaves nothing. Raises OrtolanError."""
+        begun = asyncio.ensure_future(asyncio.to_thread(self._begin, path, fields))
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_close)
+            raise
 
     def _begin(self, path: str, fields: Fields) -> Answer:
         asked = read(path, fields, self)
@@ -54,8 +60,10 @@ class Service:
                 for choice in range(asked.choices):
                     options = asked.options_of(choice)
                     streams.append(self.engine.submit(prompt, speculation=self.speculation, **options))
-        except BaseException:
+        except BaseException as error:
             _cancel(streams)
+            if isinstance(error, CapacityError) and not isinstance(error, ContextLengthError):
+                raise ConfigError(str(error)) from error  # it asks for more than there will ever be
             raise
         return Answer(asked, streams, Reply(asked=asked, model=self.name, tokenizer=self.model.tokenizer))
 
@@ -72,36 +80,38 @@ class Answer:
         async with contextlib.aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 choices[piece.choice].append(piece)
-        return self._reply.whole(choices, self._completion_tokens())
+        return await asyncio.to_thread(self._reply.whole, choices, self._completion_tokens())
 
     async def parts(self) -> AsyncGenerator[dict[str, Any]]:
         """Describe what comes, piece by piece; a generator that is closed cancels what is left. Raises OrtolanError."""
-        lengths = [0] * len(self._streams)
         async with contextlib.aclosing(self._pieces()) as pieces:
             for choice in range(len(self._streams)):
                 if (beginning := self._reply.beginning(choice)) is not None:
                     yield beginning
             async for piece in pieces:
                 if piece.text or piece.logprobs or piece.finish_reason:
-                    yield self._reply.piece(piece, lengths[piece.choice])
-                    lengths[piece.choice] += len(piece.text)
+                    yield self._reply.piece(piece)
         if self.asked.has_usage:
             yield self._reply.counts(self._completion_tokens())
+
+    def close(self) -> None:
+        """Cancel what is left."""
+        _cancel(self._streams)
 
     def _completion_tokens(self) -> int:
         return sum(len(stream.tokens) for stream in self._streams)
 
     async def _pieces(self) -> AsyncGenerator[Piece]:
         """Yield the pieces of all choices as they come. Raises the first choice's error that there is."""
-        arrived: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(1)  # who reads slowly gets long pieces
 
         async def follow(choice: int) -> None:
             try:
                 async for piece in self._follow(choice):
-                    arrived.put_nowait(piece)
-                arrived.put_nowait(None)
+                    await arrived.put(piece)
+                await arrived.put(None)
             except Exception as error:
-                arrived.put_nowait(error)
+                await arrived.put(error)
 
         tasks = [asyncio.create_task(follow(choice)) for choice in range(len(self._streams))]
         try:
@@ -112,17 +122,18 @@ class Answer:
                         running -= 1
                     case Piece() as piece:
                         yield piece
-                    case BaseException() as error:
+                    case Exception() as error:
                         raise error
         finally:
             for task in tasks:
                 task.cancel()
-            _cancel(self._streams)
+            self.close()
 
     async def _follow(self, choice: int) -> AsyncGenerator[Piece]:
         """Yield a choice's text as it grows, the echo of its prompt first, and at last why it ended."""
-        stream, shown, told = self._streams[choice], 0, 0
-        echo = self.asked.echoed[choice // self.asked.choices]
+        stream, shown, told, prompt = self._streams[choice], 0, 0, choice // self.asked.choices
+        starts = self._reply.starts(self.asked.prompts[prompt]) if self.asked.has_offsets else None
+        echo = self.asked.echoed[prompt]
         if echo:
             yield Piece(choice=choice, text=echo)
         while True:
@@ -132,11 +143,18 @@ class Answer:
                 choice=choice,
                 text=text[shown:],
                 logprobs=logprobs[told:],
+                offsets=[starts(each.token) for each in logprobs[told:]] if starts else (),
                 finish_reason=stream.finish_reason if is_over else None,
             )
             shown, told = len(text), len(logprobs)
             if is_over:
                 return
+
+
+def _close(begun: asyncio.Future[Answer]) -> None:
+    """Close an answer that nobody waits for, once it has begun."""
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().close()
 
 
 def _cancel(streams: Sequence[ortolan.Stream]) -> None:
