@@ -82,6 +82,7 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
 
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {options.max_new_tokens}; it must be at least 1")
+    _check_template(options.chat_template)
     model = open_model(options)
     engine = ortolan.Engine(
         model,
@@ -102,3 +103,11 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
             max_new_tokens=options.max_new_tokens,
             chat_template=options.chat_template,
         )
+
+
+def _check_template(path: Path | None) -> None:
+    """Refuse a template that no request could use. Raises ConfigError."""
+    try:
+        _ = path is not None and path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error

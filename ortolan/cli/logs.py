@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_LEVEL = "warning"
+SHOWN = ("ortolan", "uvicorn")  # ours, and the HTTP server's
 
 
 def add_log_option(parser: argparse.ArgumentParser, default: str) -> None:
@@ -23,20 +24,22 @@ def add_log_option(parser: argparse.ArgumentParser, default: str) -> None:
 
 @contextlib.contextmanager
 def shown_log(level: str) -> Iterator[None]:
-    """Write what is logged under `ortolan` from a level on, a line each, until the block ends."""
+    """Write what is logged under names of SHOWN from a level on, a line each, until the block ends."""
     import logging  # here, as a help text does not need it
 
     class OneLine(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return f"ortolan: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
 
-    logger, handler = logging.getLogger("ortolan"), logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine())
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
+    before = {logger: logger.level for logger in map(logging.getLogger, SHOWN)}
+    for logger in before:
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for logger, own in before.items():
+            logger.removeHandler(handler)
+            logger.setLevel(own)

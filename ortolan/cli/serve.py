@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from typing import Any
@@ -27,7 +28,8 @@ def add_parser(commands: Any) -> None:
         "serve",
         help="serve a model over HTTP",
         description="Serve a model over HTTP by OpenAI's interface: /v1/completions, /v1/chat/completions, /v1/models, "
-        "and /health and /metrics. Needs the extra `serve`. Ctrl-C or SIGTERM lets running requests end first.",
+        "and /health and /metrics. Needs the extra `serve`. Ctrl-C or SIGTERM lets running requests end first; a "
+        "second one cuts them short.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,34 +54,39 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    uvicorn = _uvicorn()
+    make_server = _server_class()
     from ortolan.serving.app import create_app
 
-    with _listen(options.host, options.port) as listening, open_service(options) as service:
+    if options.ending_seconds < 0:
+        raise ConfigError(f"--ending-seconds is {options.ending_seconds}; it must be at least 0")
+    with listen(options.host, options.port) as listening, open_service(options) as service:
         app = create_app(service, options.api_key or os.environ.get(KEY_VARIABLE) or None)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=options.ending_seconds)
-        )
+        server = make_server(app, service.engine.close, options.ending_seconds)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"ortolan: {service.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
         server.run(sockets=[listening])
+    if server.signal is not None:
+        signal.raise_signal(server.signal)  # what it does to every command
     return 0
 
 
-def _uvicorn() -> Any:
+def _server_class() -> Any:
     try:
         import starlette  # noqa: F401
-        import uvicorn
+
+        from ortolan.serving.server import Server
     except ImportError as error:
         raise ConfigError(f"a server needs {error.name}; run: pip install 'ortolan[serve]'") from error
-    return uvicorn
+    return Server
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is opened. Raises ConfigError."""
+def listen(host: str, port: int) -> socket.socket:
+    """Take a port, before the model is opened; its connections send every event at once. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+        listening = socket.create_server((host, port), family=family)
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"--host {host} --port {port} cannot be listened on: {error}; give others") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio leaves sockets without a protocol alone
+    return listening
