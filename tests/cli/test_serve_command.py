@@ -170,7 +170,7 @@ def test_the_port_is_taken_before_the_model_is_opened(refused):
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--port", "70000"], ["--port", "-1"], ["--host", "no.such.host.invalid"], ["--host", "x" * 70]),
+        *(["--port", "70000"], ["--port", "-1"], ["--host", "192.0.2.1"], ["--host", "x" * 70]),
         *(
             ["--host", "a..b"],
             ["--ending-seconds", "-1"],
