@@ -28,7 +28,8 @@ MAX_CONTEXT = 512
 WAIT_SECONDS = 20
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}={{ m.name | tojson }}{% endif %}\n{% endfor %}"
-    "{% if flavour %}{{ flavour }}{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if flavour %}{{ flavour }}{% endif %}{{ reasoning_effort }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 

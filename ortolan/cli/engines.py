@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ortolan.cli.choosing import add_speculation_options, open_drafter, read_speculation
 from ortolan.cli.models import add_device_options, open_model
 from ortolan.errors import ConfigError
 
@@ -63,6 +64,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="template in Jinja's language (default: the model's)"
     )
+    add_speculation_options(parser)
 
 
 def read_bytes(text: str) -> int:
@@ -83,7 +85,9 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
     if options.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is {options.max_new_tokens}; it must be at least 1")
     _check_template(options.chat_template)
+    speculation = read_speculation(options)
     model = open_model(options)
+    open_drafter(model, options)
     engine = ortolan.Engine(
         model,
         options.max_sequences,
@@ -102,6 +106,7 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
             name=options.model_name or Path(options.model_dir).resolve().name,
             max_new_tokens=options.max_new_tokens,
             chat_template=options.chat_template,
+            speculation=speculation,
         )
 
 

@@ -114,7 +114,8 @@ def read_chat(fields: Fields, limits: Limits) -> Asked:
     tokenizer = limits.model.tokenizer
     _check_model(fields, limits)
     messages = _messages(fields.take("messages"))
-    variables = fields.object("chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    variables = ({} if effort is None else {"reasoning_effort": effort}) | fields.object("chat_template_kwargs")
     if reserved := {"messages", "tokenize", "chat_template"} & variables.keys():
         raise FieldError(f"chat_template_kwargs may not hold {min(reserved)}", "chat_template_kwargs")
     prompt = tuple(tokenizer.apply_chat_template(messages, chat_template=limits.chat_template, **variables))

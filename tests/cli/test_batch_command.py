@@ -62,6 +62,23 @@ def test_every_request_gets_the_text_of_a_session(paged_dir, requests, capsys):
     assert names(requests.parent) == ["requests.jsonl", "results.jsonl"]
 
 
+def test_drafts_and_kept_prefixes_change_no_text(paged_dir, requests, tmp_path):
+    assert run(paged_dir, requests) == 0
+    plain = {name: result["response"]["body"]["choices"] for name, result in read_results(requests).items()}
+    options = ["--speculate", "lookup", "--host-cache-bytes", "8MiB", "--disk-cache", str(tmp_path / "prefixes")]
+    for _ in range(2):
+        assert run(paged_dir, requests, "--overwrite", *options) == 0
+        results = read_results(requests)
+        assert {name: result["response"]["body"]["choices"] for name, result in results.items()} == plain
+
+
+def test_a_drafter_that_the_model_cannot_have_is_refused(paged_dir, requests, refused):
+    command = ["batch", str(paged_dir), str(requests), str(requests.parent / "results.jsonl"), *SMALL]
+    assert "draft head" in refused(*command, "--speculate", "mtp")
+    assert "--speculate-tokens needs" in refused(*command, "--speculate-tokens", "3")
+    assert names(requests.parent) == ["requests.jsonl"]
+
+
 def test_what_one_request_asks_for_wrongly_is_its_own_result(paged_dir, tmp_path, capsys):
     lines = [
         request("right", {"prompt": "def ", "max_tokens": 3}),

@@ -49,6 +49,8 @@ def test_names_for_the_template(client, model):
     named = {**USER, "name": "Ada"}
     answer = create(client, [named], extra_body={"chat_template_kwargs": {"flavour": "sweet"}})
     assert answer.choices[0].message.content == expected(model, [named], flavour="sweet")
+    answer = create(client, reasoning_effort="low")
+    assert answer.choices[0].message.content == expected(model, [USER], reasoning_effort="low")
     begun = create(client, extra_body={"chat_template_kwargs": {"add_generation_prompt": False}})
     assert begun.choices[0].message.content == expected(model, [USER], add_generation_prompt=False)
 
