@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,13 +40,21 @@ class PageArchive:
         self._hold(key, contents)
 
     def get(self, key: bytes, page_bytes: int) -> Contents | None:
-        """Return an entry of pages of so many bytes, which counts as used; None where it is gone or damaged."""
+        """Return an entry of pages of so many bytes; None where it is gone or damaged."""
         contents = self._held.get(key)
         if contents is None and self._files is not None:
             contents = self._files.get(key, page_bytes)
         if contents is not None:
             self._hold(key, contents)
         return contents
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count entries as used, the last one the latest; those that are not there stay away."""
+        for key in keys:
+            if key in self._held:
+                self._held.move_to_end(key)
+        if self._files is not None:
+            self._files.touch(keys)
 
     def close(self) -> None:
         """Finish what is being written, and let all entries in memory go."""
@@ -60,7 +69,6 @@ class PageArchive:
                 return
             self._held[key] = contents
             self.host_bytes += contents.nbytes
-        self._held.move_to_end(key)
         while self.host_bytes > self._most_bytes:
             _, dropped = self._held.popitem(last=False)
             self.host_bytes -= dropped.nbytes

@@ -2,17 +2,20 @@
 
 A file holds one entry: the bytes of its pages, and a digest of these with the file's name, so that one that was cut
 short or altered is noticed. Files are written under another name and renamed. The one that was unused the longest goes
-first; the time of a file's last use is its modification time.
+first; who closes a folder leaves the order to the next one in the times of the files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import secrets
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from ortolan.errors import ConfigError
 
 SUFFIX = ".pages"
 DIGEST_BYTES = 16
+MOST_PENDING_BYTES = 2**30  # of contents that wait for the disk; more are left out
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +54,9 @@ class PageFiles:
         found.sort(key=lambda each: each[0].st_mtime_ns)
         self._sizes = OrderedDict((name, status.st_size) for status, name in found)  # the longest unused first
         self._bytes = sum(self._sizes.values())
-        self._coming: set[str] = set()  # on their way to the disk
-        self._lock = threading.Lock()  # of these three
+        self._coming: dict[str, int] = {}  # bytes on their way to the disk, by name
+        self._used: set[str] = set()  # since the folder was opened
+        self._lock = threading.Lock()  # of these four
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ortolan-pages")
         self._has_failed = False
 
@@ -65,11 +70,13 @@ class PageFiles:
 
     def put(self, key: bytes, contents: npt.NDArray[np.uint8]) -> None:
         """Write an entry soon; its contents, [pages, bytes of a page], may not be changed any more."""
-        name = _name(key)
+        name, size = _name(key), contents.nbytes + DIGEST_BYTES
         with self._lock:
-            if name in self._sizes or name in self._coming or contents.nbytes + DIGEST_BYTES > self._most_bytes:
+            if name in self._sizes or name in self._coming or size > self._most_bytes:
                 return
-            self._coming.add(name)
+            if sum(self._coming.values()) + size > MOST_PENDING_BYTES:
+                return
+            self._coming[name] = size
         self._writer.submit(self._write, name, contents)
 
     def get(self, key: bytes, page_bytes: int) -> npt.NDArray[np.uint8] | None:
@@ -80,7 +87,6 @@ class PageFiles:
         path = self._folder / name
         try:
             data = path.read_bytes()
-            os.utime(path)
         except OSError:  # another process has removed it
             self._forget(name)
             return None
@@ -90,18 +96,24 @@ class PageFiles:
             path.unlink(missing_ok=True)
             self._forget(name)
             return None
-        with self._lock:
-            if name in self._sizes:
-                self._sizes.move_to_end(name)
         return np.frombuffer(body, np.uint8).reshape(-1, page_bytes)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Count entries as used, once what was put before is written: the last one the latest."""
+        self._writer.submit(self._touch, [_name(key) for key in keys])
 
     def flush(self) -> None:
         """Wait until all that was put is written."""
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what was put, and end the thread."""
+        """Write what was put and the times of what was used, and end the thread."""
         self._writer.shutdown()
+        now = time.time_ns()
+        for place, name in enumerate(self._sizes):
+            if name in self._used:
+                with contextlib.suppress(OSError):  # another process has removed it
+                    os.utime(self._folder / name, ns=(now + place, now + place))
 
     def _write(self, name: str, contents: npt.NDArray[np.uint8]) -> None:
         temporary, size = self._folder / f".{secrets.token_hex(8)}.tmp", contents.nbytes + DIGEST_BYTES
@@ -122,7 +134,14 @@ class PageFiles:
             temporary.unlink(missing_ok=True)
         finally:
             with self._lock:
-                self._coming.discard(name)
+                del self._coming[name]
+
+    def _touch(self, names: Sequence[str]) -> None:
+        with self._lock:
+            for name in names:
+                if name in self._sizes:
+                    self._sizes.move_to_end(name)
+                    self._used.add(name)
 
     def _make_room(self, size: int) -> None:
         while self._bytes + size > self._most_bytes:

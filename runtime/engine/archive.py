@@ -37,9 +37,9 @@ class PrefixArchive:
         self._numbers = {kind.name: bytes([number]) for number, kind in enumerate(plan.kinds)}
         self._has_failed = False
 
-    def keep(self, offered: Sequence[Offered]) -> None:
-        """Copy what the index has just learned, where the archive lacks it."""
-        if self._has_failed:
+    def keep(self, sequence: TokenSequence, offered: Sequence[Offered]) -> None:
+        """Copy what the index has just learned of a sequence, where the archive lacks it."""
+        if self._has_failed or not offered:
             return
         try:
             for name in self._kinds:
@@ -52,6 +52,7 @@ class PrefixArchive:
                     self.pages.put(self._key(name, each.digest), rows.copy())
         except OrtolanError as error:
             self._fail(error)
+        self._touch(sequence.digests)
 
     def bring(self, sequence: TokenSequence) -> None:
         """Write to pages what is archived of a waiting sequence's beginning, once there are pages for it."""
@@ -69,6 +70,7 @@ class PrefixArchive:
         finally:
             for name, page in reversed(held):  # of a kept prefix the end is given out first
                 self._prefixes.pools[name].release(page)
+        self._touch(digests[:count])
 
     def close(self) -> None:
         """Finish what is being written."""
@@ -98,6 +100,10 @@ class PrefixArchive:
             self._prefixes.publish(kind.name, digest, pages)
             self.restored_pages += len(pages)
         return True
+
+    def _touch(self, digests: Sequence[bytes]) -> None:
+        """Count a beginning as used, its end before what it needs."""
+        self.pages.touch([self._key(name, digest) for digest in reversed(digests) for name in self._kinds])
 
     def _longest(self, sequence: TokenSequence, digests: Sequence[bytes]) -> int:
         """Return the pages of the longest beginning that index and archive know together."""

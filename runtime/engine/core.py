@@ -215,7 +215,7 @@ class EngineCore:
         if ran.pages is ran.chunk.sequence.pages:  # else it gave them back meanwhile
             offered = self.scheduler.prefixes.offer(ran.chunk.sequence, ran.chunk.end)
             if self.archive is not None:
-                self.archive.keep(offered)
+                self.archive.keep(ran.chunk.sequence, offered)
 
     def _advance(self, ran: Sequence[Ran]) -> None:
         self.scheduler.advance(tuple(each.chunk for each in ran))

@@ -159,18 +159,19 @@ class Prefixes:
         if not self._serves(sequence):
             return offered
         size = self._plan.page_size
-        while (sequence.published + 1) * size <= self._plan.cuts.shared(sequence.prompt_length, length):
-            begin = sequence.published * size
-            sequence.digest = extend_chain(sequence.digest or _root(sequence), sequence.tokens[begin : begin + size])
+        while (len(sequence.digests) + 1) * size <= self._plan.cuts.shared(sequence.prompt_length, length):
+            number = len(sequence.digests)
+            begin, parent = number * size, sequence.digests[-1] if number else _root(sequence)
+            digest = extend_chain(parent, sequence.tokens[begin : begin + size])
             for kind in self._growing:
-                page = sequence.pages[kind.name][sequence.published]
-                self._index[kind.name].add(sequence.digest, page)
-                offered.append(Offered(kind=kind.name, digest=sequence.digest, pages=(page,)))
-            sequence.published += 1
+                page = sequence.pages[kind.name][number]
+                self._index[kind.name].add(digest, page)
+                offered.append(Offered(kind=kind.name, digest=digest, pages=(page,)))
+            sequence.digests.append(digest)
             if sequence.snapshot is not None and sequence.snapshot.length == begin + size:
                 for name, pages in sequence.snapshot.pages.items():
-                    offered.append(Offered(kind=name, digest=sequence.digest, pages=tuple(pages)))
-                    self._index[name].add(sequence.digest, *pages)
+                    offered.append(Offered(kind=name, digest=digest, pages=tuple(pages)))
+                    self._index[name].add(digest, *pages)
                 self._drop_snapshot(sequence)
                 self.snapshots += 1
         return offered

@@ -39,8 +39,7 @@ class TokenSequence(SequenceState):
         has_restarted: whether it reads its tokens anew since a step failed that it shared with others.
         draft: tokens that may follow the known ones, which the next step checks.
         was_sought: whether an archive was asked for its beginning since it waits.
-        digest: of the pages that the prefix index knows.
-        published: their number.
+        digests: of its whole pages that were offered to other sequences, each of all tokens up to a page's end.
         marks: lengths at which snapshots are wanted, ascending.
         snapshot_at: length of the last snapshot, or of the one that the sequence began with.
         snapshot: to be filled behind the chunk that ends there; None: none is under way.
@@ -56,8 +55,7 @@ class TokenSequence(SequenceState):
     has_restarted: bool = False
     draft: tuple[int, ...] = ()
     was_sought: bool = False
-    digest: bytes = b""
-    published: int = 0
+    digests: list[bytes] = field(default_factory=list)
     marks: tuple[int, ...] = ()
     snapshot_at: int = 0
     snapshot: Snapshot | None = None
@@ -137,5 +135,5 @@ class TokenSequence(SequenceState):
         self.lengths.clear()
         self.is_stored = self.was_sought = False
         self.draft = ()
-        self.published, self.snapshot_at = 0, 0
-        self.digest = b""
+        self.snapshot_at = 0
+        self.digests = []

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import threading
 
 import numpy as np
 import pytest
 
 from ortolan.errors import ConfigError
+from ortolan.runtime.caches import page_files
 from ortolan.runtime.caches.page_archive import PageArchive
 from ortolan.runtime.caches.page_files import DIGEST_BYTES, SUFFIX, PageFiles
 
@@ -35,6 +37,7 @@ def test_memory_lets_the_longest_unused_go():
     for number in (1, 2, 3):
         archive.put(key(number), contents(number))
     np.testing.assert_array_equal(archive.get(key(1), PAGE_BYTES), contents(1))
+    archive.touch([key(9), key(1)])
     archive.put(key(4), contents(4))
     assert [key(number) in archive for number in (1, 2, 3, 4)] == [True, False, True, True]
     assert archive.get(key(2), PAGE_BYTES) is None
@@ -70,7 +73,8 @@ def test_the_disk_lets_the_longest_unused_go_also_after_a_restart(tmp_path):
     for number in (1, 2, 3):
         put(files, number)
         os.utime(path_of(tmp_path, number), (number, number))
-    files.get(key(1), PAGE_BYTES)
+    files.touch([key(9), key(1)])
+    files.close()
     again = PageFiles(tmp_path, most)
     put(again, 4)
     assert [path_of(tmp_path, number).exists() for number in (1, 2, 3, 4)] == [True, False, True, True]
@@ -124,6 +128,23 @@ def test_a_disk_that_takes_nothing_is_said_once(tmp_path, monkeypatch, caplog):
     monkeypatch.undo()
     put(files, 1)
     assert key(1) in files
+
+
+def test_what_the_disk_is_too_slow_for_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_files, "MOST_PENDING_BYTES", 2 * (PAGE_BYTES + DIGEST_BYTES))
+    files, go_on, write = PageFiles(tmp_path, 10_000), threading.Event(), PageFiles._write
+
+    def slow(*arguments):
+        go_on.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(PageFiles, "_write", slow)
+    for number in (1, 2, 3):
+        files.put(key(number), contents(number))
+    go_on.set()
+    files.flush()
+    put(files, 4)
+    assert [key(number) in files for number in (1, 2, 3, 4)] == [True, True, False, True]
 
 
 def test_several_may_write_to_one_folder(tmp_path):

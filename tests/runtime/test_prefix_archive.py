@@ -105,7 +105,7 @@ def test_a_damaged_file_shortens_the_prefix(tmp_path):
     model, prompt = load("llama"), draw(1, 300)
     with small_engine(model, disk_cache=tmp_path) as engine:
         expected = answer(engine, prompt)
-    files = sorted(tmp_path.rglob("*" + SUFFIX), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted(tmp_path.rglob("*" + SUFFIX), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     files[7].write_bytes(files[7].read_bytes()[:-1])
     with small_engine(model, disk_cache=tmp_path) as engine:
         assert answer(engine, prompt) == expected
@@ -147,6 +147,21 @@ def test_mixed_requests_get_their_own_tokens(family, seed, tmp_path):
         assert engine.memory().held_bytes == 0
     with ortolan.Engine(model, 1, chunk_tokens=64) as engine:
         assert results == [engine.submit(prompt, 5, ignore_eos=True).result() for prompt in prompts]
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_of_a_prefix_that_does_not_fit_the_beginning_stays(where, tmp_path):
+    model, prompt = load("llama"), draw(1, 320)
+    page = model.plan_engine(2, None, 64, 512).kinds[0].page_bytes
+    most = 12 * (page + 16)
+    options = {"host_cache_bytes": most} if where == "memory" else {"disk_cache": tmp_path, "disk_cache_bytes": most}
+    with small_engine(model, **options) as engine:
+        expected = answer(engine, prompt)
+        private = {"eviction": ortolan.SnapKv(budget=480, window=8)}  # nothing of these is archived
+        for stream in [engine.submit(draw(seed, 500), 8, **private) for seed in (2, 3)]:
+            stream.result()
+        assert answer(engine, prompt) == expected
+        assert 8 * 16 <= engine.stats().reused_tokens <= 12 * 16
 
 
 def test_pages_pass_by_a_device(monkeypatch, tmp_path):
