@@ -141,14 +141,17 @@ def test_results_are_not_overwritten_unasked(paged_dir, requests, refused):
 
 @pytest.mark.parametrize("end", ["", '{"custom_id": "id 5", "respo', "{}\n"])
 def test_a_batch_goes_on_where_it_was_left(end, paged_dir, requests, monkeypatch, capsys):
-    add = batch.Results.add
+    add, lost = batch.Results.add, []
 
-    def fails_at_the_third(results, line, *result):
-        if len(results.statuses) == 3:
-            raise KeyboardInterrupt
-        add(results, line, *result)
+    def interrupted_at_the_fourth(results, line, *result):
+        if len(results.statuses) < 3:
+            add(results, line, *result)
+            return
+        lost.append(line)
+        if len(lost) == 1:
+            signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(batch.Results, "add", fails_at_the_third)
+    monkeypatch.setattr(batch.Results, "add", interrupted_at_the_fourth)
     assert run(paged_dir, requests) == 130
     assert capsys.readouterr().err == "ortolan: interrupted\n"
     (part,) = requests.parent.glob(".results.jsonl.*.part")
