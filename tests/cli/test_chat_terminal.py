@@ -116,8 +116,8 @@ class TestTerminals:
         said = []
         shell.expect(PROMPT)
         for line in ("def f(x):", "so"):
-            shell.type(f"{line}\r")
             shown = path.stat().st_size
+            shell.type(f"{line}\r")
             wait_for(lambda size=shown + 20: path.stat().st_size >= size)
             shell.press()
             shell.expect(PROMPT)
