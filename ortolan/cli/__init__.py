@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ortolan.cli import batch, bench, chat, convert, demo, export, generate, inspect, perplexity, serve
-from ortolan.cli.interrupts import ENDING_SIGNALS, held
+from ortolan.cli.interrupts import ENDING_SIGNALS, handled, held
 from ortolan.cli.logs import DEFAULT_LEVEL, add_log_option, shown_log
 from ortolan.cli.report import print_error
 from ortolan.errors import OrtolanError, SessionInterruptedError
@@ -84,14 +84,8 @@ def _cleaned_up_when_terminated() -> Iterator[None]:
     def leave(number: int, _: object) -> NoReturn:
         raise SystemExit(EXIT_SIGNALLED + number)
 
-    unhandled = [number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-    for number in unhandled:
-        signal.signal(number, leave)
-    try:
+    with handled([number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL], leave):
         yield
-    finally:
-        for number in unhandled:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _load_libraries() -> None:

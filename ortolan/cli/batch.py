@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ortolan.cli.engines import add_engine_options, open_service
-from ortolan.cli.interrupts import ENDING_SIGNALS
+from ortolan.cli.interrupts import ENDING_SIGNALS, handled
 from ortolan.cli.progress import run_bar
 from ortolan.cli.report import check_report_target
 from ortolan.errors import ConfigError, OrtolanError
@@ -95,18 +95,13 @@ async def _until_told(work: Coroutine[Any, Any, None]) -> None:
         told.append(number)
         loop.call_soon_threadsafe(task.cancel)
 
-    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, tell)
+    heeded = [number for number in ENDING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     try:
-        await work
+        with handled(heeded, tell):
+            await work
     except asyncio.CancelledError:
         if not told:
             raise
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
     if told:
         signal.raise_signal(told[0])
 

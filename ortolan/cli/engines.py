@@ -10,7 +10,7 @@ from typing import Any
 
 from ortolan.cli.choosing import add_speculation_options, open_drafter, read_speculation
 from ortolan.cli.models import add_device_options, open_model
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, whole_number
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -49,7 +49,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disk-cache-bytes",
         type=read_bytes,
-        default=16 * UNITS["GiB"],
         metavar="N[KiB|MiB|GiB]",
         help="of these files (default: 16GiB)",
     )
@@ -69,7 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def read_bytes(text: str) -> int:
     """Read a number of bytes, with a binary unit or without."""
-    unit = next((unit for unit in ("KiB", "MiB", "GiB") if text.endswith(unit)), "")
+    unit = next(unit for unit in reversed(UNITS) if text.endswith(unit))
     try:
         return int(float(text.removesuffix(unit)) * UNITS[unit])
     except (ValueError, OverflowError) as error:
@@ -82,8 +81,8 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
     import ortolan
     from ortolan.serving import Service
 
-    if options.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens is {options.max_new_tokens}; it must be at least 1")
+    whole_number("--max-new-tokens", options.max_new_tokens)
+    files = {} if options.disk_cache_bytes is None else {"disk_cache_bytes": options.disk_cache_bytes}
     _check_template(options.chat_template)
     speculation = read_speculation(options)
     model = open_model(options)
@@ -97,7 +96,7 @@ def open_service(options: argparse.Namespace) -> Iterator[Any]:
         overcommit=options.overcommit,
         host_cache_bytes=options.host_cache_bytes,
         disk_cache=options.disk_cache,
-        disk_cache_bytes=options.disk_cache_bytes,
+        **files,
     )
     with engine:
         yield Service(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Iterator
 
-from ortolan.cli.prompts import PROMPT_SIGN, check_text
+from ortolan.cli.prompts import PROMPT_SIGN, check_text, decoded
 from ortolan.errors import ConfigError
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2  # descriptors
@@ -37,12 +36,12 @@ def read_line() -> str | None:
 
 
 def _read() -> str | None:
-    """Read a line of a pipe as files are read: UTF-8, whatever the locale, without a byte-order mark."""
+    """Read a line of a pipe as files are read, whatever the locale."""
     binary = getattr(sys.stdin, "buffer", None)
     given = binary.readline() if binary is not None else sys.stdin.readline().encode("utf-8", "surrogatepass")
     if not given:
         return None
-    return io.TextIOWrapper(io.BytesIO(given), encoding="utf-8-sig").read().removesuffix("\n")
+    return decoded(given).removesuffix("\n")
 
 
 def _ask() -> str | None:

@@ -72,7 +72,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def _read_standard_input() -> str:
-    """Read UTF-8 as files are read, whatever the locale: without a byte-order mark, lines ended by a line feed."""
+    """Read UTF-8 as files are read, whatever the locale."""
     if sys.stdin is None:  # it may be closed
         return ""
     if sys.stdin.isatty():
@@ -80,8 +80,13 @@ def _read_standard_input() -> str:
         return sys.stdin.readline().removesuffix("\n")
     binary = getattr(sys.stdin, "buffer", None)
     if binary is not None:
-        return io.TextIOWrapper(io.BytesIO(binary.read()), encoding="utf-8-sig").read()
+        return decoded(binary.read())
     return sys.stdin.read().removeprefix("\ufeff")
+
+
+def decoded(data: bytes) -> str:
+    """Return bytes as a text file of them is read: UTF-8 without its byte-order mark, lines ended by a line feed."""
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
 
 
 def encode_prompt(tokenizer: Any, prompt: str, options: argparse.Namespace, *, is_first: bool) -> list[int]:

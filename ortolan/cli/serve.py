@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ortolan.cli.engines import add_engine_options, open_service
-from ortolan.errors import ConfigError
+from ortolan.errors import ConfigError, whole_number
 
 KEY_VARIABLE = "ORTOLAN_API_KEY"
 ENDING_SECONDS = 30
@@ -57,8 +57,7 @@ def run(options: argparse.Namespace) -> int:
     make_server = _server_class()
     from ortolan.serving.app import create_app
 
-    if options.ending_seconds < 0:
-        raise ConfigError(f"--ending-seconds is {options.ending_seconds}; it must be at least 0")
+    whole_number("--ending-seconds", options.ending_seconds, 0)
     with listen(options.host, options.port) as listening, open_service(options) as service:
         app = create_app(service, options.api_key or os.environ.get(KEY_VARIABLE) or None)
         server = make_server(app, service.engine.close, options.ending_seconds)

@@ -23,9 +23,13 @@ def key(number):
     return bytes([number]) * 17
 
 
+def wait_for_writes(files):
+    files._writer.submit(lambda: None).result()
+
+
 def put(files, number, value=None, pages=1):
     files.put(key(number), contents(number if value is None else value, pages))
-    files.flush()
+    wait_for_writes(files)
 
 
 def path_of(folder, number):
@@ -142,7 +146,7 @@ def test_what_the_disk_is_too_slow_for_is_left_out(tmp_path, monkeypatch):
     for number in (1, 2, 3):
         files.put(key(number), contents(number))
     go_on.set()
-    files.flush()
+    wait_for_writes(files)
     put(files, 4)
     assert [key(number) in files for number in (1, 2, 3, 4)] == [True, True, False, True]
 
