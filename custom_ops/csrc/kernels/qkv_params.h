@@ -43,10 +43,11 @@ struct QkvRopeAppendParams {
 };
 
 // The same, and then attention of its queries over the caches that it has written: both parts have one
-// packing, one cache and one `query`.
+// packing, one cache and one `query`. The bound is the caller's promise, by which no result may change.
 struct QkvAttentionParams {
   QkvRopeAppendParams heads;
   SwaAttentionParams attention;
+  int64_t max_kv_len = 0;  // most tokens of a sequence after the step; 0: the capacity
 };
 
 // Heads that are normalised, where they have a weight, and rotated as query heads are above.

@@ -96,13 +96,16 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
 template <int kHeadSize>
 constexpr bool kHasClusters = kHeadSize <= 256;
 
-// Tiles that an entry visits, at most.
-inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
-  const int64_t all = divide_up(static_cast<int32_t>(params.cache.capacity), shape.tile_keys);
+// Tiles that an entry visits, at most, of sequences of so many tokens at most.
+inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape, int64_t tokens) {
+  const int64_t all = divide_up(static_cast<int32_t>(tokens), shape.tile_keys);
   if (params.window < 0 || params.prefix_end) return static_cast<int>(all);
   const int64_t window = (params.window + shape.most_tokens) / shape.tile_keys + 2;
   return static_cast<int>(std::min(all + 1, window)) +
          divide_up(static_cast<int32_t>(params.cache.sink), shape.tile_keys);
+}
+inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
+  return most_tiles(params, shape, params.cache.capacity);
 }
 
 // The largest cluster that is of use to each entry, or 0 where the entries do without. Blocks without tiles

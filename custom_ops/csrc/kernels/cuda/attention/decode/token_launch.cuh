@@ -59,14 +59,21 @@ cudaError_t allow_token_kernel(const Device& device) {
              : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+// Tokens that a sequence has after the step, at most.
+inline int64_t longest_length(const QkvAttentionParams& p) {
+  const int64_t capacity = p.attention.cache.capacity;
+  return p.max_kv_len > 0 ? std::min(capacity, p.max_kv_len) : capacity;
+}
+
 // A block takes its tiles one by one, which is slower than decode.cuh from a few on. As many blocks as the
 // device holds, two on some multiprocessors; or, where each has two tiles at most even so, as many as have a
 // multiprocessor to themselves.
 template <typename Rows>
-cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, TokenPlan<Rows>& plan) {
+cudaError_t plan_token(const QkvAttentionParams& p, const Device& device, TokenPlan<Rows>& plan) {
   constexpr int kMostTiles = 3, kAloneTiles = 2;
+  const SwaAttentionParams& params = p.attention;
   const DecodeShape shape = plan_decode<Rows, 1>(params, device);
-  const int most = most_tiles(params, shape);
+  const int most = most_tiles(params, shape, longest_length(p));
   if (divide_up(most, kMaxCluster) > kMostTiles) return cudaSuccess;
   cudaError_t error = allow_token_kernel<Rows, 1>(device);
   if (error == cudaSuccess) error = allow_token_kernel<Rows, 2>(device);
@@ -89,7 +96,7 @@ cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, T
 template <typename Rows>
 bool launch_token(const QkvAttentionParams& p, const Launch& launch, cudaError_t& error) {
   TokenPlan<Rows> plan;
-  error = plan_token<Rows>(p.attention, launch.device, plan);
+  error = plan_token<Rows>(p, launch.device, plan);
   if (error != cudaSuccess) return true;
   if (!plan.shape.blocks) return false;
   const auto kernel = plan.share == 1 ? token_kernel<Rows, 1> : token_kernel<Rows, 2>;
