@@ -130,9 +130,9 @@ class Bucket:
         logits: [R, V].
         hidden: what draft heads read and write.
         state: the inputs that choosing tokens writes.
-        graphs: by the limit of kv lengths (kv_limits.py) that each has seen; all have the same inputs and outputs. They
-            are few and small, as their intermediate results share memory, so a shorter sequence finds that of a lower
-            limit again.
+        graphs: by the limit (kv_limits.py) that each was told. All have the same inputs and outputs, and take their
+            intermediate results from one arena, so they are kept until caches are replaced: a shorter sequence takes
+            that of a lower limit again.
     """
 
     def __init__(self, manifest: Manifest, shape: StepShape, device: CudaBuffers, logits: Array) -> None:

@@ -1,7 +1,7 @@
-"""Bounds what full-attention caches hold after a step, in few steps: a captured graph keeps the bound that it saw.
+"""Bounds what full-attention caches hold after a step by a rung of a ladder, since a captured graph keeps its bound.
 
-One token of one sequence has a kernel that is faster over short caches, which the host chooses before it knows any
-length. So it is told a rung of a ladder above the longest length.
+One token of one sequence has a kernel that is faster in short caches. The host chooses kernels before it knows lengths,
+which lie on the device, so it is told a rung at or above the longest one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.steps.layout import StepShape
 from ortolan.runtime.steps.row import Row
 
-SHORTEST = 2048  # tokens; the lowest rung: each captures a graph of its own
+SHORTEST = 2048  # tokens, of the lowest rung; each rung that a sequence passes takes a capture
 NO_LIMIT = 0  # nothing is promised but the capacity of the caches
 
 
