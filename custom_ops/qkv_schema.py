@@ -120,6 +120,18 @@ _HEAD_ATTRIBUTES: tuple[Attribute, ...] = (
     ),
 )
 
+_MAX_KV_LEN = Port(
+    name="max_kv_len",
+    shape="[1]",
+    type=INT32,
+    doc="The caller's promise: after the step, no sequence that has tokens in it is longer in this cache, for any kv "
+    "head (past_len and the tokens of the step). Absent or 0: nothing is promised. It lets CUDA choose a kernel for "
+    "shorter caches; where it is true, no result depends on it. Where it is false, the CPU provider refuses the step, "
+    "and on CUDA all that the node returns is undefined, the slots of the step's tokens included.",
+    optional=True,
+    on_host=True,
+)
+
 QKV_OPERATORS: tuple[Operator, ...] = (
     Operator(
         name="QkvRopeAppend",
@@ -142,7 +154,7 @@ QKV_OPERATORS: tuple[Operator, ...] = (
         "the caches that it returns, with the same bits; lse is not offered. On CUDA, no node in front of it may write "
         "its caches, scales, block_table, query_start or past_len: it may read them before the kernels in front of it "
         "have ended.",
-        inputs=(*_JOINT_INPUTS, SINK_LOGITS, PREFIX_END),
+        inputs=(*_JOINT_INPUTS, SINK_LOGITS, PREFIX_END, _MAX_KV_LEN),
         outputs=(
             ATTENDED,
             *cache_outputs(1),

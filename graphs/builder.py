@@ -55,6 +55,7 @@ class GraphBuilder:
         self._constants: dict[str, Tensor] = {}
         self._described: dict[str, onnx.ValueInfoProto] = {}
         self._doc_strings: dict[str, str] = {}
+        self._defaults: dict[str, tuple[Tensor, onnx.TensorProto, str]] = {}
 
     @classmethod
     def open(cls, model: onnx.ModelProto, doc_string: str) -> GraphBuilder:
@@ -87,6 +88,23 @@ class GraphBuilder:
         tensor = gs.Variable(name, dtype=dtype, shape=list(shape))
         self.graph.inputs.append(tensor)
         return tensor
+
+    def default_input(self, name: str, values: npt.ArrayLike, dtype: npt.DTypeLike, doc_string: str) -> Tensor:
+        """Declare a graph input that need not be fed; the second use gives the same tensor.
+
+        It is an input and an initializer, which ONNX Runtime neither folds nor lists among the inputs to be fed.
+
+        Args:
+            name: of the input.
+            values: that it has where it is not fed.
+            dtype: of its elements.
+            doc_string: what it is.
+        """
+        if name not in self._defaults:
+            proto = onnx.numpy_helper.from_array(np.asarray(values, dtype), name)
+            tensor = self.input(name, proto.data_type, list(proto.dims))
+            self._defaults[name] = tensor, proto, doc_string
+        return self._defaults[name][0]
 
     def output(self, tensor: Tensor, name: str, dtype: int, shape: Shape) -> None:
         """Declare `tensor` a graph output under `name`."""
@@ -227,7 +245,15 @@ class GraphBuilder:
         del model.graph.initializer[:]
         model.graph.initializer.extend(inline)
         model.graph.initializer.extend(proto for name, proto in self.weights.items() if name in read)
+        self._attach_defaults(model.graph)
         return model
+
+    def _attach_defaults(self, graph: onnx.GraphProto) -> None:
+        """Give inputs their defaults and doc strings, for which graphsurgeon has no place."""
+        for value in graph.input:
+            if value.name in self._defaults:
+                _, proto, value.doc_string = self._defaults[value.name]
+                graph.initializer.append(proto)
 
 
 def _infer_shapes(bare: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> dict[str, list[int | None]]:

@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import onnx
 
 from ortolan import contract
 from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor, emitters
 from ortolan.graphs.config import AttentionConfig, MixerConfig
 from ortolan.graphs.options import GraphOptions
+
+_MAX_KV_LEN_DOC = (
+    "Need not be fed; in CPU memory. After the step, no sequence that has tokens in it is longer in a full-attention "
+    "cache, for any kv head. 0, the default, promises nothing. A true bound changes no result; it may make CUDA faster."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,11 @@ def declare_step(
     return Step(
         query_start=query_start, past_len=past_len, logit_rows=logit_rows, block_tables=tables, state_slots=slots
     )
+
+
+def declare_max_kv_len(graph: GraphBuilder) -> Tensor:
+    """Declare the bound of the step's lengths that attention may be told, [1] int32; 0 where it is not fed."""
+    return graph.default_input(contract.MAX_KV_LEN, [0], np.int32, _MAX_KV_LEN_DOC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +154,8 @@ class CachedAttention:
         Returns:
             What attention returns, [T, Hq, D].
         """
-        heads = replace(heads, ports={**heads.ports, "sink_logits": sink_logits})
+        bound = declare_max_kv_len(self.graph) if self.config.window < 0 else None  # a ring's plan knows its window
+        heads = replace(heads, ports={**heads.ports, "sink_logits": sink_logits, "max_kv_len": bound})
         return self._add_joint("QkvAttention", emitters.qkv_attention, heads, 4, captures=True, **_mask(self.config))
 
     def _add_joint(

@@ -43,12 +43,14 @@ class ModelSummary:
         operators: count of each operator type, most frequent first.
         layers: for each layer, the operators of Ortolan's domain in graph order.
         experts: for each layer, its mixture of experts; None where it has none.
+        default_inputs: names of the inputs that need not be fed.
     """
 
     num_nodes: int
     operators: tuple[tuple[str, int], ...]
     layers: tuple[tuple[str, ...], ...]
     experts: tuple[Mixture | None, ...]
+    default_inputs: tuple[str, ...]
 
 
 def load_structure(path: Path) -> onnx.ModelProto:
@@ -99,7 +101,14 @@ def summarize_model(path: Path) -> ModelSummary:
         operators=tuple(Counter(node.op_type for node in graph.node).most_common()),
         layers=tuple(tuple(layers.get(i, ())) for i in range(max(layers, default=-1) + 1)),
         experts=tuple(experts.get(i) for i in range(max(layers, default=-1) + 1)),
+        default_inputs=default_inputs(graph),
     )
+
+
+def default_inputs(graph: onnx.GraphProto) -> tuple[str, ...]:
+    """Return the names of the inputs that need not be fed: they are initializers, too."""
+    values = {tensor.name for tensor in graph.initializer}
+    return tuple(value.name for value in graph.input if value.name in values)
 
 
 def _experts(graph: onnx.GraphProto) -> dict[int, Mixture]:

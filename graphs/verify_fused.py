@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 import onnx
 
-from ortolan.contract import LOGIT_ROWS, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
+from ortolan.contract import LOGIT_ROWS, MAX_KV_LEN, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
 from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.errors import ContractMismatchError
+from ortolan.graphs.summary import default_inputs
 from ortolan.graphs.verify_low_bit import coded_shape
 
 _CAPTURES = {"QkvRopeAppend": 3, "QkvAttention": 4}  # the capture among the outputs
@@ -42,14 +43,16 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
 
 
 def verify_fused_pair(plain: onnx.ModelProto, fused: onnx.ModelProto) -> None:
-    """Check that a fused graph takes the inputs and gives the outputs of the plain one.
+    """Check that a fused graph takes the inputs and gives the outputs of the plain one, but for inputs with a default.
 
     Raises:
         ContractMismatchError: a value is missing, new, or of another type or shape.
     """
+    defaults = {name for model in (plain, fused) for name in default_inputs(model.graph)}
     for side in ("input", "output"):
         values = [{v.name: v.type for v in getattr(model.graph, side)} for model in (plain, fused)]
-        differing = sorted(n for n in values[0].keys() | values[1].keys() if values[0].get(n) != values[1].get(n))
+        names = (values[0].keys() | values[1].keys()) - defaults
+        differing = sorted(name for name in names if values[0].get(name) != values[1].get(name))
         if differing:
             raise ContractMismatchError(
                 f"the fused graph's {side}s {differing[:5]} are not those of the plain graph; export the model again"
@@ -131,11 +134,20 @@ class _Checker:
         self._expect_dims(node, "key_norm_weight", key_norm, [size])
 
     def qkv_attention(self, node: onnx.NodeProto) -> None:
-        """Check a QkvAttention: no node writes what it may read before the kernel in front of it has ended."""
+        """Check a QkvAttention.
+
+        No node writes what it may read before the kernel in front of it has ended, and its bound is the graph's input,
+        which need not be fed.
+        """
         self.qkv(node)  # caches are inputs
         for port, name in zip(("query_start", "past_len", "block_table"), _ports(node.input, 6)[3:], strict=True):
             if name and name not in self._inputs:
                 raise _mismatch(node, f"{port} '{name}' must be an input of the graph; a node returns it")
+        *_, bound = _ports(node.input, 17)
+        if bound and (bound != MAX_KV_LEN or bound not in self._inputs or self._dims.get(bound) != [1]):
+            raise _mismatch(node, f"max_kv_len is '{bound}', not the graph's input '{MAX_KV_LEN}' with a default [1]")
+        if bound and _attribute(node, "window", -1) > 0:
+            raise _mismatch(node, f"max_kv_len '{bound}' bounds full-attention caches, and the node has a window")
 
     def norm_rope(self, node: onnx.NodeProto) -> None:
         """Check a NormRope: what it multiplies by is a weight."""

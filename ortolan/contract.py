@@ -7,6 +7,7 @@ PAST_LEN = "past_len"  # [B] int32, logical length before this step
 ROPE_VARIANT = "rope_variant"  # [T] int64, only where the manifest lists more than one RoPE variant
 LOGIT_ROWS = "logit_rows"  # [R] int64, the packed rows whose logits are computed
 LOGITS = "logits"  # [R, V] float32, of those rows
+MAX_KV_LEN = "max_kv_len"  # [1] int32, in CPU memory: bounds the step's kv lengths; fused graphs only, 0 where not fed
 HIDDEN = "hidden"  # [T, features], what the head before this one made of the token before; draft heads only
 HIDDEN_OUT = "hidden_out"  # [T, features], what the model's own head reads, for a draft head
 

@@ -347,7 +347,7 @@ class Model:
         graph = change(path, self._changes) if change else str(path)
         session = self.device.open(graph, self.folder, captures=True, weights=weights)
         check_graph(session, manifest, file_name)
-        inputs = frozenset(each.name for each in session.get_inputs())
+        inputs = frozenset(each.name for each in (*session.get_inputs(), *session.get_overridable_initializers()))
         return Decoder(session, manifest, inputs, itertools.count(1), weights)
 
     def _choose_file(self, fused: bool | None) -> str:

@@ -58,6 +58,8 @@ def _doc_row(kind: str, index: int, port: Port) -> str:
     notes = port.doc
     if port.optional:
         notes += " Optional."
+    if port.on_host:
+        notes += " In CPU memory on every provider."
     if port.alias >= 0:
         notes += f" Continues input {port.alias}."
     if port.spends >= 0:

@@ -92,6 +92,7 @@ def qkv_attention(
     value_scale: str = "",
     sink_logits: str = "",
     prefix_end: str = "",
+    max_kv_len: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -139,6 +140,11 @@ def qkv_attention(
             has no value.
         prefix_end: [B] tensor(int32). Positions before it see each other in both directions, whatever the
             window. Only with causal = 1.
+        max_kv_len: [1] tensor(int32). The caller's promise: after the step, no sequence that has tokens in
+            it is longer in this cache, for any kv head (past_len and the tokens of the step). Absent or 0:
+            nothing is promised. It lets CUDA choose a kernel for shorter caches; where it is true, no
+            result depends on it. Where it is false, the CPU provider refuses the step, and on CUDA all that
+            the node returns is undefined, the slots of the step's tokens included.
         outputs: names of output [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D],
             query [T, Hq, D], capture_out [B, Wq, Hq, D], key_scale_out [N, Hkv, P], value_scale_out [N,
             Hkv, P].
@@ -156,7 +162,7 @@ def qkv_attention(
         causal: 0: a query sees later keys, too: all of its sequence, or those less than W before or after
             it, and the sinks. Allowed: 0 or 1.
     """
-    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len, key_scale, value_scale, sink_logits, prefix_end,)
+    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len, key_scale, value_scale, sink_logits, prefix_end, max_kv_len,)
     return operator_node("QkvAttention", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "value_norm": value_norm, "value_is_key": value_is_key, "sink": sink, "capacity": capacity, "window": window, "scale": scale, "softcap": softcap, "causal": causal})
 
 

@@ -112,7 +112,7 @@ def _shown_graph(folder: Path, manifest: Manifest, options: argparse.Namespace) 
 def _inspect_fused(folder: Path, name: str | None, plain: Any) -> dict[str, Any] | None:
     """Check and count a fused graph; None where the manifest names none."""
     from ortolan.graphs import count_fusions, verify_fused_pair, verify_model
-    from ortolan.graphs.summary import load_structure
+    from ortolan.graphs.summary import default_inputs, load_structure
 
     if name is None:
         return None
@@ -121,7 +121,8 @@ def _inspect_fused(folder: Path, name: str | None, plain: Any) -> dict[str, Any]
     fused = load_structure(folder / name)
     verify_model(fused)
     verify_fused_pair(plain, fused)
-    return {"file": name, "graph": "ok", "nodes": len(fused.graph.node), "operators": count_fusions(fused)}
+    found = {"file": name, "graph": "ok", "nodes": len(fused.graph.node), "operators": count_fusions(fused)}
+    return found | {"default_inputs": list(default_inputs(fused.graph))}
 
 
 def _inspect_head(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
@@ -219,6 +220,8 @@ def _print_fused(device: str, fused: dict[str, Any] | None) -> None:
     print(f"\nfused graph for {device}: ok ({fused['file']}, {fused['nodes']} nodes)")
     counts = [[name, str(count)] for name, count in fused["operators"].items() if count]
     print(format_table(["fused operator, or plain one left", "count"], counts))
+    if fused["default_inputs"]:
+        print(f"inputs that need not be fed: {', '.join(fused['default_inputs'])}")
 
 
 def _print_kinds(manifest: Manifest) -> None:

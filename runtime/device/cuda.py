@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ortolan import contract
 from ortolan.element_types import ElementType, element_type
 from ortolan.errors import CapacityError, OrtolanError
-from ortolan.runtime.device.buffers import Array
+from ortolan.runtime.device.buffers import Array, wrap
 from ortolan.runtime.device.host_tables import DL_CUDA, as_initializer
 
 GRAPH_TYPES = (
@@ -224,6 +224,10 @@ class CudaBuffers:
     def bind_input(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an input."""
         binding.bind_input(name, "cuda", self.device_id, ELEMENT_TYPES[array.dtype.name], array.shape, array.data.ptr)
+
+    def bind_host_input(self, binding: Any, name: str, array: npt.NDArray[Any]) -> None:
+        """Bind a host array, which must outlive the binding's runs, as an input that operators read on the host."""
+        binding.bind_ortvalue_input(name, wrap(array))
 
     def bind_output(self, binding: Any, name: str, array: Array) -> None:
         """Bind an array as an output."""

@@ -132,7 +132,8 @@ def find_device(name: str | None, num_threads: int) -> Device:
 def _check_texts(session: Session, name: str) -> None:
     """Raise ContractMismatchError where names or metadata of a graph are not texts."""
     try:
-        _ = [(value.name, value.shape) for value in (*session.get_inputs(), *session.get_outputs())]
+        values = (*session.get_inputs(), *session.get_overridable_initializers(), *session.get_outputs())
+        _ = [(value.name, value.shape) for value in values]
         _ = session.get_modelmeta().custom_metadata_map
     except UnicodeDecodeError as error:
         raise ContractMismatchError(

@@ -1,10 +1,10 @@
-"""Captured steps of one batch size: their inputs at fixed addresses, and what chooses their tokens."""
+"""Captured steps of one shape: their inputs at fixed addresses, their graphs, and what chooses their tokens."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -95,8 +95,45 @@ class _Part:
     device: Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedGraph:
+    """A graph that the first run of its binding captures, and all later ones replay.
+
+    Attributes:
+        binding: of ONNX Runtime.
+        options: of its runs.
+        graph_id: its number; NO_GRAPH: it is not captured, and runs kernel by kernel.
+        max_kv_len: [1] int32, which the binding reads.
+        generation: of the caches whose addresses it holds.
+        thread: that it belongs to.
+    """
+
+    binding: Any
+    options: Any
+    graph_id: int
+    max_kv_len: npt.NDArray[np.int32]
+    generation: int
+    thread: int = field(default_factory=threading.get_ident)
+
+    def is_current(self, generation: int) -> bool:
+        """Say whether it can be replayed by this thread, over caches of this generation."""
+        return (self.generation, self.thread) == (generation, threading.get_ident())
+
+
 class Bucket:
-    """Steps of one shape. `inputs` is what they are written to first."""
+    """Steps of one shape.
+
+    Attributes:
+        layout: of their inputs.
+        inputs: what these are written to first.
+        block: the inputs on the device.
+        logits: [R, V].
+        hidden: what draft heads read and write.
+        state: the inputs that choosing tokens writes.
+        graphs: by the limit (kv_limits.py) that each was told. All have the same inputs and outputs, and take their
+            intermediate results from one arena, so they are kept until caches are replaced: a shorter sequence takes
+            that of a lower limit again.
+    """
 
     def __init__(self, manifest: Manifest, shape: StepShape, device: CudaBuffers, logits: Array) -> None:
         self.layout = StepLayout(manifest, shape)
@@ -116,30 +153,17 @@ class Bucket:
                 kv_len=self.block[self.layout.kv_begin : self.layout.tables_begin].view(np.int32),
             )
         self._sampler = DeviceSampler(device, logits, self.state)
-        self.binding: Any = None  # of the graph; None: it is to be captured
-        self.options: Any = None
-        self.graph_id = NO_GRAPH
-        self._captured_for = (-1, 0)  # generation of the caches, and thread
+        self.graphs: dict[int, CapturedGraph] = {}
 
     @property
     def bytes(self) -> int:
         """Device memory of the inputs and of choosing tokens; the logits may be shared."""
         return int(self.block.nbytes) + self._sampler.bytes + self.hidden.bytes
 
-    def take_binding(self, binding: Any, options: Any, graph_id: int, generation: int) -> None:
-        """Take the binding of the graph that the next run captures, to caches of a generation."""
-        self.binding, self.options, self.graph_id = binding, options, graph_id
-        self._captured_for = (generation, threading.get_ident())
-
-    def drop_binding(self) -> None:
-        """Forget the graph."""
-        self.binding = self.options = None
-        self.graph_id = NO_GRAPH
-        self._captured_for = (-1, 0)
-
-    def is_captured(self, generation: int) -> bool:
-        """Say whether a graph was captured on this thread over caches of this generation."""
-        return self.binding is not None and self._captured_for == (generation, threading.get_ident())
+    def graph(self, limit: int, generation: int) -> CapturedGraph | None:
+        """Return the graph of a limit that can be replayed; None: it is to be captured."""
+        graph = self.graphs.get(limit)
+        return graph if graph is not None and graph.is_current(generation) else None
 
     def write(self) -> None:
         """Enqueue the copy of the host's inputs; these may be changed at once."""

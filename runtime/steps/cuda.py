@@ -1,16 +1,17 @@
 """Runs steps on a CUDA device.
 
 Steps that feed a few tokens of each sequence replay a CUDA graph, captured once per batch size and most tokens of a
-sequence; a step of fewer sequences takes the next larger one, whose last sequences then have no tokens. All other steps
-run kernel by kernel. Tokens are chosen on the device and stay there, so that the next step is enqueued before the host
-has seen them. Choosing them advances the lengths, too: while the same sequences decode, the host writes nothing but new
-pages. The graph itself advances nothing, so that the runs which capturing takes leave the caches as one run does.
+sequence; for one token of one sequence also once per limit of its length (kv_limits.py). A step of fewer sequences
+takes the next larger graph, whose last sequences then have no tokens. All other steps run kernel by kernel. Tokens are
+chosen on the device and stay there, so that the next step is enqueued before the host has seen them. Choosing them
+advances the lengths, too: while the same sequences decode, the host writes nothing but new pages. The graph itself
+advances nothing, so that the runs which capturing takes leave the caches as one run does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from ortolan.runtime.caches.store import CacheStore
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.device.cuda import CudaBuffers
 from ortolan.runtime.device.opening import is_out_of_memory
-from ortolan.runtime.steps.bucket import NO_GRAPH, Bucket, Hidden
+from ortolan.runtime.steps.bucket import NO_GRAPH, Bucket, CapturedGraph, Hidden
 from ortolan.runtime.steps.device_result import DeviceResult
+from ortolan.runtime.steps.kv_limits import NO_LIMIT, KvLimits
 from ortolan.runtime.steps.layout import HostInputs, StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import Decoder
@@ -67,7 +69,7 @@ class CudaStepper:
         self._captures: Mapping[int, Array] = captures or {}
         self.captures_graphs = True  # False runs decode steps one kernel at a time
         self._columns = tuple((kind.name, kind.table_pages) for kind in plan.kinds)
-        self._sizes = batch_sizes(plan.max_sequences)
+        self._sizes, self._limits = batch_sizes(plan.max_sequences), KvLimits(plan)
         self._logits = self._make_logits(self._sizes[-1])
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._last: tuple[Bucket | None, int] = (None, 0)  # of the step before: its bucket, rows of a decode step
@@ -119,13 +121,14 @@ class CudaStepper:
         """Say whether a step like this one would replay a graph on this thread, or runs kernel by kernel anyway."""
         if not self.captures_graphs or not self._can_capture([row]):
             return True
-        return self._bucket([row]).is_captured(self._store.generation)
+        bucket = self._bucket([row])
+        return bucket.graph(self._limit(row, bucket), self._store.generation) is not None
 
     def close(self) -> None:
         """Let captured graphs go, and give the memory back."""
         self._device.synchronize()
         for bucket in self._buckets.values():
-            self._release(bucket)
+            self._release(bucket, list(bucket.graphs))
         self._buckets.clear()
         self._no_captures.clear()
         self._last = (None, 0)
@@ -159,6 +162,11 @@ class CudaStepper:
                     logits = self._logits[: shape.logit_rows]
             self._buckets[size, width] = Bucket(self._decoder.manifest, shape, self._device, logits)
         return self._buckets[size, width]
+
+    def _limit(self, row: Row, bucket: Bucket) -> int:
+        """Return the limit of a captured step, by its first row; none where the graph cannot be told."""
+        told = contract.MAX_KV_LEN in self._decoder.inputs
+        return self._limits.of_step(row, bucket.layout.shape) if told else NO_LIMIT
 
     def _goes_on(self, rows: Sequence[Row], bucket: Bucket) -> bool:
         """Say whether the sequences of the decode step before go on, each with the token that it chose there."""
@@ -217,31 +225,41 @@ class CudaStepper:
             bucket.write_tables()
         self._put_chosen(bucket.state.token_ids, chosen)
         bucket.hidden.give(rows)
-        if not bucket.is_captured(self._store.generation):
-            self._bind_bucket(bucket)
-        self._run(bucket.binding, bucket.options)
+        limit = self._limit(rows[0], bucket)
+        graph = bucket.graph(limit, self._store.generation) or self._bind_bucket(bucket, limit)
+        self._run(graph.binding, graph.options)
 
-    def _bind_bucket(self, bucket: Bucket) -> None:
+    def _bind_bucket(self, bucket: Bucket, limit: int) -> CapturedGraph:
         """Bind a bucket's inputs for a new capture; where that raises, the next step tries again."""
-        self._release(bucket)
+        generation = self._store.generation
+        self._release(bucket, [each for each in bucket.graphs if bucket.graph(each, generation) is None])
         sequences = bucket.layout.shape.sequences
         captures = self._captures if self._captures and sequences == 1 else self._empty_captures(sequences)
         with self._device.scope():
             inputs = bucket.layout.named(bucket.block)
-        binding = self._decoder.session.io_binding()
+        binding, max_kv_len = self._decoder.session.io_binding(), np.array([limit], np.int32)
         self._bind_caches(binding)
         self._bind(binding, inputs, captures, bucket.logits)
         bucket.hidden.bind(binding)
+        if limit != NO_LIMIT:
+            self._device.bind_host_input(binding, contract.MAX_KV_LEN, max_kv_len)
         graph_id = next(self._decoder.graph_ids) if self.captures_graphs else NO_GRAPH
-        bucket.take_binding(binding, run_options(graph_id), graph_id, self._store.generation)
+        bucket.graphs[limit] = CapturedGraph(
+            binding=binding,
+            options=run_options(graph_id),
+            graph_id=graph_id,
+            max_kv_len=max_kv_len,
+            generation=generation,
+        )
+        return bucket.graphs[limit]
 
-    def _release(self, bucket: Bucket) -> None:
-        """Let a bucket's graph go: the addresses in it are not those of the caches any more, or it is not needed."""
+    def _release(self, bucket: Bucket, limits: Iterable[int]) -> None:
+        """Let graphs go: the addresses in them are not those of the caches any more, or they are not needed."""
         release = getattr(self._decoder.session, "release_captured_graph", None)
-        if bucket.graph_id != NO_GRAPH and release:
-            self._device.synchronize()
-            release(bucket.graph_id)
-        bucket.drop_binding()
+        for graph in [bucket.graphs.pop(limit) for limit in limits]:
+            if graph.graph_id != NO_GRAPH and release:
+                self._device.synchronize()
+                release(graph.graph_id)
 
     def _empty_captures(self, sequences: int) -> Mapping[int, Array]:
         if sequences not in self._no_captures:

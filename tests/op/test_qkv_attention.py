@@ -109,6 +109,49 @@ def test_codes(name, code):
     assert_same(case, joint_feeds(case))
 
 
+def assert_same_with_bounds(case, feeds, bounds):
+    """Compare a step with the same one whose longest length is promised."""
+    without = run_joint(case, feeds)
+    for bound in bounds:
+        for name, array in run_joint(case, {**feeds, "max_kv_len": np.array([bound], np.int32)}).items():
+            devices.assert_same_bits(array, without[name])
+
+
+SIZES = {"llama": LLAMA, "qwen": QWEN, "wide": {"heads": 8, "kv_heads": 4, "size": 256, "pairs": 128}}
+TILE = 128  # keys
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("bound", [1, TILE, 2 * TILE - 1, 4096])
+def test_a_true_bound_changes_no_bit(sizes, bound):
+    """Lengths up to the bound, in a cache of more tiles than the kernel of one token takes."""
+    case = JointCase(**SIZES[sizes], slots=8192)
+    for length in sorted({1, bound // 2 + 1, max(1, bound - 1), bound}):
+        step = dataclasses.replace(case, past=(length - 1,))
+        assert_same_with_bounds(step, joint_feeds(step, seed=length), [bound])
+
+
+def test_a_bound_of_nothing_or_above_the_capacity_changes_no_bit():
+    case = JointCase(past=(299,), **LLAMA, slots=512)
+    assert_same_with_bounds(case, joint_feeds(case), (0, case.slots, np.iinfo(np.int32).max))
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        ("lengths-of-heads", 128),
+        ("masks", 401),
+        ("mixed-batch", 301),
+        ("chunk", 270),
+        ("paged-batch", 100),
+        ("no-tokens", 1),
+    ],
+)
+def test_a_bound_of_other_steps_changes_no_bit(name, bound):
+    """Nor where other kernels take the step: rings, pages, lengths of heads, several sequences or tokens."""
+    assert_same_with_bounds(CASES[name], joint_feeds(CASES[name]), [bound])
+
+
 STEPS = (20, 1, 1, 15, 1, 3, 1, 1)  # past the wrap
 LAYERS = 3
 STACK = JointCase(heads=4, kv_heads=2, size=64, pairs=32, norms=BOTH, window=16, sink=2, slots=37)
@@ -203,6 +246,9 @@ REFUSALS = {
     "sink_logits' has shape": (SMALL, {}, {"sink_logits": np.zeros(3, np.float32)}),
     "prefix_end' has shape": (SMALL, {}, {"prefix_end": np.zeros(2, np.int32)}),
     "needs causal = 1": (SMALL, {"causal": 0}, {"prefix_end": np.zeros(1, np.int32)}),
+    "'max_kv_len' is -2; it must be at least 0": (SMALL, {}, {"max_kv_len": np.array([-2], np.int32)}),
+    "max_kv_len' has shape \\[2\\]; expected \\[1\\]": (SMALL, {}, {"max_kv_len": np.array([9, 9], np.int32)}),
+    "max_kv_len' has shape \\[\\]; expected \\[1\\]": (SMALL, {}, {"max_kv_len": np.array(9, np.int32)}),
 }
 HOST_REFUSALS = {
     "'query_start' must rise": (SMALL, {}, {"query_start": np.array([0, 2], np.int32)}),
@@ -214,6 +260,12 @@ HOST_REFUSALS = {
         JointCase(capture_rows=4),
         {},
         {"capture_past_len": np.array([-3], np.int32)},
+    ),
+    "sequence 0 has 6 tokens, more than input 'max_kv_len' = 5": (SMALL, {}, {"max_kv_len": np.array([5], np.int32)}),
+    "sequence 1 has 33 tokens, more than input 'max_kv_len' = 32": (
+        JointCase(tokens=(1, 2), past=((9, 2), (0, 31)), kv_heads=2, heads=4),
+        {},
+        {"max_kv_len": np.array([32], np.int32)},
     ),
     "names page 9": (JointCase(past=(5,), page_slots=16), {}, {"block_table": np.full((1, 4), 9, np.int32)}),
 }
@@ -227,4 +279,11 @@ def test_refuses(message, target):
     feeds = joint_feeds(case) | changed
     with pytest.raises(Exception, match=message) as error:
         run_joint(case, {k: v for k, v in feeds.items() if v is not None}, **attributes)
+    assert "test/QkvAttention" in str(error.value)
+
+
+def test_refuses_a_bound_of_another_type():
+    feeds = joint_feeds(SMALL) | {"max_kv_len": np.array([9], np.int64)}
+    with pytest.raises(Exception, match=r"max_kv_len|tensor\(int64\)") as error:
+        run_joint(SMALL, feeds)
     assert "test/QkvAttention" in str(error.value)

@@ -67,6 +67,7 @@ struct SwaAttentionParams {
   const int32_t* prefix_end;  // [B] or null
   void* output;               // [T, Hq, D]
   float* lse;                 // [Hq, T] or null
+  int64_t max_kv_len = 0;     // most tokens of a sequence after the step, by the caller's promise; 0: none
 };
 
 struct SnapKvCaptureParams {

@@ -40,6 +40,12 @@ Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences
   return per_head ? Lengths{values, heads, 1} : Lengths{values, 1, 0};
 }
 
+void check_not_negative(const Context& context, size_t index, int64_t value) {
+  if (value < 0)
+    context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' is " +
+                        number(value) + "; it must be at least 0");
+}
+
 CacheLayout read_cache(const Context& context, const Tensor& pool, const CachePorts& ports,
                        int64_t num_sequences) {
   const NodeInfo& node = context.node();
@@ -175,6 +181,20 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
                   " tokens to a ring of C = " + number(cache.capacity) +
                   "; C must be at least S + W - 1 + T_b = " + number(cache.sink + p.window - 1 + tokens) +
                   "; use smaller chunks");
+    }
+}
+
+void check_promise(const Context& context, const SwaAttentionParams& p, size_t index) {
+  const int64_t most = p.max_kv_len;
+  if (most == 0 || !context.values_readable()) return;
+  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
+    for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h) {
+      const int64_t length = p.past_len.at(b, h) + p.packing.count(b);
+      if (length > most)
+        context.node().fail("sequence " + number(b) + " has " + number(length) +
+                            " tokens, more than input '" + context.node().schema->inputs[index].name +
+                            "' = " + number(most) +
+                            "; it must be at least the longest length after the step, or 0");
     }
 }
 

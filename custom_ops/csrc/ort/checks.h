@@ -17,6 +17,18 @@ Packing read_packing(const Context& context, size_t index, int64_t num_tokens);
 // Reads [B] or, where heads > 0, also [B, heads]; entries are not negative.
 Lengths read_lengths(const Context& context, size_t index, int64_t num_sequences, int64_t heads);
 
+// Refuses a number below 0.
+void check_not_negative(const Context& context, size_t index, int64_t value);
+
+// Reads one number that lies in host memory on every device, 0 and more; 0 where it is not given.
+template <typename Number>
+int64_t read_number(const Context& context, size_t index) {
+  const Tensor tensor = context.input(index, {1});
+  const int64_t value = tensor.present ? *tensor.as<Number>() : 0;
+  check_not_negative(context, index, value);
+  return value;
+}
+
 // Where a cache's pool and block table are among the inputs, and what the node's attributes say of it.
 struct CachePorts {
   size_t pool;
@@ -60,6 +72,9 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
 // Reads where each sequence's prefix ends; null where none is given.
 const int32_t* read_prefixes(const Context& context, size_t index, const SwaAttentionParams& p);
 void check_window(const Context& context, const SwaAttentionParams& params);
+
+// No sequence that has tokens may hold more than the caller has promised; 0 promises nothing.
+void check_promise(const Context& context, const SwaAttentionParams& params, size_t index);
 
 // A sequence cannot hold more than its cache has slots.
 void check_scored_lengths(const Context& context, const SnapKvScoreParams& params, size_t block_table);

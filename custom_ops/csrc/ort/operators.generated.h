@@ -556,6 +556,7 @@ inline constexpr Port kQkvAttentionInputs[] = {
     {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
     {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
     {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
+    {.name = "max_kv_len", .shape = "[1]", .type = PortType::kInt32, .optional = true, .on_host = true},
 };
 inline constexpr Port kQkvAttentionOutputs[] = {
     {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
@@ -569,7 +570,7 @@ inline constexpr Port kQkvAttentionOutputs[] = {
 namespace ops {
 struct QkvAttention {
   using Params = QkvAttentionParams;
-  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale, kSinkLogits, kPrefixEnd }; };
+  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale, kSinkLogits, kPrefixEnd, kMaxKvLen }; };
   struct Out { enum : size_t { kOutput, kKeyCacheOut, kValueCacheOut, kQuery, kCaptureOut, kKeyScaleOut, kValueScaleOut }; };
   struct Attributes {
     int64_t num_heads = 0;

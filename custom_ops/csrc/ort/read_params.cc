@@ -8,18 +8,6 @@
 #include "read_caches.h"
 
 namespace ortolan {
-namespace {
-
-// One number that lies in host memory, 0 and more.
-int64_t read_number(const Context& context, size_t index) {
-  const int64_t value = *context.input(index, {1}).as<int64_t>();
-  if (value < 0)
-    context.node().fail(std::string("input '") + context.node().schema->inputs[index].name + "' is " +
-                        std::to_string(value) + "; it must be at least 0");
-  return value;
-}
-
-}  // namespace
 
 RingKvAppendParams read_params(const Call<ops::RingKvAppend>& call) {
   using Op = ops::RingKvAppend;
@@ -110,9 +98,9 @@ KvSelectParams read_params(const Call<ops::KvSelect>& call) {
     call.bad_shape(Op::In::kScore, score, "with Hkv = " + std::to_string(kv_len.dim(1)));
   params.kv_len = read_lengths(call, Op::In::kKvLen, params.num_sequences, params.num_kv_heads).values;
   check_selected_lengths(call, params);
-  params.window = read_number(call, Op::In::kWindow);
-  params.sink = read_number(call, Op::In::kSink);
-  params.keep_count = std::min(read_number(call, Op::In::kBudget), params.capacity);
+  params.window = read_number<int64_t>(call, Op::In::kWindow);
+  params.sink = read_number<int64_t>(call, Op::In::kSink);
+  params.keep_count = std::min(read_number<int64_t>(call, Op::In::kBudget), params.capacity);
   params.score = score.as<float>();
   params.keep =
       call.output(Op::Out::kKeep, {params.num_sequences, params.num_lists, params.keep_count}).as<int32_t>();
