@@ -135,7 +135,15 @@ class Model:
                 "eviction: with during_prefill=True what is kept depends on how the prompt is cut, which a model that "
                 "was loaded with batch_invariant=True does not allow; leave one of them out"
             )
-        plan = plan_caches(self.manifest, max_context, chunk_size, cuda=self.device.cuda is not None, budget=budget)
+        again = options.second_reading if options else None
+        plan = plan_caches(
+            self.manifest,
+            max_context,
+            chunk_size,
+            cuda=self.device.cuda is not None,
+            budget=budget,
+            reread_tokens=again.step_tokens if again else 0,
+        )
         if plan.chunk_size < plan.max_context:
             self.cuts.check("chunk_size", plan.chunk_size)
         return dataclasses.replace(plan, cuts=self.cuts)

@@ -65,7 +65,7 @@ class Session:
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
         self._drafters = Drafters(parts.open_drafter, self.feeder)
-        self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
+        self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session, parts.score_session)
         lose = weakref.WeakMethod(self._lose)  # a cycle would keep the caches until they are collected
         self._evicting.on_lost = lambda: (call := lose()) and call()
         self._reader = Reader(self.feeder, self._evicting)

@@ -102,6 +102,12 @@ class Parts(Protocol):
     def rope_variant(self) -> Tensor:
         """Declare the input that says which variant of its ropes the model uses, int64 [1]."""
 
+    def score(self, i: int, group_reduce: str, query_reduce: str = "mean") -> Tensor:
+        """Score a layer's positions by the captured queries: [B, Hkv, C]."""
+
+    def collected_score(self, i: int) -> Tensor:
+        """Declare the input that has the largest scores of all pieces of a second reading: [B, Hkv, C] float32."""
+
     def pooled_score(self, i: int, scoring: Scoring) -> Tensor:
         """Score a layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""
 
