@@ -14,6 +14,8 @@ from ortolan.policies.parts import LayerInputs
 class ScoreParts:
     """A graph under construction that reads captured queries and caches.
 
+    It is the `ortolan.policies.parts.PieceParts` that policies score a piece of a second reading with.
+
     Attributes:
         manifest: of the model.
         graph: the graph itself.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ortolan.errors import ConfigError
 from ortolan.policies.base import OPTION, Option, OptionValue, switch, whole
-from ortolan.policies.parts import Kept, Parts, Tensor
+from ortolan.policies.parts import Kept, Parts, PieceParts, Tensor
 
 if TYPE_CHECKING:
     from ortolan.manifest import Manifest
@@ -169,7 +169,7 @@ class Eviction:
                 "choose another policy, or export the model again (a converted model never has them)"
             )
 
-    def score_piece(self, parts: Parts) -> dict[int, Tensor]:
+    def score_piece(self, parts: PieceParts) -> dict[int, Tensor]:
         """Build the graph that scores by one piece of a second reading; returns [B, Hkv, C] of each evictable layer."""
         raise AssertionError(f"the class of policy {self.policy!r} does not say how a second reading scores")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ortolan.policies.base import whole
 from ortolan.policies.eviction import FLOAT32_BYTES, CacheShape, Eviction, SecondReading
-from ortolan.policies.parts import Kept, Parts, Tensor
+from ortolan.policies.parts import Kept, Parts, PieceParts, Tensor
 from ortolan.policies.shared_budget import keep_of_all_heads
 
 
@@ -54,7 +54,7 @@ class KvZip(Eviction):
         queries = self.piece * cache.num_heads * cache.head_size
         return Eviction.workspace_bytes(self, cache) + FLOAT32_BYTES * queries
 
-    def score_piece(self, parts: Parts) -> dict[int, Tensor]:
+    def score_piece(self, parts: PieceParts) -> dict[int, Tensor]:
         """Score all positions by the queries of a piece: [B, Hkv, C] of each layer."""
         return {i: parts.score(i, group_reduce="max", query_reduce="max") for i in parts.layers}
 

@@ -55,7 +55,7 @@ class Evicting:
         return self._second is not None and self.is_due(0)
 
     def check_room(self, count: int) -> None:
-        """Raise CapacityError where `count` more tokens bring an eviction that there is no room for; nothing was read."""
+        """Raise CapacityError where `count` more tokens bring an eviction that has no room; nothing was read."""
         if self._second is not None and self.is_due(count):
             self._second.check_room(count)
 
