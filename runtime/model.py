@@ -148,7 +148,7 @@ class Model:
             self.cuts.check("chunk_size", plan.chunk_size)
         if again and self.batch_invariant and plan.chunk_size < min(again.step_tokens, plan.max_context):
             raise ConfigError(
-                f"chunk_size is {plan.chunk_size}; the eviction reads pieces of {again.step_tokens} tokens again, leads "
+                f"chunk_size is {plan.chunk_size}; the eviction reads pieces of {again.step_tokens} tokens again, lead "
                 "included, and what it keeps depends on them, which a model that was loaded with batch_invariant=True "
                 "does not allow; raise chunk_size, or lower the eviction's piece"
             )

@@ -289,8 +289,8 @@ class Session:
         """End the call under way, or the next one, by SessionInterruptedError; any thread or signal handler may call.
 
         On the CPU a chunk under way ends within it; on CUDA reading ends between chunks. An eviction is not cut short;
-        the second reading that some policies have before it is, and then nothing is evicted. The session has what was read before, as after any reading that ends early (see `prefill`), and can go on: a
-        generation by `resume`.
+        the second reading that some policies have before it is, and then nothing is evicted. The session has what was
+        read before, as after any reading that ends early (see `prefill`), and can go on: a generation by `resume`.
         """
         self.feeder.interrupt.ask()
 
