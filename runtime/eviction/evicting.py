@@ -89,9 +89,8 @@ class Evicting:
         heads = {i: feeder.manifest.layers[i].num_kv_heads for i in state.captures}
         physical = {i: lengths.physical_of(i, count) for i, count in heads.items()}
         try:
-            keep = evict(
-                self._ort_session, feeder.caches, self.options, physical, lengths.logical, state.variant, scores
-            )
+            place = (physical, lengths.logical, state.variant)
+            keep = evict(self._ort_session, feeder.caches, self.options, *place, scores=scores)
             lengths.record_eviction(keep, heads)
         except OrtolanError as error:
             self._lose()

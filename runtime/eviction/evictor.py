@@ -30,6 +30,7 @@ def evict(
     physical: dict[int, npt.NDArray[np.int32]],
     logical: int,
     variant: int = 0,
+    *,
     scores: Mapping[int, Array] = NO_SCORES,
 ) -> dict[int, npt.NDArray[np.int32]]:
     """Compact the full-attention caches to the budget, in place.
