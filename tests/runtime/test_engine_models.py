@@ -76,7 +76,7 @@ def test_one_of_a_batch_evicts(model, draw_tokens, assert_same, policy):
 def test_a_policy_that_reads_twice_is_refused(model, draw_tokens):
     with (
         Engine(model, 2) as engine,
-        pytest.raises(ConfigError, match="'kvzip' reads prompts twice; use a session, or another policy"),
+        pytest.raises(ConfigError, match="'kvzip' reads prompts twice; use a session, or another"),
     ):
         engine.submit(draw_tokens(70), eviction=Eviction(policy="kvzip", budget=40, window=8, sink=2))
 
