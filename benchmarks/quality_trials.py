@@ -104,7 +104,7 @@ def measure(model: ortolan.Model, settings: Settings, trial: Trial) -> Iterator[
         for mode in settings.modes:
             for policy, removed in named:
                 snapkv = settings.snapkv(policy, removed, trial.task.length)
-                rows = snapkv.captured_queries if snapkv else settings.window
+                rows = max(snapkv.captured_queries, settings.window) if snapkv else settings.window
                 path = Path(folder) / f"{rows}.session"
                 if not path.exists():
                     read_text(model, trial, settings.window, rows).save(path)

@@ -2,7 +2,7 @@
 
 Run it with the package installed: `python benchmarks/second_question.py --samples 66`. The shipped model reads a
 text with eight facts, answers the question at its end, and is then asked for another of the eight in the same
-session, with full caches and with an eighth of them kept by SnapKV.
+session, with full caches and with an eighth of them kept by SnapKV and by KVzip.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def other_fact(sample: Sample) -> Fact:
     return next(fact for fact in found if fact != sample.fact)
 
 
-def ask_twice(model: ortolan.Model, sample: Sample, snapkv: ortolan.SnapKv | None) -> tuple[bool, bool]:
+def ask_twice(model: ortolan.Model, sample: Sample, eviction: ortolan.Eviction | None) -> tuple[bool, bool]:
     """Answer the prompt's question, then one about another fact, in one session."""
-    session = model.session(len(sample.prompt) + 2 * ANSWER_TOKENS + TURN_TOKENS, snapkv=snapkv)
+    session = model.session(len(sample.prompt) + 2 * ANSWER_TOKENS + TURN_TOKENS, eviction=eviction)
     other = other_fact(sample)
     right = []
     for text, fact in ((sample.prompt, sample.fact), (other.question, other)):
@@ -55,9 +55,9 @@ def ask_twice(model: ortolan.Model, sample: Sample, snapkv: ortolan.SnapKv | Non
     return right[0], right[1]
 
 
-def measure(model: ortolan.Model, policy: str, samples: list[Sample], snapkv: ortolan.SnapKv | None) -> Result:
+def measure(model: ortolan.Model, policy: str, samples: list[Sample], eviction: ortolan.Eviction | None) -> Result:
     """Count the right answers of one policy."""
-    outcomes = [ask_twice(model, sample, snapkv) for sample in samples]
+    outcomes = [ask_twice(model, sample, eviction) for sample in samples]
     return Result(
         policy=policy,
         first_right=sum(first for first, _ in outcomes),
@@ -85,6 +85,7 @@ def main() -> None:
         results = [
             measure(model, "full cache", samples, None),
             measure(model, f"SnapKV, {budget} kept", samples, ortolan.SnapKv(budget=budget)),
+            measure(model, f"KVzip, {budget} kept", samples, ortolan.Eviction(policy="kvzip", budget=budget)),
         ]
     print(f"{platform.machine()}, onnxruntime {onnxruntime.__version__}, ortolan {ortolan.__version__}\n")
     rows = [

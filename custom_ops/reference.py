@@ -181,19 +181,23 @@ def snapkv_score(
     scale: float = 0.0,
     softcap: float = 0.0,
     group_reduce: str = "mean",
+    query_reduce: str = "mean",
 ) -> Floats:
     """Score cached positions by the captured queries [B, Wq, Hq, D]; returns [B, Hkv, C].
+
+    Of each query head, the mean or the largest of the queries' probabilities counts; then the group's are reduced.
 
     The newest query is the one at position kv_len - 1 of this cache, in row (kv_len - 1) mod Wq. Once a cache
     was evicted, that row differs from the one SnapKvCapture wrote, so the caller rotates the rows first.
 
-    Source: SnapKV, arXiv 2404.14469, section 4.
+    Source: SnapKV, arXiv 2404.14469, section 4; the largest: KVzip, arXiv 2505.23416, section 3.2.
     """
     key_cache = _values(key_cache, key_scale)
     sequences, rows, heads, _ = capture.shape
     kv_heads = key_cache.shape[1]
     group = heads // kv_heads
     slots = _capacity(key_cache, block_table, 0)
+    over_queries: Callable[[Floats], Floats] = {"mean": _mean, "max": _max}[query_reduce]
     reduce: Callable[[Floats], Floats] = {"mean": _mean, "max": _max, "sum": _sum}[group_reduce]
     score = np.zeros((sequences, kv_heads, slots))
     for sequence in range(sequences):
@@ -204,14 +208,14 @@ def snapkv_score(
             keys = np.array([key_cache[page, head, r] for page, r in where], np.float64)
             if count == 0:
                 continue
-            means = np.zeros((group, length))
+            weights = np.zeros((count, group, length))
             for g in range(group):
-                for position in range(length - count, length):
+                for n, position in enumerate(range(length - count, length)):
                     query = capture[sequence, position % rows, head * group + g].astype(np.float64)
                     logits = _logits(query, keys[: position + 1], scale, softcap)
-                    weights = np.exp(logits - logits.max())
-                    means[g, : position + 1] += weights / weights.sum() / count
-            score[sequence, head, : length - count] = reduce(means)[: length - count]
+                    exponentials = np.exp(logits - logits.max())
+                    weights[n, g, : position + 1] = exponentials / exponentials.sum()
+            score[sequence, head, : length - count] = reduce(over_queries(weights))[: length - count]
     return score
 
 

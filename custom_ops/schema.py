@@ -99,8 +99,8 @@ _CONTRACT: tuple[Operator, ...] = (
     ),
     Operator(
         name="SnapKvScore",
-        doc="How much the captured queries attend to each cached position: the mean over queries of their "
-        "softmax probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.",
+        doc="How much the captured queries attend to each cached position: the mean or the largest of their softmax "
+        "probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.",
         inputs=(
             Port(name="capture", shape="[B, Wq, Hq, D]", type=ELEMENT, doc="Captured queries."),
             KEY_CACHE,
@@ -124,6 +124,14 @@ _CONTRACT: tuple[Operator, ...] = (
                 enumeration="GroupReduce",
                 allowed='"mean", "max" or "sum"',
                 doc="How the scores of the query heads of a group become one.",
+            ),
+            Attribute(
+                name="query_reduce",
+                default="mean",
+                choices=("mean", "max"),
+                enumeration="QueryReduce",
+                allowed='"mean" or "max"',
+                doc="How the probabilities of the captured queries become one for each query head, before the group.",
             ),
         ),
         workspace=True,

@@ -3,7 +3,7 @@
 from ortolan.graphs.batch_invariance import make_batch_invariant
 from ortolan.graphs.cache_types import change_cache_dtype
 from ortolan.graphs.decoder import build_model, count_fusions
-from ortolan.graphs.evict import build_evict_model
+from ortolan.graphs.evict import build_evict_model, build_score_model
 from ortolan.graphs.external_data import ExternalTensor, attach_external_data
 from ortolan.graphs.foreign.convert import Conversion, ConversionOptions, convert_model
 from ortolan.graphs.foreign.inputs import SourceNames
@@ -28,6 +28,7 @@ __all__ = [
     "attach_external_data",
     "build_evict_model",
     "build_model",
+    "build_score_model",
     "change_cache_dtype",
     "convert_model",
     "count_fusions",

@@ -1,4 +1,7 @@
-"""Builds evict.onnx: from captured queries to compacted caches, by the policy that the options name."""
+"""Builds evict.onnx: from captured queries to compacted caches, by the policy that the options name.
+
+A policy that has the text read again has a second graph, which scores by one piece of that reading.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import onnx
 
 from ortolan import contract
 from ortolan.element_types import element_type
-from ortolan.graphs.builder import FLOAT, INT32, emitters
+from ortolan.graphs.builder import FLOAT, INT32, GraphBuilder, emitters
 from ortolan.graphs.evict_parts import EvictParts
+from ortolan.graphs.score_parts import ScoreParts
 from ortolan.manifest import Manifest
 from ortolan.policies import STRUCTURE_METADATA, Eviction
 from ortolan.policies.parts import Kept
@@ -17,6 +21,10 @@ from ortolan.policies.parts import Kept
 DOC_STRING = (
     "Eviction by the policy {policy}: chooses `budget` positions of each full-attention cache (sinks and the last "
     "`window` always) and moves them to the front."
+)
+SCORE_DOC_STRING = (
+    "Scores by the policy {policy}: how much the queries of one piece of a second reading attend to each position of "
+    "the full-attention caches, and the largest of that and of what earlier pieces scored."
 )
 
 
@@ -39,6 +47,25 @@ def build_evict_model(manifest: Manifest, eviction: Eviction | None = None) -> o
     model = parts.graph.finish()
     onnx.helper.set_model_props(model, {STRUCTURE_METADATA: json.dumps(eviction.structure)})
     return model
+
+
+def build_score_model(manifest: Manifest, eviction: Eviction) -> onnx.ModelProto:
+    """Build the graph that scores by one piece of a second reading.
+
+    Args:
+        manifest: of a model with at least one evictable layer.
+        eviction: a policy with a `second_reading`.
+
+    Raises:
+        ConfigError: the model does not have what the policy needs.
+    """
+    eviction.check(manifest)
+    graph = GraphBuilder("score", SCORE_DOC_STRING.format(policy=eviction.policy))
+    parts = ScoreParts(manifest, graph)
+    for i, score in eviction.score_piece(parts).items():
+        largest = graph.node(f"layers.{i}/evict/Max", "Max", [parts.collected_score(i), score])
+        graph.output(largest, contract.output(contract.score(i)), FLOAT, parts.score_shape(i))
+    return graph.finish()
 
 
 def _compact(parts: EvictParts, i: int, kept: Kept, lists: int) -> None:

@@ -138,6 +138,7 @@ def load(
         device=device,
         num_threads=num_threads,
         evict_builder=_build_evict_graph,
+        score_builder=_build_score_graph,
         decoder_builder=_build_decoder_graph,
         fused=fused,
         cache_dtype=cache_dtype,
@@ -165,6 +166,15 @@ def _build_evict_graph(manifest: Manifest, options: Eviction) -> bytes:
     from ortolan import graphs
 
     model = graphs.build_evict_model(manifest, options)
+    graph: bytes = model.SerializeToString()
+    return graph
+
+
+def _build_score_graph(manifest: Manifest, options: Eviction) -> bytes:
+    """Build the graph that scores by one piece of a second reading."""
+    from ortolan import graphs
+
+    model = graphs.build_score_model(manifest, options)
     graph: bytes = model.SerializeToString()
     return graph
 

@@ -72,6 +72,11 @@ def capture(layer: int) -> str:
     return f"layer.{layer}.capture"
 
 
+def score(layer: int) -> str:
+    """Name what pieces of a second reading score in one evictable layer, [B, Hkv, C] float32; some policies only."""
+    return f"layer.{layer}.score"
+
+
 def keep(layer: int) -> str:
     """Name the keep-list output of evict.onnx for one layer, [B, Hkv, K] int32, -1 pads the tail."""
     return f"layer.{layer}.keep"

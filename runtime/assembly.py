@@ -35,6 +35,7 @@ def make_session(
         CapacityError: there is no memory.
     """
     evict_session = None if eviction is None else model.evictions.open(eviction)
+    score_session = None if eviction is None else model.evictions.open_score(eviction)
     model.memory.check_room(plan if capacities is None else plan.with_capacities(capacities), eviction)
     feeder = make_feeder_parts(model.decoder, plan, model.device.buffers, eviction, capacities)
     _log.info(
@@ -49,6 +50,7 @@ def make_session(
             feeder=feeder,
             eviction=eviction,
             evict_session=evict_session,
+            score_session=score_session,
             identify=lambda: model.fingerprint,
             tokenizer=lambda: model.tokenizer,
             detokenize=model.detokenize,

@@ -23,6 +23,7 @@ def load(
     *,
     num_threads: int = 0,
     evict_builder: EvictBuilder | None = None,
+    score_builder: EvictBuilder | None = None,
     decoder_builder: DecoderBuilder | None = None,
     fused: bool | None = None,
     cache_dtype: str | None = None,
@@ -37,6 +38,7 @@ def load(
         device: "cpu", "cuda" or "cuda:N"; None takes CUDA where it is usable, else the CPU.
         num_threads: of ONNX Runtime's intra-op pool; 0 takes one per core.
         evict_builder: builds eviction graphs for options other than the folder's evict.onnx.
+        score_builder: builds graphs that score by a piece of a second reading.
         decoder_builder: builds a decoder graph with caches of another type, or other products, of the folder's.
         fused: whether to run the graph with fused operators; None does so where the folder has one for the device.
         cache_dtype: of the caches: "fp8", "int8" or the model's dtype; None: as the model was exported.
@@ -77,7 +79,7 @@ def load(
     if batch_invariant:
         _check_batch_invariance(manifest, placed)
     if wanted == manifest.cache_dtype and not batch_invariant:
-        builders = GraphBuilders(evict=evict_builder)
+        builders = GraphBuilders(evict=evict_builder, score=score_builder)
         return Model(folder, manifest, placed, builders, fused, host_embeddings=host_embeddings)
     if decoder_builder is None:
         raise _no_builder(folder, manifest, wanted)
@@ -85,7 +87,7 @@ def load(
         folder,
         dataclasses.replace(manifest, cache_dtype=wanted),
         placed,
-        GraphBuilders(evict=evict_builder, decoder=decoder_builder),
+        GraphBuilders(evict=evict_builder, score=score_builder, decoder=decoder_builder),
         fused,
         host_embeddings=host_embeddings,
         batch_invariant=batch_invariant,

@@ -135,9 +135,23 @@ class Model:
                 "eviction: with during_prefill=True what is kept depends on how the prompt is cut, which a model that "
                 "was loaded with batch_invariant=True does not allow; leave one of them out"
             )
-        plan = plan_caches(self.manifest, max_context, chunk_size, cuda=self.device.cuda is not None, budget=budget)
+        again = options.second_reading if options else None
+        plan = plan_caches(
+            self.manifest,
+            max_context,
+            chunk_size,
+            cuda=self.device.cuda is not None,
+            budget=budget,
+            reread_tokens=again.step_tokens if again else 0,
+        )
         if plan.chunk_size < plan.max_context:
             self.cuts.check("chunk_size", plan.chunk_size)
+        if again and self.batch_invariant and plan.chunk_size < min(again.step_tokens, plan.max_context):
+            raise ConfigError(
+                f"chunk_size is {plan.chunk_size}; the eviction reads pieces of {again.step_tokens} tokens again, lead "
+                "included, and what it keeps depends on them, which a model that was loaded with batch_invariant=True "
+                "does not allow; raise chunk_size, or lower the eviction's piece"
+            )
         return dataclasses.replace(plan, cuts=self.cuts)
 
     def session(

@@ -65,7 +65,7 @@ class Session:
         self.feeder = Feeder(parts.feeder, self.stats)
         self._parts = parts
         self._drafters = Drafters(parts.open_drafter, self.feeder)
-        self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session)
+        self._evicting = Evicting(self.feeder, parts.eviction, parts.evict_session, parts.score_session)
         lose = weakref.WeakMethod(self._lose)  # a cycle would keep the caches until they are collected
         self._evicting.on_lost = lambda: (call := lose()) and call()
         self._reader = Reader(self.feeder, self._evicting)
@@ -288,9 +288,9 @@ class Session:
     def interrupt(self) -> None:
         """End the call under way, or the next one, by SessionInterruptedError; any thread or signal handler may call.
 
-        On the CPU a chunk under way ends within it; on CUDA reading ends between chunks. An eviction is not cut short.
-        The session has what was read before, as after any reading that ends early (see `prefill`), and can go on: a
-        generation by `resume`.
+        On the CPU a chunk under way ends within it; on CUDA reading ends between chunks. An eviction is not cut short;
+        the second reading that some policies have before it is, and then nothing is evicted. The session has what was
+        read before, as after any reading that ends early (see `prefill`), and can go on: a generation by `resume`.
         """
         self.feeder.interrupt.ask()
 

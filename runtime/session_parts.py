@@ -26,6 +26,7 @@ class SessionParts:
         feeder: the sequence's state, caches, room and stepper.
         eviction: options; None never evicts.
         evict_session: ONNX Runtime's session of the eviction graph; None without options.
+        score_session: that of the graph that scores by a second reading; None where the policy has none.
         identify: says what model this is, for saved sessions.
         tokenizer: returns the model's. Raises ContractMismatchError where there is none.
         detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
@@ -37,6 +38,7 @@ class SessionParts:
     feeder: FeederParts
     eviction: Eviction | None
     evict_session: Any
+    score_session: Any
     identify: Callable[[], Fingerprint]
     tokenizer: Callable[[], Tokenizer]
     detokenize: Detokenize

@@ -14,7 +14,8 @@ class Stats:
     On CUDA, where steps are enqueued ahead, a generated token takes its step's time on the device or the time that
     `generate` waited for it, whichever is longer; `decode_device_seconds` has the former alone. Capturing decode
     graphs counts apart from decoding. `decode_seconds` holds the time of drafting, too; `draft_checks` steps checked
-    drafts, each of which gives a token more than it accepts.
+    drafts, each of which gives a token more than it accepts. `reread_tokens` were read again by evictions, in
+    `eviction_seconds`; they are not among the tokens of the prompts.
     """
 
     prefill_tokens: int = 0
@@ -28,6 +29,7 @@ class Stats:
     graph_captures: int = 0
     graph_capture_seconds: float = 0.0
     evictions: int = 0
+    reread_tokens: int = 0
     eviction_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:

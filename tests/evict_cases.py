@@ -38,6 +38,7 @@ def draw_feeds(rng, lengths, layers=(0, 2)):
         feeds[f"layer.{layer}.capture"] = rng.standard_normal((len(lengths), WINDOW, HEADS, SIZE)).astype(np.float32)
         feeds[f"layer.{layer}.key_cache"] = rng.standard_normal(shape).astype(np.float32)
         feeds[f"layer.{layer}.value_cache"] = rng.standard_normal(shape).astype(np.float32)
+        feeds[f"layer.{layer}.score"] = rng.random((len(lengths), KV_HEADS, SLOTS)).astype(np.float32)
         feeds[f"layer.{layer}.kv_len"] = np.repeat(np.array(lengths, np.int32)[:, None], KV_HEADS, axis=1)
     return feeds
 
@@ -46,4 +47,6 @@ def run(model, feeds):
     options = onnxruntime.SessionOptions()
     ortolan.custom_ops.register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    wanted = {each.name for each in session.get_inputs()}
+    feeds = {name: array for name, array in feeds.items() if name in wanted}
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))

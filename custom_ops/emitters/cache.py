@@ -151,10 +151,11 @@ def snap_kv_score(
     scale: float = 0.0,
     softcap: float = 0.0,
     group_reduce: str = "mean",
+    query_reduce: str = "mean",
 ) -> onnx.NodeProto:
     """Build a SnapKvScore node.
 
-    How much the captured queries attend to each cached position: the mean over queries of their softmax
+    How much the captured queries attend to each cached position: the mean or the largest of their softmax
     probabilities, reduced over the query heads of a group; 0 in the window and in empty slots.
 
     Args:
@@ -171,9 +172,11 @@ def snap_kv_score(
         softcap: If positive, a logit z becomes softcap * tanh(z / softcap). Allowed: 0 or more.
         group_reduce: How the scores of the query heads of a group become one. Allowed: "mean", "max" or
             "sum".
+        query_reduce: How the probabilities of the captured queries become one for each query head, before
+            the group. Allowed: "mean" or "max".
     """
     inputs = (capture, key_cache, kv_len, block_table, key_scale,)
-    return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce})
+    return operator_node("SnapKvScore", inputs, outputs, name, {"scale": scale, "softcap": softcap, "group_reduce": group_reduce, "query_reduce": query_reduce})
 
 
 def kv_select(

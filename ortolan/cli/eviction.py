@@ -39,7 +39,7 @@ def describe_policies() -> str:
     ]
     lines += _describe_options(Eviction, [name for name in common if name not in NOT_BY_NAME])
     for policy, cls in POLICIES.items():
-        own = [name for name in cls.declared_options() if name not in common]
+        own = [name for name, declared in cls.declared_options().items() if declared != common.get(name)]
         lines += [f"{policy}: {cls.summary}", *_describe_options(cls, own)]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ortolan.policies.adakv import AdaKv
 from ortolan.policies.eviction import STRUCTURE_METADATA, Eviction
 from ortolan.policies.expected import ExpectedAttention
+from ortolan.policies.kvzip import KvZip
 from ortolan.policies.pyramidkv import PyramidKv
 from ortolan.policies.snapkv import SnapKv
 from ortolan.policies.streaming import Streaming
@@ -19,6 +20,7 @@ POLICIES: dict[str, type[Eviction]] = {
     "pyramidkv": PyramidKv,
     "adakv": AdaKv,
     "expected": ExpectedAttention,
+    "kvzip": KvZip,
 }
 
 __all__ = ["POLICIES", "STRUCTURE_METADATA", "Eviction", "SnapKv"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ortolan.errors import ConfigError
 from ortolan.policies.base import OPTION, Option, OptionValue, switch, whole
-from ortolan.policies.parts import Kept, Parts
+from ortolan.policies.parts import Kept, Parts, PieceParts, Tensor
 
 if TYPE_CHECKING:
     from ortolan.manifest import Manifest
@@ -29,6 +29,24 @@ class CacheShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondReading:
+    """How a policy has the text read again, behind itself, so that the queries of that reading score.
+
+    Attributes:
+        piece_tokens: the most tokens whose queries score at once.
+        lead_tokens: the most tokens before them that are read with them.
+    """
+
+    piece_tokens: int
+    lead_tokens: int
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of one step."""
+        return self.piece_tokens + self.lead_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
@@ -121,6 +139,11 @@ class Eviction:
         return self.window
 
     @property
+    def second_reading(self) -> SecondReading | None:
+        """How the text is read again, so that `score_piece` scores; None: the captured queries do."""
+        return None
+
+    @property
     def shares_lists(self) -> bool:
         """Whether the kv heads of a layer share one list of kept positions; a policy may not let them choose."""
         return getattr(self, "granularity", "kv_head") != "kv_head"
@@ -145,6 +168,10 @@ class Eviction:
                 f"eviction policy {self.policy!r} needs RoPE frequencies, which this model folder does not have; "
                 "choose another policy, or export the model again (a converted model never has them)"
             )
+
+    def score_piece(self, parts: PieceParts) -> dict[int, Tensor]:
+        """Build the graph that scores by one piece of a second reading; returns [B, Hkv, C] of each evictable layer."""
+        raise AssertionError(f"the class of policy {self.policy!r} does not say how a second reading scores")
 
     def keep(self, parts: Parts) -> dict[int, Kept]:
         """Build the policy's graph; returns what is kept of each evictable layer."""

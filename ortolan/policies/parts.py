@@ -72,8 +72,8 @@ class Graph(Protocol):
         """Add a node of the standard domain and return all its outputs."""
 
 
-class Parts(Protocol):
-    """An eviction graph under construction; C slots are in a sequence's cache."""
+class PieceParts(Protocol):
+    """A graph under construction that scores by captured queries; C slots are in a sequence's cache."""
 
     @property
     def manifest(self) -> Manifest:
@@ -86,6 +86,13 @@ class Parts(Protocol):
     @property
     def layers(self) -> Mapping[int, LayerInputs]:
         """Buffers of each evictable layer."""
+
+    def score(self, i: int, group_reduce: str, query_reduce: str = "mean") -> Tensor:
+        """Score a layer's positions by the captured queries: [B, Hkv, C]."""
+
+
+class Parts(PieceParts, Protocol):
+    """An eviction graph under construction."""
 
     @property
     def budget(self) -> Tensor:
@@ -101,6 +108,9 @@ class Parts(Protocol):
 
     def rope_variant(self) -> Tensor:
         """Declare the input that says which variant of its ropes the model uses, int64 [1]."""
+
+    def collected_score(self, i: int) -> Tensor:
+        """Declare the input that has the largest scores of all pieces of a second reading: [B, Hkv, C] float32."""
 
     def pooled_score(self, i: int, scoring: Scoring) -> Tensor:
         """Score a layer's positions by the captured queries, and pool along positions: [B, Hkv, C]."""

@@ -90,7 +90,7 @@ class FullCache(_AttentionCache):
 
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
         """Return the slots of the whole context, or of what evictions leave and a chunk."""
-        return max(sizes.bound or sizes.max_context, sizes.sink + 1)
+        return max(sizes.bound or sizes.longest, sizes.sink + 1)
 
     def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that tokens were evicted."""
@@ -122,10 +122,10 @@ class RingCache(_AttentionCache):
     grows = False
 
     def slots(self, layer: LayerInfo, sizes: Sizes) -> int:
-        """Return the slots that a window and a step need: at most the context's."""
+        """Return the slots that a window and a step need: at most those of all that is written."""
         step = min(sizes.step_tokens, sizes.max_context)
         wanted = -(-(sizes.sink + layer.window + step) // RING_TILE) * RING_TILE
-        return max(min(wanted, sizes.max_context), sizes.sink + layer.window)
+        return max(min(wanted, sizes.longest), sizes.sink + layer.window)
 
     def rewind_problem(self, view: StoredLayer, length: int) -> str | None:
         """Say that what position `length` looks back on was written over, or not saved."""

@@ -35,12 +35,19 @@ class Sizes:
         step_tokens: most tokens that one step writes, or several steps that are under way at once.
         sink: S.
         bound: most tokens that a full-attention cache ever holds; None: the whole context.
+        spare: tokens behind the longest sequence that are read and forgotten.
     """
 
     max_context: int
     step_tokens: int
     sink: int
     bound: int | None = None
+    spare: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that are ever written."""
+        return self.max_context + self.spare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,7 @@ class CachePlan:
         page_size: slots of a page; 0 where caches are contiguous. Every capacity is a multiple of it.
         bound: most tokens that a full-attention cache ever holds, as evictions make room for every chunk, in caches
             that keep their planned size; None: they hold what was read, and are resized.
+        spare: tokens past `max_context` that caches have room for: an eviction reads them, and forgets them again.
         cuts: where sequences may be cut into steps.
     """
 
@@ -110,6 +111,7 @@ class CachePlan:
     growth_room: int = 256
     page_size: int = 0
     bound: int | None = None
+    spare: int = 0
     cuts: Cuts = ANYWHERE
 
     @property
@@ -176,6 +178,7 @@ def plan_caches(
     *,
     cuda: bool = False,
     budget: int | None = None,
+    reread_tokens: int = 0,
 ) -> CachePlan:
     """Plan the caches of one sequence.
 
@@ -187,6 +190,7 @@ def plan_caches(
         cuda: round capacities up to whole tiles of the CUDA kernels. Those of a paged model are whole pages.
         budget: tokens that evictions during prefill leave in each full-attention cache, which then has room for
             these and a chunk; None has room for the whole context.
+        reread_tokens: of a step in which an eviction reads tokens of the sequence again, behind its end.
 
     Raises:
         ConfigError: a number is below 1, or the context is longer than the export's.
@@ -204,6 +208,7 @@ def plan_caches(
         growth_room=_growth_room(chunk, cuda=cuda, paged=manifest.paged),
         page_size=manifest.page_size,
         bound=None if budget is None else min(context, budget + chunk),
+        spare=min(reread_tokens, chunk, context),
     )
     plan = replace(plan, layers=_plan_layers(manifest, plan, cuda=cuda))
     kinds = [_pool(manifest, kind, plan) for kind in manifest.cache_kinds]
@@ -287,6 +292,7 @@ def _plan_layers(manifest: Manifest, plan: CachePlan, *, cuda: bool) -> tuple[La
         step_tokens=max(min(plan.chunk_size, plan.max_context), STEPS_AHEAD + 1 if cuda else 1),
         sink=manifest.sink,
         bound=plan.bound,
+        spare=plan.spare,
     )
     multiple = max(manifest.page_size, CUDA_TILE if cuda else 1)  # both are powers of two
     return tuple(_plan_layer(manifest, index, layer, sizes, multiple) for index, layer in enumerate(manifest.layers))

@@ -90,6 +90,14 @@ def capture_bytes(manifest: Manifest, rows: int) -> int:
     return rows * row * element_type(manifest.dtype).bytes
 
 
+def _query_rows(plan: CachePlan, options: Eviction | None) -> int:
+    """Return the captured queries of each evictable layer that are held at once, at most."""
+    if options is None:
+        return 0
+    again = options.second_reading
+    return min(max(options.captured_queries, again.piece_tokens if again else 0), plan.max_context)
+
+
 def estimate_chunk_bytes(manifest: Manifest, plan: CachePlan) -> int:
     """Estimate what the first prefill step takes on a device besides the caches."""
     hidden = max(layer.num_heads * layer.head_size for layer in manifest.layers)
@@ -260,8 +268,7 @@ class DeviceMemory:
 
     def check_room(self, plan: CachePlan, options: Eviction | None) -> None:
         """Refuse a session's plan that the device has no memory for. Raises CapacityError."""
-        rows = min(options.captured_queries, plan.max_context) if options else 0
-        captured = capture_bytes(self._manifest, rows)
+        captured = capture_bytes(self._manifest, _query_rows(plan, options))
         if self._device.cuda is None:
             check_host_room(plan, captured)
             return

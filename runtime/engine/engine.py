@@ -294,6 +294,8 @@ class Engine:
         self._parts.check_eviction(options)
         if options is not None and options.during_prefill:
             raise ConfigError("eviction: an engine evicts after the prompt; during_prefill is for sessions")
+        if options is not None and options.second_reading is not None:
+            raise ConfigError(f"eviction policy {options.policy!r} reads prompts twice; use a session, or another")
 
     def _speculator(self, speculation: Speculation | None) -> Speculator | None:
         options = check_speculation(speculation)

@@ -13,7 +13,8 @@ import numpy as np
 from ortolan.errors import OrtolanError
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.captures import Captures
-from ortolan.runtime.eviction.evictor import bind_eviction, evict
+from ortolan.runtime.eviction.evictor import NO_SCORES, bind_eviction, evict
+from ortolan.runtime.eviction.second_reader import SecondReader
 from ortolan.runtime.steps.feeder import Feeder
 
 _log = logging.getLogger(__name__)
@@ -27,15 +28,36 @@ class Evicting:
         on_lost: called where tokens that counted as read are gone, so that nothing builds on them.
     """
 
-    def __init__(self, feeder: Feeder, options: Eviction | None, ort_session: Any) -> None:
+    def __init__(self, feeder: Feeder, options: Eviction | None, ort_session: Any, score_session: Any) -> None:
+        """Take the sessions of the eviction graph, and of the one that scores by a second reading, if there is one."""
         self.options = options
         self.on_lost: Callable[[], object] = lambda: None
         self._feeder, self._ort_session = feeder, ort_session
         self._state, self._plan = feeder.state, feeder.plan
+        self._reading = options.second_reading if options else None
+        self._second = SecondReader(feeder, self._reading, score_session) if self._reading else None
 
     def is_due(self, count: int) -> bool:
-        """Say whether `count` more tokens make a full-attention cache pass the budget."""
-        return self.options is not None and self._state.lengths.most_held + count > self.options.budget
+        """Say whether `count` more tokens bring an eviction: they make a full-attention cache pass the budget.
+
+        Where an eviction takes a second reading, only tokens enough for a piece of it bring another one.
+        """
+        lengths = self._state.lengths
+        if self.options is None or lengths.most_held + count <= self.options.budget:
+            return False
+        if self._reading is None or not lengths.evicted_at:
+            return True
+        return lengths.logical + count - lengths.evicted_at >= self._reading.piece_tokens
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether an eviction is due that takes a second reading, whose steps take the place of the last one's."""
+        return self._second is not None and self.is_due(0)
+
+    def check_room(self, count: int) -> None:
+        """Raise CapacityError where `count` more tokens bring an eviction that has no room; nothing was read."""
+        if self._second is not None and self.is_due(count):
+            self._second.check_room(count)
 
     def binding_ahead(self, count: int) -> Callable[[], object] | None:
         """Return what binds the eviction graph, while a device is at work, where `count` tokens bring an eviction."""
@@ -54,18 +76,21 @@ class Evicting:
         """Evict where a cache holds more than the budget.
 
         Raises:
-            OrtolanError: the eviction failed; the sequence is empty then, as what its caches hold is not known.
+            OrtolanError: the eviction failed; the sequence is empty then, as what its caches hold is not known. Where a
+                second reading failed, was interrupted, or had no memory, it is what it was, and nothing was evicted.
         """
         if self.options is None or not self.is_due(0):
             return
         start = time.perf_counter()
         feeder, state, lengths = self._feeder, self._state, self._state.lengths
         is_first = lengths.evicted_at == 0
+        scores = self._second.scores() if self._second else NO_SCORES
         captured = self._copy_captures()  # first, so that where there is no memory for them nothing has changed
         heads = {i: feeder.manifest.layers[i].num_kv_heads for i in state.captures}
         physical = {i: lengths.physical_of(i, count) for i, count in heads.items()}
         try:
-            keep = evict(self._ort_session, feeder.caches, self.options, physical, lengths.logical, state.variant)
+            place = (physical, lengths.logical, state.variant)
+            keep = evict(self._ort_session, feeder.caches, self.options, *place, scores=scores)
             lengths.record_eviction(keep, heads)
         except OrtolanError as error:
             self._lose()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ from ortolan.policies import Eviction
 from ortolan.policies.eviction import CacheShape
 from ortolan.runtime.caches.layer_state import kind_of
 from ortolan.runtime.caches.store import SequenceCaches
-from ortolan.runtime.device.buffers import Array, wrap
+from ortolan.runtime.device.buffers import Array, Buffers, wrap
 
+NO_SCORES: Mapping[int, Array] = MappingProxyType({})
 LARGE_BYTES = 64 * 2**20  # of memory besides the caches, from which it is worth the time to give it back
 
 
@@ -27,6 +30,8 @@ def evict(
     physical: dict[int, npt.NDArray[np.int32]],
     logical: int,
     variant: int = 0,
+    *,
+    scores: Mapping[int, Array] = NO_SCORES,
 ) -> dict[int, npt.NDArray[np.int32]]:
     """Compact the full-attention caches to the budget, in place.
 
@@ -37,6 +42,7 @@ def evict(
         physical: tokens in each evictable layer, per kv head [Hkv].
         logical: tokens read so far.
         variant: of RoPE, in use.
+        scores: of a second reading, [1, Hkv, C] of each evictable layer, for a policy that has one.
 
     Returns:
         For each layer, the physical positions kept, [Hkv or 1, K], ascending, -1 behind those of a head that
@@ -54,8 +60,8 @@ def evict(
             buffers.bind_input(binding.io, name, table)
     lengths = np.concatenate([physical[index] for index in caches.captures], dtype=np.int32)
     buffers.write(binding.lengths, lengths)
-    turned = {} if (lengths == logical).all() else _turn_captures(caches, physical, logical)
-    binding.bind_captures(turned)
+    binding.bind_captures(turn_captures(buffers, caches.captures, physical, logical))
+    binding.bind_scores(scores)
     try:
         return binding.run(ort_session, buffers.rare_run_options() if binding.is_large else None)
     except Exception as error:  # the binding raises its own exception types, one per status code
@@ -89,17 +95,13 @@ class EvictBinding:
         self._turned: set[int] = set()  # layers with other captures bound in place of the caches' own
         layers = caches.store.manifest.layers
         heads = {index: layers[index].num_kv_heads for index in caches.captures}
-        self.lengths: Array = self._buffers.allocate((sum(heads.values()),), np.int32)
+        self.lengths, lengths = head_lengths(self._buffers, heads)
         self._numbers: dict[str, npt.NDArray[np.int64]] = {}
         self._bind_number(contract.EVICT_BUDGET, options.budget)
         self._bind_number(contract.EVICT_WINDOW, options.window)
         self._bind_number(contract.EVICT_SINK, options.sink)
-        begin = 0
-        for index, count in heads.items():
-            with self._buffers.scope():
-                lengths = self.lengths[begin : begin + count].reshape(1, count)
-            begin += count
-            self._buffers.bind_input(self.io, contract.kv_len(index), lengths)
+        for index in heads:
+            self._buffers.bind_input(self.io, contract.kv_len(index), lengths[index])
             self._buffers.bind_input(self.io, contract.capture(index), caches.captures[index])
             tensors = caches.store.tensors[index]
             for spec in kind_of(layers[index]).tensors(index, layers[index], caches.store.manifest):
@@ -142,6 +144,11 @@ class EvictBinding:
             self._buffers.bind_input(self.io, contract.capture(index), turned.get(index, self._captures[index]))
         self._turned = set(turned)
 
+    def bind_scores(self, scores: Mapping[int, Array]) -> None:
+        """Bind the scores of a second reading, which must outlive the run."""
+        for index, score in scores.items():
+            self._buffers.bind_input(self.io, contract.score(index), score)
+
     def _bind_number(self, name: str, value: int) -> None:
         if name not in self.wanted or (name in self._numbers and self._numbers[name][0] == value):
             return
@@ -171,19 +178,34 @@ def _cache_shape(caches: SequenceCaches, index: int) -> CacheShape:
     )
 
 
-def _turn_captures(
-    caches: SequenceCaches, physical: dict[int, npt.NDArray[np.int32]], logical: int
+def head_lengths(buffers: Buffers, heads: Mapping[int, int]) -> tuple[Array, dict[int, Array]]:
+    """Allocate one length, int32, for each kv head of each layer; returns all of them, and a view [1, Hkv] of each's.
+
+    Raises:
+        CapacityError: there is no memory.
+    """
+    lengths = buffers.allocate((sum(heads.values()),), np.int32)
+    views, begin = {}, 0
+    for index, count in heads.items():
+        with buffers.scope():
+            views[index] = lengths[begin : begin + count].reshape(1, count)
+        begin += count
+    return lengths, views
+
+
+def turn_captures(
+    buffers: Buffers, captures: Mapping[int, Array], physical: Mapping[int, npt.NDArray[np.int32]], logical: int
 ) -> dict[int, Array]:
     """Turn captured rows, written by logical position, to where they are read, by each kv head's physical one.
 
     Only those that do not lie right already are in the result.
     """
     turned = {}
-    with caches.buffers.scope():
+    with buffers.scope():
         for index, lengths in physical.items():
-            capture = caches.captures[index]
+            capture = captures[index]
             rows, group = capture.shape[1], capture.shape[2] // len(lengths)
-            if (lengths == logical).all() or not ((lengths - logical) % rows).any():
+            if not rows or (lengths == logical).all() or not ((lengths - logical) % rows).any():
                 continue
             turned[index] = capture.copy()
             for first, last in _equal_runs(lengths):

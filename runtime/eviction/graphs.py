@@ -41,10 +41,12 @@ class GraphBuilders:
 
     Attributes:
         evict: an eviction graph for options other than the folder's; None: nothing does.
+        score: the graph that scores by a piece of a second reading, for policies that have one; None: nothing does.
         decoder: the decoder graph that is wanted, of the folder's graph; None: that is it.
     """
 
     evict: EvictBuilder | None = None
+    score: EvictBuilder | None = None
     decoder: DecoderBuilder | None = None
 
 
@@ -53,7 +55,8 @@ class EvictionGraphs:
 
     def __init__(self, folder: Path, manifest: Manifest, device: Device, builders: GraphBuilders) -> None:
         """Take the model's folder, and what builds graphs for options, or caches, other than the folder's."""
-        self._folder, self._manifest, self._device, self._builder = folder, manifest, device, builders.evict
+        self._folder, self._manifest, self._device = folder, manifest, device
+        self._builder, self._score_builder = builders.evict, builders.score
         self._sessions: dict[str, Any] = {}
         self._recorded: dict[str, Any] | None = None
         self._has_read = builders.decoder is not None  # then the folder's graph may be for other caches
@@ -73,6 +76,21 @@ class EvictionGraphs:
             if self._builder is None:
                 raise self._no_graph(options)
             self._sessions[key] = self._device.open(self._builder(self._manifest, options), self._folder)
+        return self._sessions[key]
+
+    def open_score(self, options: Eviction) -> Any:
+        """Return the session of the graph that scores by a piece of a second reading; None where there is none.
+
+        Raises:
+            ConfigError: the policy needs one, and nothing builds it.
+        """
+        if options.second_reading is None:
+            return None
+        key = json.dumps([options.structure, "score"], sort_keys=True)
+        if key not in self._sessions:
+            if self._score_builder is None:
+                raise self._no_graph(options)
+            self._sessions[key] = self._device.open(self._score_builder(self._manifest, options), self._folder)
         return self._sessions[key]
 
     def _read_recorded(self) -> dict[str, Any] | None:

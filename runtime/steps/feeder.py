@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections import deque
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from ortolan.contract import RECENT_TOKENS
 from ortolan.errors import CapacityError, NumericError, OrtolanError
 from ortolan.manifest import Manifest
+from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.layer_state import kind_of, own_layers
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.room import Room
@@ -192,6 +194,31 @@ class Feeder:
         """Run a step of few tokens, and first capture what it replays."""
         self._capture(row)
         return self.stepper.run([row])
+
+    def read_and_forget(self, tokens: Tokens, captures: Captures) -> None:
+        """Feed tokens behind those read, in one step, and forget them again, also where that ends early.
+
+        Args:
+            tokens: [T]; caches have room for them, and rings can take back as many.
+            captures: what takes their queries.
+
+        Raises:
+            NumericError: the model produced NaN or infinity.
+            OrtolanError: the step failed, or was interrupted.
+        """
+        lengths = self.state.lengths
+        snapshot, states_from = self.caches.snapshot(lengths), lengths.states_from
+        row = dataclasses.replace(self.row(tokens, 0, NOTHING), captures=captures, reader=None)
+        try:
+            if BAD in self.stepper.run([row]).tokens():
+                raise NumericError(
+                    "the logits of a second reading contain NaN or infinity, so nothing was evicted; export the model "
+                    "with a wider dtype"
+                )
+        finally:
+            self.discard(len(tokens))
+            self.caches.restore(snapshot, lengths)
+            lengths.states_from = states_from
 
     def count(self, tokens: list[int]) -> None:
         """Count tokens as read."""

@@ -13,6 +13,7 @@ from ortolan.runtime.caches.plan import context_advice, rope_variant
 from ortolan.runtime.eviction.evicting import Evicting
 from ortolan.runtime.generate.logprobs import TokenLogprobs
 from ortolan.runtime.steps.feeder import NOTHING, Feeder, Tokens, Wanted
+from ortolan.runtime.steps.kept_result import KeptResult
 from ortolan.runtime.steps.stepper import StepResult
 
 SCORED_ROWS = 256  # tokens of a chunk whose logits are all computed
@@ -62,12 +63,15 @@ class Reader:
         """Read a prompt, or the next turn, and evict afterwards where that is due; returns the last chunk's result."""
         first = len(tokens) if self._plan.bound is None else min(len(tokens), self._plan.chunk_size)
         with self._ending_at_what_was_read():
+            self._evicting.check_room(first)
             self._evicting.free_room(first)
             self._evicting.prepare_capture(first)
             start, evicting = time.perf_counter(), self._stats.eviction_seconds
             result = self._feed(tokens, progress, wanted)
         self._stats.prefill_seconds += time.perf_counter() - start - (self._stats.eviction_seconds - evicting)
         self._stats.prefill_tokens += len(tokens)
+        if self._evicting.reads_again:
+            result = KeptResult(result)
         self._evicting.evict_if_due()
         return result
 

@@ -31,7 +31,8 @@ def tokens_of(count: int) -> list[int]:
 
 
 def options_for(policy: str) -> Eviction:
-    return Eviction(policy=policy, budget=BUDGET, window=WINDOW, sink=SINK)
+    pieces = {"piece": 6, "lead": 3} if policy == "kvzip" else {}
+    return Eviction(policy=policy, budget=BUDGET, window=WINDOW, sink=SINK, **pieces)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -65,7 +66,7 @@ def test_what_a_policy_keeps_fits_its_budget(exported, policy):
         for row, count in zip(positions, counts[i], strict=True):
             assert (np.diff(row[:count]) > 0).all()
             assert {*range(SINK), *range(150 - WINDOW, 150)} <= set(row[:count].tolist())
-    if policy == "adakv":
+    if policy in ("adakv", "kvzip"):
         assert all(count.sum() == 2 * BUDGET for count in counts.values())
         assert any(count[0] != count[1] for count in counts.values())
     elif policy == "pyramidkv" and len(layers) > 1:
@@ -79,7 +80,7 @@ def test_what_a_policy_keeps_fits_its_budget(exported, policy):
 def test_every_granularity_evicts_or_is_refused(exported, policy, granularity):
     _, model = exported
     options = {"budget": BUDGET, "window": WINDOW, "sink": SINK, "policy": policy, "granularity": granularity}
-    if policy == "adakv" or (policy, granularity) == ("pyramidkv", "model"):
+    if policy in ("adakv", "kvzip") or (policy, granularity) == ("pyramidkv", "model"):
         with pytest.raises(ConfigError, match="granularity"):
             Eviction(**options)
         return

@@ -3,10 +3,12 @@
 import numpy as np
 import onnx
 import pytest
-from evict_cases import HEADS, KV_HEADS, SLOTS, WINDOW, draw_feeds, manifest, run
+from evict_cases import HEADS, KV_HEADS, SIZE, SLOTS, WINDOW, draw_feeds, manifest, run
+from kvzip_reference import keep_shared
 from snapkv_reference import pooled_scores, select
+from tolerances import FLOAT32_SUMS
 
-from ortolan.graphs import build_evict_model
+from ortolan.graphs import build_evict_model, build_score_model
 from ortolan.policies import POLICIES, Eviction
 
 BUDGET, SINK = 30, 3
@@ -107,6 +109,56 @@ def test_adakv_in_a_batch_equals_each_sequence_alone():
         for layer in (0, 2):
             for head in range(KV_HEADS):
                 np.testing.assert_array_equal(kept(batch, layer, sequence, head), kept(alone, layer, 0, head))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kvzip_keeps_the_best_scores_of_all_heads(seed):
+    feeds = draw_feeds(np.random.default_rng(seed), LENGTHS)
+    feeds["layer.0.score"][:, 0] *= 2  # one head outbids the other
+    results = evict("kvzip", feeds)
+    for layer in (0, 2):
+        for sequence, length in enumerate(LENGTHS):
+            scores = feeds[f"layer.{layer}.score"][sequence, :, :length]
+            expected = keep_shared(scores, budget=BUDGET, window=WINDOW, sink=SINK)
+            for head in range(KV_HEADS):
+                np.testing.assert_array_equal(kept(results, layer, sequence, head), expected[head])
+    assert results["layer.0.kv_len_out"][0].sum() == KV_HEADS * BUDGET
+    assert results["layer.0.kv_len_out"][0, 0] > BUDGET > results["layer.0.kv_len_out"][0, 1]
+
+
+def test_kvzip_keeps_the_lower_position_of_equals():
+    feeds = draw_feeds(np.random.default_rng(0), [90])
+    feeds["layer.0.score"] = np.round(feeds["layer.0.score"], 1)  # many ties
+    results, expected = (
+        evict("kvzip", feeds),
+        keep_shared(feeds["layer.0.score"][0, :, :90], budget=BUDGET, window=WINDOW, sink=SINK),
+    )
+    for head in range(KV_HEADS):
+        np.testing.assert_array_equal(kept(results, 0, 0, head), expected[head])
+
+
+def test_kvzip_scores_by_the_largest_weight_of_any_query_and_any_piece():
+    feeds = draw_feeds(np.random.default_rng(0), LENGTHS)
+    model = build_score_model(manifest(), Eviction(policy="kvzip"))
+    onnx.checker.check_model(model)
+    results = run(model, feeds)
+    for layer in (0, 2):
+        capture, keys, kv_len, earlier = (
+            feeds[f"layer.{layer}.{name}"] for name in ("capture", "key_cache", "kv_len", "score")
+        )
+        for sequence, length in enumerate(LENGTHS):
+            rows = np.arange(length - WINDOW, length) % WINDOW
+            queries = capture[sequence, rows].reshape(WINDOW, KV_HEADS, -1, SIZE)
+            logits = np.einsum("nhgd,hkd->hgnk", queries, keys[sequence, :, :length]) / np.sqrt(SIZE)
+            logits[:, :, ~np.tri(WINDOW, length, length - WINDOW, dtype=bool)] = -np.inf
+            weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+            largest = (weights / weights.sum(axis=-1, keepdims=True)).max(axis=(1, 2))
+            largest[:, length - WINDOW :] = 0  # the window itself
+            got = results[f"layer.{layer}.score_out"][sequence]
+            np.testing.assert_allclose(
+                got[:, :length], np.maximum(largest, earlier[sequence, :, :length]), rtol=FLOAT32_SUMS
+            )
+        assert (kv_len[:, 0] == LENGTHS).all()
 
 
 @pytest.mark.parametrize("policy", POLICIES)

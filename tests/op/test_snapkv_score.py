@@ -23,7 +23,7 @@ def draw(kv_len, *, rows=8, heads=4, kv_heads=2, size=16, slots=0, seed=0):
     return {"capture": capture, "key_cache": keys, "kv_len": lengths}
 
 
-def plain_score(feeds, *, group_reduce="mean", scale=0.0, softcap=0.0):
+def plain_score(feeds, *, group_reduce="mean", query_reduce="mean", scale=0.0, softcap=0.0):
     """Score in float32 NumPy, all captured queries of a head at once."""
     capture, pool = (feeds[k].astype(np.float32) for k in ("capture", "key_cache"))
     sequences, rows, _, size = capture.shape
@@ -40,8 +40,8 @@ def plain_score(feeds, *, group_reduce="mean", scale=0.0, softcap=0.0):
             z = np.float32(softcap) * np.tanh(z / np.float32(softcap))
         z = np.where(np.arange(length) <= positions[:, None], z, -np.inf)
         weights = np.exp(z - z.max(axis=-1, keepdims=True))
-        means = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=1)
-        score[b, h, : positions[0]] = getattr(np, group_reduce)(means, axis=0)[: positions[0]]
+        of_heads = getattr(np, query_reduce)(weights / weights.sum(axis=-1, keepdims=True), axis=1)
+        score[b, h, : positions[0]] = getattr(np, group_reduce)(of_heads, axis=0)[: positions[0]]
     return score
 
 
@@ -72,6 +72,45 @@ def test_more_queries_than_one_block_can_hold(size, rows):
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_group_reduce(group, group_reduce, isa):
     check(draw([100, 70], heads=2 * group), group_reduce=group_reduce)
+
+
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("size", [16, 64, 128, 256])
+def test_the_largest_over_queries(size, group, group_reduce, isa):
+    """Head sizes and groups of every kernel, with a window that fills the rows of none of them."""
+    feeds = draw([100, 70, 0, 5], size=size, rows=33, heads=2 * group)
+    check(feeds, query_reduce="max", group_reduce=group_reduce)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 65, 130])
+@pytest.mark.parametrize("kv_len", [64, 65, 131, 1100])
+@pytest.mark.parametrize("size", [64, 128, 512])
+def test_the_largest_over_queries_of_any_window_and_length(size, kv_len, rows):
+    feeds = draw([kv_len], size=size, rows=rows, heads=4, slots=kv_len + 3)
+    check(feeds, query_reduce="max", group_reduce="max", scale=0.3, softcap=15.0)
+
+
+def test_the_largest_of_the_pieces_is_that_of_all_queries():
+    """What single queries score, each at its own place, and their largest, is what they score together."""
+    feeds = draw([200], rows=1, heads=2)
+    many = draw([200], rows=4, heads=2, seed=1)
+    feeds["key_cache"] = many["key_cache"]
+    (together,) = run_cached("SnapKvScore", many, query_reduce="max", group_reduce="max")
+    alone = []
+    for position in range(196, 200):
+        feeds["capture"] = many["capture"][:, position % 4 : position % 4 + 1]
+        feeds["kv_len"] = np.array([position + 1], np.int32)
+        alone.append(run_cached("SnapKvScore", feeds, query_reduce="max", group_reduce="max")[0][..., :196])
+    np.testing.assert_allclose(together[..., :196], np.max(alone, axis=0), rtol=FLOAT32)
+
+
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_the_largest_of_equal_runs_has_equal_bits(size):
+    feeds = draw([2500], size=size)
+    (first,) = run_cached("SnapKvScore", feeds, query_reduce="max")
+    for _ in range(3):
+        assert np.array_equal(run_cached("SnapKvScore", feeds, query_reduce="max")[0], first)
 
 
 @pytest.mark.parametrize("attributes", [{"scale": 1.5}, {"softcap": 2.0}, {"scale": 4.0, "softcap": 20.0}])

@@ -24,6 +24,8 @@ OTHER_VALUES = {  # than the defaults, of every option that some policy has
     "group_reduce": "sum",
     "granularity": "layer",
     "queries": 90,
+    "piece": 100,
+    "lead": 0,
 }
 BAD_VALUES = [
     {"budget": 0},
@@ -190,8 +192,9 @@ def test_a_policy_says_how_many_queries_it_needs(options, rows):
 
 
 def test_policies_say_what_they_need():
-    assert [name for name, policy in POLICIES.items() if policy.keeps_uneven] == ["pyramidkv", "adakv"]
+    assert [name for name, policy in POLICIES.items() if policy.keeps_uneven] == ["pyramidkv", "adakv", "kvzip"]
     assert [name for name, policy in POLICIES.items() if policy.needs_rope] == ["expected"]
+    assert [name for name in POLICIES if Eviction(policy=name).second_reading is not None] == ["kvzip"]
     shared = {policy: Eviction(policy=policy).shares_lists for policy in POLICIES}
     assert not any(shared.values())
     assert all(SnapKv(granularity=each).shares_lists for each in ("layer", "model"))

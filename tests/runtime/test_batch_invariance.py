@@ -174,6 +174,13 @@ def test_eviction_between_chunks_is_refused(model):
         model.session(snapkv=dataclasses.replace(SNAPKV, during_prefill=True))
 
 
+def test_pieces_that_a_chunk_would_cut_are_refused(model):
+    kvzip = ortolan.Eviction(policy="kvzip", budget=40, window=8, sink=2, piece=12, lead=4)
+    with pytest.raises(ConfigError, match=r"chunk_size is 15; .* pieces of 16 tokens again.*batch_invariant=True"):
+        model.session(chunk_size=15, eviction=kvzip)
+    assert model.plan(chunk_size=16, eviction=kvzip).spare == 16
+
+
 def test_a_value_that_is_not_a_truth_is_refused():
     with pytest.raises(ConfigError, match="batch_invariant is 1"):
         ortolan.load(export("llama"), device="cpu", batch_invariant=1)

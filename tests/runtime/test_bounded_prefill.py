@@ -185,9 +185,9 @@ def test_a_variant_of_rope_is_that_of_the_whole_prompt(tmp_path, open_session, d
     )
     variants, evict = [], evicting_module.evict
 
-    def noting(*arguments):
+    def noting(*arguments, **scores):
         variants.append((arguments[4], arguments[5]))
-        return evict(*arguments)
+        return evict(*arguments, **scores)
 
     monkeypatch.setattr(evicting_module, "evict", noting)
     session.prefill(draw_tokens(100))

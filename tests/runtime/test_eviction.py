@@ -65,7 +65,7 @@ class Recorder:
         self.calls: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
         self.keeps: list[dict[int, np.ndarray]] = []
 
-    def __call__(self, ort_session, caches, options, physical, logical, variant):
+    def __call__(self, ort_session, caches, options, physical, logical, variant, scores):
         rows = [position % options.window for position in range(logical - options.window, logical)]
         self.calls.append(
             {
@@ -76,7 +76,7 @@ class Recorder:
                 for index, length in physical.items()
             }
         )
-        self.keeps.append(self._evict(ort_session, caches, options, physical, logical, variant))
+        self.keeps.append(self._evict(ort_session, caches, options, physical, logical, variant, scores=scores))
         return self.keeps[-1]
 
     def expected(self, call: int, options: SnapKv, scale: float) -> dict[int, np.ndarray]:
@@ -232,7 +232,7 @@ def test_the_first_eviction_after_a_rewind_reads_its_window_again(request, draw_
 
 
 def test_a_failed_eviction_leaves_an_empty_session(full_model, draw_tokens, monkeypatch):
-    def failing(*_):
+    def failing(*_, **scores):
         raise OrtolanError("the eviction graph failed")
 
     session = full_model.session(snapkv=SNAPKV)

@@ -121,8 +121,8 @@ def test_an_interrupted_eviction_leaves_an_empty_session(full_model, open_sessio
     """Rows may have moved, so none are trusted."""
     evict = evicting_module.evict
 
-    def interrupted(*arguments):
-        evict(*arguments)
+    def interrupted(*arguments, **scores):
+        evict(*arguments, **scores)
         raise KeyboardInterrupt
 
     session = open_session(full_model, snapkv=OPTIONS[snapkv])

@@ -9,6 +9,7 @@
 namespace ortolan {
 
 enum class GroupReduce { kMean, kMax, kSum };
+enum class QueryReduce { kMean, kMax };
 
 // Tokens already held per sequence, [B] or [B, Hkv].
 struct Lengths {
@@ -91,6 +92,7 @@ struct SnapKvScoreParams {
   float scale;            // resolved, never 0
   float softcap;          // 0: none
   GroupReduce group_reduce;
+  QueryReduce query_reduce;
   const void* capture;     // [B, Wq, Hq, D]
   const void* key_cache;   // [N, Hkv, P, D]
   const float* key_scale;  // [N, Hkv, P]; null unless the cache holds codes

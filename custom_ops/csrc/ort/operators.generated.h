@@ -142,12 +142,14 @@ struct SnapKvScore {
     float scale = 0.0f;
     float softcap = 0.0f;
     GroupReduce group_reduce = GroupReduce::kMean;
+    QueryReduce query_reduce = QueryReduce::kMean;
 
     static Attributes read(const AttributeReader& reader) {
       Attributes attributes;
       attributes.scale = reader.real({.name = "scale", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
       attributes.softcap = reader.real({.name = "softcap", .symbol = "", .allowed = "0 or more", .least = 0}, 0.0f);
       attributes.group_reduce = reader.choice<GroupReduce>({"group_reduce", "", "'mean', 'max' or 'sum'"}, GroupReduce::kMean, {{"mean", GroupReduce::kMean}, {"max", GroupReduce::kMax}, {"sum", GroupReduce::kSum}});
+      attributes.query_reduce = reader.choice<QueryReduce>({"query_reduce", "", "'mean' or 'max'"}, QueryReduce::kMean, {{"mean", QueryReduce::kMean}, {"max", QueryReduce::kMax}});
       return attributes;
     }
   };

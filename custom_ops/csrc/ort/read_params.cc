@@ -78,6 +78,7 @@ SnapKvScoreParams read_params(const Call<ops::SnapKvScore>& call) {
   params.scale = resolved_scale(call.attributes().scale, capture.dim(3));
   params.softcap = call.attributes().softcap;
   params.group_reduce = call.attributes().group_reduce;
+  params.query_reduce = call.attributes().query_reduce;
   params.capture = capture.data;
   params.key_cache = key_cache.data;
   params.score = call.output(Op::Out::kScore, {params.num_sequences, key_cache.dim(1), params.cache.capacity})

@@ -1,8 +1,9 @@
-// SnapKvScore on the CPU: two passes over the keys, the first for each query's softmax denominator.
+// SnapKvScore on the CPU: two passes over the keys, the first for each query's softmax denominator, the
+// second for the sum, or the largest, of the queries' probabilities.
 //
 // Spans of 1024 positions are independent tasks in both passes; partial denominators are combined in
 // ascending order, so equal inputs give equal bits on any number of threads.
-// Source: SnapKV, arXiv 2404.14469, section 4.
+// Source: SnapKV, arXiv 2404.14469, section 4; the largest: KVzip, arXiv 2505.23416, section 3.2.
 #pragma once
 
 #include <cmath>
@@ -58,13 +59,25 @@ class ScoreHead {
 
   // Second pass: scores of one span's positions.
   void score_span(int64_t span, float* score) const {
+    if (p_.query_reduce == QueryReduce::kMax)
+      reduce_queries(span, score, [](Register a, Register b) { return maximum(a, b); });
+    else
+      reduce_queries(span, score, [](Register a, Register b) { return a + b; });
+  }
+
+ private:
+  int64_t position(int64_t row) const { return length_ - num_queries_ + row / group_; }
+
+  // `join` takes what is known of a position, which begins with 0, and one more query's probabilities.
+  template <typename Join>
+  void reduce_queries(int64_t span, float* score, Join join) const {
     const int64_t scored = length_ - num_queries_;  // the window itself gets 0
-    std::vector<float> sums(group_ * kTileKeys);
+    std::vector<float> joined(group_ * kTileKeys);
     int64_t tile = -1;
     auto flush = [&] {
       if (tile < 0) return;
-      for (int64_t j = 0; j < kTileKeys && tile + j < scored; ++j) score[tile + j] = reduce_group(&sums[j]);
-      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (int64_t j = 0; j < kTileKeys && tile + j < scored; ++j) score[tile + j] = reduce_group(&joined[j]);
+      std::fill(joined.begin(), joined.end(), 0.0f);
     };
     for_each_block(span, scored, [&](int64_t row, int64_t rows, int64_t first, float* logits) {
       if (first != tile) {
@@ -74,17 +87,14 @@ class ScoreHead {
       for (int64_t r = 0; r < rows; ++r) {
         const RowState& state = states_[row + r];
         const float inverse = 1.0f / state.sum;
-        float* sum = &sums[(row + r) % group_ * kTileKeys];
+        float* known = &joined[(row + r) % group_ * kTileKeys];
         sum_exponentials(logits + r * kTileKeys, state.largest, [&](int64_t key, Register weights) {
-          store_register(sum + key, load_register(sum + key) + weights * inverse);
+          store_register(known + key, join(load_register(known + key), weights * inverse));
         });
       }
     });
     flush();
   }
-
- private:
-  int64_t position(int64_t row) const { return length_ - num_queries_ + row / group_; }
 
   // Calls body(first row, rows, first position, logits [rows, 64]) for the tiles of a span below `limit`.
   template <typename Body>
@@ -121,7 +131,7 @@ class ScoreHead {
     state.largest = largest;
   }
 
-  // Reduces the group's probability sums of one position, `kTileKeys` apart.
+  // Reduces what the group's heads have for one position, `kTileKeys` apart: sums, or largest probabilities.
   float reduce_group(const float* sums) const {
     float result = p_.group_reduce == GroupReduce::kMax ? sums[0] : 0.0f;
     for (int64_t g = 0; g < group_; ++g) {
@@ -129,7 +139,8 @@ class ScoreHead {
       result = p_.group_reduce == GroupReduce::kMax ? std::max(result, sum) : result + sum;
     }
     const float divisor = p_.group_reduce == GroupReduce::kMean ? static_cast<float>(group_) : 1.0f;
-    return result / (divisor * static_cast<float>(num_queries_));
+    const float queries = p_.query_reduce == QueryReduce::kMax ? 1.0f : static_cast<float>(num_queries_);
+    return result / (divisor * queries);
   }
 
   const SnapKvScoreParams& p_;

@@ -1,5 +1,5 @@
 // SnapKvScore of float32 elements on the CUDA cores, in two passes over the keys: each query's softmax state,
-// then the sum of its probabilities per key.
+// then the sum, or the largest, of its probabilities per key.
 //
 // A warp multiplies 16 keys with the queries of one head, `kQueries` at a time, which wait in shared memory:
 // a key's sum over queries stays inside four threads. First pass, grid (spans, sequences * kv heads, shares
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
   for (int i = first_row + threadIdx.x; i < end_row; i += Tile::kThreads) target[i] = states[i];
 }
 
-template <int kHeadSize>
+template <int kHeadSize, QueryReduce kReduce>
 __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
     score_sums_float_kernel(const __grid_constant__ SnapKvScoreParams p,
                             const __grid_constant__ ScorePlan plan) {
@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
   const Block block{p, plan, pair, reinterpret_cast<float*>(shared_memory)};
   const int lane = block.lane();
   const int64_t first = int64_t{blockIdx.x} * Tile::kKeys;
-  GroupSum results[2] = {{p.group_reduce}, {p.group_reduce}};  // of keys lane / 4 and + 8
+  using Weights = QueryWeights<kReduce>;
+  GroupWeights<kReduce> results[2] = {{p.group_reduce}, {p.group_reduce}};  // of keys lane / 4 and + 8
   if (first < pair.first) {
     const SoftmaxState* states = plan.states + int64_t{blockIdx.y} * plan.rows;
     float sums[2] = {};
@@ -215,13 +216,13 @@ __global__ void __launch_bounds__(ScoreFloatTile<kHeadSize>::kThreads)
 #pragma unroll
             for (int column = 0; column < 2; ++column) {
               const SoftmaxState state = states[query_block * Tile::kQueries + n * 8 + lane % 4 * 2 + column];
-              sums[0] = fmaf(fast_exp2(z[n][column] - state.maximum), state.total, sums[0]);
-              sums[1] = fmaf(fast_exp2(z[n][2 + column] - state.maximum), state.total, sums[1]);
+              sums[0] = Weights::joined(sums[0], fast_exp2(z[n][column] - state.maximum), state.total);
+              sums[1] = Weights::joined(sums[1], fast_exp2(z[n][2 + column] - state.maximum), state.total);
             }
           if ((query_block + 1) * Tile::kQueries % plan.query_rows) return;  // the head goes on
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            results[half].add(quad_sum(sums[half]));
+            results[half].add(Weights::of_quad(sums[half]));
             sums[half] = 0;
           }
         });

@@ -11,12 +11,13 @@
 
 namespace ortolan::cuda {
 
-// The two kernels of an element type, and how they cut their work.
+// The kernels of an element type, and how they cut their work.
 template <typename Element, int kHeadSize>
 struct ScoreKernels {
   using Tile = ScoreMmaTile<kHeadSize>;
   static constexpr auto kStates = score_states_mma_kernel<Element, kHeadSize>;
-  static constexpr auto kSums = score_sums_mma_kernel<Element, kHeadSize>;
+  template <QueryReduce kReduce>
+  static constexpr auto kSums = score_sums_mma_kernel<Element, kHeadSize, kReduce>;
   static constexpr int kQueries = Tile::kStep;      // that a head's queries are rounded up to
   static constexpr int kSumKeys = Tile::kHeldRows;  // of a block of the second pass
   static constexpr int kTileKeys = Tile::kRows;
@@ -34,7 +35,8 @@ template <int kHeadSize>
 struct ScoreKernels<float, kHeadSize> {
   using Tile = ScoreFloatTile<kHeadSize>;
   static constexpr auto kStates = score_states_float_kernel<kHeadSize>;
-  static constexpr auto kSums = score_sums_float_kernel<kHeadSize>;
+  template <QueryReduce kReduce>
+  static constexpr auto kSums = score_sums_float_kernel<kHeadSize, kReduce>;
   static constexpr int kQueries = Tile::kQueries;
   static constexpr int kSumKeys = Tile::kKeys;
   static constexpr int kTileKeys = Tile::kKeys;
@@ -90,7 +92,6 @@ cudaError_t launch_score(const SnapKvScoreParams& p, const Launch& launch) {
   const int shares = Kernels::shares(plan, launch.device);
   const int states_bytes = Kernels::states_bytes(plan, shares);
   cudaError_t error = allow_shared_memory<Kernels::kStates>(launch.device);
-  if (error == cudaSuccess) error = allow_shared_memory<Kernels::kSums>(launch.device);
   if (error == cudaSuccess) {
     const dim3 grid(plan.spans, pairs, shares);
     error = launch_overlapped(Kernels::kStates, grid, threads, states_bytes, launch, p, plan);
@@ -98,7 +99,14 @@ cudaError_t launch_score(const SnapKvScoreParams& p, const Launch& launch) {
   if (error == cudaSuccess) error = launch_score_fold(p, plan, launch);
   if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(divide_up(p.cache.capacity, Kernels::kSumKeys)), pairs);
-  return launch_overlapped(Kernels::kSums, grid, threads, Kernels::kSharedBytes, launch, p, plan);
+  const auto enqueue = [&]<auto kKernel>() {
+    const cudaError_t error = allow_shared_memory<kKernel>(launch.device);
+    if (error != cudaSuccess) return error;
+    return launch_overlapped(kKernel, grid, threads, Kernels::kSharedBytes, launch, p, plan);
+  };
+  if (p.query_reduce == QueryReduce::kMax)
+    return enqueue.template operator()<Kernels::template kSums<QueryReduce::kMax>>();
+  return enqueue.template operator()<Kernels::template kSums<QueryReduce::kMean>>();
 }
 
 // One source file per element type keeps a build parallel.

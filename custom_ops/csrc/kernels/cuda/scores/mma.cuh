@@ -1,5 +1,5 @@
-// SnapKvScore of 16-bit elements, in two passes over the keys: each query's softmax state, then the sum of
-// its probabilities per key.
+// SnapKvScore of 16-bit elements, in two passes over the keys: each query's softmax state, then the sum, or
+// the largest, of its probabilities per key.
 //
 // Both passes multiply rows that a warp holds in registers with rows that stream through shared memory, three
 // tiles deep, and sum along the streamed rows inside a thread; threads meet once, at the end. First pass:
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
     }
 }
 
-template <typename Element, int kHeadSize>
+template <typename Element, int kHeadSize, QueryReduce kReduce>
 __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTile<kHeadSize>::kBlocks)
     score_sums_mma_kernel(const __grid_constant__ SnapKvScoreParams p,
                           const __grid_constant__ ScorePlan plan) {
@@ -245,7 +245,8 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
   const SoftmaxState* states = plan.states + int64_t{blockIdx.y} * plan.rows;
 
   float sums[Tile::kRowTiles][2] = {};  // over the queries of one head
-  GroupSum results[Tile::kRowTiles][2];
+  using Weights = QueryWeights<kReduce>;
+  GroupWeights<kReduce> results[Tile::kRowTiles][2];
 #pragma unroll
   for (int i = 0; i < Tile::kRowTiles * 2; ++i) results[i / 2][i % 2].reduce = p.group_reduce;
   const auto copy = [&](int tile) {
@@ -281,14 +282,14 @@ __global__ void __launch_bounds__(ScoreMmaTile<kHeadSize>::kThreads, ScoreMmaTil
             for (int half = 0; half < 2; ++half) {
               float& sum = sums[t][half];
               const float* logit = z[t][n] + half * 2;
-              sum = fmaf(fast_exp2(fmaf(logit[0], logits.factor, -state.x)), state.y, sum);
-              sum = fmaf(fast_exp2(fmaf(logit[1], logits.factor, -state.z)), state.w, sum);
+              sum = Weights::joined(sum, fast_exp2(fmaf(logit[0], logits.factor, -state.x)), state.y);
+              sum = Weights::joined(sum, fast_exp2(fmaf(logit[1], logits.factor, -state.z)), state.w);
             }
         }
         if ((tile * Tile::kRows + step + Tile::kStep) % plan.query_rows) continue;  // the head goes on
 #pragma unroll
         for (int i = 0; i < Tile::kRowTiles * 2; ++i) {
-          results[i / 2][i % 2].add(quad_sum(sums[i / 2][i % 2]));
+          results[i / 2][i % 2].add(Weights::of_quad(sums[i / 2][i % 2]));
           sums[i / 2][i % 2] = 0;
         }
       }

@@ -3,6 +3,7 @@
 
 #include "kernels/cuda/common/kernels.h"
 #include "kernels/cuda/common/softmax.cuh"
+#include "kernels/cuda/common/warp.cuh"
 
 namespace ortolan::cuda {
 
@@ -66,17 +67,35 @@ struct ScorePair {
   }
 };
 
-// The sum over queries of one key, made a score: a mean over queries, reduced over the heads of the group.
-struct GroupSum {
+// What the queries of a head give one key: the sum of their probabilities, or the largest. Begins with 0.
+template <QueryReduce kReduce>
+struct QueryWeights {
+  // With one more query's probability, exponential * inverse.
+  static __device__ __forceinline__ float joined(float known, float exponential, float inverse) {
+    if constexpr (kReduce == QueryReduce::kMax) return fmaxf(known, exponential * inverse);
+    return fmaf(exponential, inverse, known);
+  }
+  // Of the four threads that share a key, in each of them.
+  static __device__ __forceinline__ float of_quad(float own) {
+    if constexpr (kReduce == QueryReduce::kMax) return quad_max(own);
+    return quad_sum(own);
+  }
+};
+
+// What the queries of all heads give one key, made a score: a mean over queries, or their largest, reduced
+// over the heads of the group.
+template <QueryReduce kReduce>
+struct GroupWeights {
   GroupReduce reduce;
   float value = 0;
 
-  __device__ __forceinline__ void add(float head_sum) {
-    value = reduce == GroupReduce::kMax ? fmaxf(value, head_sum) : value + head_sum;
+  __device__ __forceinline__ void add(float head) {
+    value = reduce == GroupReduce::kMax ? fmaxf(value, head) : value + head;
   }
   __device__ __forceinline__ float score(const ScorePlan& plan, const ScorePair& pair) const {
     const float heads = reduce == GroupReduce::kMean ? static_cast<float>(plan.group) : 1.0f;
-    return value / (heads * static_cast<float>(max(pair.queries, 1)));
+    const int32_t queries = kReduce == QueryReduce::kMax ? 1 : max(pair.queries, 1);
+    return value / (heads * static_cast<float>(queries));
   }
 };
 

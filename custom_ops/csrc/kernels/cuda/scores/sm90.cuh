@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
 }
 
 // Grid: (spans, sequences * kv heads).
-template <typename Element, int kHeadSize>
+template <typename Element, int kHeadSize, QueryReduce kReduce>
 __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
     score_sums_sm90_kernel(const __grid_constant__ SnapKvScoreParams p,
                            const __grid_constant__ ScorePlan plan, const __grid_constant__ ScoreSm90Map map) {
@@ -243,9 +243,10 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
   const auto store = [&](int32_t key, float value) {
     if (threadIdx.x % 4 == 0 && key < p.cache.capacity) score[key] = key < pair.first ? value : 0.0f;
   };
+  using Weights = QueryWeights<kReduce>;
   typename Block::KeyRing at;
   for (int n = 0; n < tiles; ++n) {
-    GroupSum results[2] = {{p.group_reduce}, {p.group_reduce}};
+    GroupWeights<kReduce> results[2] = {{p.group_reduce}, {p.group_reduce}};
     handover.wait_full(at);
 #pragma unroll 1
     for (int head = 0; head < plan.group; head += 2) {
@@ -263,14 +264,16 @@ __global__ void __launch_bounds__(ScoreSm90Shape<kHeadSize>::kThreads, 1)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float* logit = z + 4 * n + 2 * half;
-            sums[half] = fmaf(fast_exp2(fmaf(logit[0], logits.factor, -state.x)), state.y, sums[half]);
-            sums[half] = fmaf(fast_exp2(fmaf(logit[1], logits.factor, -state.z)), state.w, sums[half]);
+            sums[half] =
+                Weights::joined(sums[half], fast_exp2(fmaf(logit[0], logits.factor, -state.x)), state.y);
+            sums[half] =
+                Weights::joined(sums[half], fast_exp2(fmaf(logit[1], logits.factor, -state.z)), state.w);
           }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float sum = quad_sum(sums[half]);
-          if (head + part < plan.group) results[half].add(sum);
+          const float weight = Weights::of_quad(sums[half]);
+          if (head + part < plan.group) results[half].add(weight);
         }
       }
     }

@@ -53,7 +53,9 @@ cudaError_t launch_score_sm90(const SnapKvScoreParams& p, const Launch& launch) 
                             : enqueue.template operator()<score_states_sm90_kernel<Element, kHeadSize, 4>>();
   if (error == cudaSuccess) error = launch_score_fold(p, plan, launch);
   if (error != cudaSuccess) return error;
-  return enqueue.template operator()<score_sums_sm90_kernel<Element, kHeadSize>>();
+  if (p.query_reduce == QueryReduce::kMax)
+    return enqueue.template operator()<score_sums_sm90_kernel<Element, kHeadSize, QueryReduce::kMax>>();
+  return enqueue.template operator()<score_sums_sm90_kernel<Element, kHeadSize, QueryReduce::kMean>>();
 }
 
 #define ORTOLAN_INSTANTIATE_SCORE_SM90(Element, kHeadSize)                                             \
