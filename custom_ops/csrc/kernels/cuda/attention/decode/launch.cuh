@@ -97,7 +97,8 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
 template <int kHeadSize>
 constexpr bool kHasClusters = kHeadSize <= 256;
 
-// Tiles that an entry visits, at most. The kernel that clusters do without takes its places from the capacity.
+// Tiles that an entry visits, at most. The kernel that clusters do without takes its places from the
+// capacity.
 inline int most_tiles(const SwaAttentionParams& params, const DecodeShape& shape) {
   const int64_t capacity = params.cache.capacity;
   const int64_t tokens = params.max_kv_len > 0 ? std::min(capacity, params.max_kv_len) : capacity;
@@ -121,8 +122,8 @@ int largest_cluster(const SwaAttentionParams& params, const DecodeShape& shape, 
 }
 
 // Whether a cluster of so many blocks for each entry is faster than all blocks for all entries and a second
-// kernel, which takes about as long as two more tiles in each block do. Lengths may be anything up to what the
-// host knows. Several tiles of rows read keys again, for which smaller clusters do not make up.
+// kernel, which takes about as long as two more tiles in each block do. Lengths may be anything up to what
+// the host knows. Several tiles of rows read keys again, for which smaller clusters do not make up.
 inline bool clusters_pay(const SwaAttentionParams& params, const DecodeShape& shape, int cluster,
                          const Device& device) {
   if (cluster < (shape.row_tiles > 1 ? 4 : 2)) return false;

@@ -118,6 +118,7 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
           line.own, first, stage, 0, [&] { wait(line, first, stage, parity, true); }, [] {},
           [] { __syncthreads(); });
     } else {
+      loaded(stage, true).wait(parity);
       __syncthreads();
       this->store_none(line.own.rows, 0);
     }
