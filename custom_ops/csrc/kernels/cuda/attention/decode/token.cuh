@@ -1,13 +1,13 @@
 // One token of one sequence, from the joint projection to attention's output: its heads are normalised and
 // rotated, its key and value appended, and its queries attend, in one kernel.
 //
-// Grid: a cluster of blocks per kv head, which share its key tiles evenly. All of a block's tiles, which are
-// few, are on their way before the kernel in front, which makes the projection, has ended; the token's own
-// key and value go from shared memory to their place in a tile. Each warp loads what it multiplies, so that
-// warps meet only for a tile's sums; these are sent to the blocks that merge them (received.cuh). Most
-// instructions run once, and come through caches that weights stream through, too: short code is faster than
-// unrolled code, so loops stay loops, and numbers have 32 bits. Heads, products and sums are those of
-// QkvRopeAppend and of decode.cuh, with the same bits.
+// Grid: a cluster of blocks per kv head, which share its key tiles evenly. Keys of earlier tokens are on
+// their way before the kernel in front, which makes the projection, has ended; the token's own go from shared
+// memory to their place in a tile. Each warp loads what it multiplies, so that warps meet only for a tile's
+// sums; these are sent to the blocks that merge them (received.cuh). Most instructions run once, and come
+// through caches that weights stream through, too: short code is faster than unrolled code, so loops stay
+// loops, and numbers have 32 bits. Heads, products and sums are those of QkvRopeAppend and of decode.cuh,
+// with the same bits.
 #pragma once
 
 #include "kernels/cuda/copies/heads.cuh"
@@ -19,7 +19,7 @@
 namespace ortolan::cuda {
 
 // A warp that loads and multiplies its own keys of each of the block's tiles.
-template <typename Rows, bool kPaged>
+template <typename Rows, int kShare>
 struct TokenWarp : DecodeWarp<Rows, 1> {
   using Base = DecodeWarp<Rows, 1>;
   using Element = typename Rows::Element;
@@ -40,62 +40,54 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
              static_cast<int>(threadIdx.x) % 32},
         shared(shared) {}
 
-  __device__ __forceinline__ Barrier& loaded(int stage, bool is_values) const {
-    return shared.loaded[(2 * stage + is_values) * shape.warps + warp];
+  __device__ __forceinline__ Barrier& loaded(bool is_values) const {
+    return shared.loaded[is_values * shape.warps + warp];
   }
   // Of the warp's own rows.
-  __device__ __forceinline__ uint32_t rows(int stage, bool is_values) const {
-    return is_values ? this->values(stage) : this->keys(stage);
+  __device__ __forceinline__ uint32_t rows(bool is_values) const {
+    return is_values ? this->values(0) : this->keys(0);
   }
   __device__ __forceinline__ int32_t first_key(const TokenLine& line, int tile) const {
     return line.own.tiles.at(tile) * shape.tile_keys + warp * kKeys;
   }
 
-  // Starts to load the warp's keys and values of all tiles, but for the token's own. Rows that it does not
-  // see become zeros. Each stage's barriers end a phase, whether there is a tile for it or not.
-  __device__ __forceinline__ void load(const TokenLine& line, int begin, int end) const {
-#pragma unroll 1
-    for (int stage = 0; stage < shape.stages; ++stage) {
-      if (begin + stage < end) load_tile(line, begin + stage, stage);
-      loaded(stage, false).arrive_after_copies();
-      loaded(stage, true).arrive_after_copies();
-    }
-  }
-  __device__ __forceinline__ void load_tile(const TokenLine& line, int tile, int stage) const {
+  // Starts to load the warp's keys of a tile, its values, or both, but for the token's own. Rows that it does
+  // not see become zeros.
+  __device__ __forceinline__ void load(const TokenLine& line, int tile, bool has_keys,
+                                       bool has_values) const {
     static_assert(kChunks <= 32);
-    constexpr int kRows = 32 / kChunks;  // that a warp copies at once
-    const CacheRows<kPaged> cache(params.cache, shape.by_page, line.own.kv_head);
+    constexpr int kRows = 32 / kChunks;                            // that a warp copies at once
+    constexpr int kUnroll = kShare > 1 && kHeadSize > 64 ? 1 : 2;  // as registers allow
+    const auto capacity = static_cast<int32_t>(params.cache.capacity);
+    const int32_t ring = capacity - static_cast<int32_t>(params.cache.sink);
     const SeenPositions seen = line.own.seen();
     const int32_t first = first_key(line, tile);
     const int piece = lane % kChunks;
-    const auto* keys = static_cast<const Element*>(params.key_cache) + piece * 8;
-    const auto* values = static_cast<const Element*>(params.value_cache) + piece * 8;
-    int32_t slot = cache.slot_near(first) + lane / kChunks;
-#pragma unroll 2
+    const int64_t head = line.own.kv_head * params.cache.page_slots * kHeadSize + piece * 8;
+    const auto* keys = static_cast<const Element*>(params.key_cache) + head;
+    const auto* values = static_cast<const Element*>(params.value_cache) + head;
+    int32_t slot = slot_near(params.cache, first) + lane / kChunks;
+#pragma unroll kUnroll
     for (int row = lane / kChunks; row < kKeys; row += kRows, slot += kRows) {
-      slot = cache.wrapped(slot);
+      while (slot >= capacity) slot -= ring;
       const int32_t position = first + row;
-      const bool is_cached = seen.holds(position) && position != line.own.last_position;
-      const int32_t source = is_cached ? cache.row(slot) : kNoRow;
-      const int64_t offset = source == kNoRow ? 0 : int64_t{source} * kHeadSize;
+      const bool valid = seen.holds(position) && position != line.own.last_position;
+      const int64_t source = valid ? int64_t{slot} * kHeadSize : 0;
       const int place = Stage::place(row, piece);
-      copy_async_16(rows(stage, false) + place, keys + offset, source != kNoRow, policy);
-      copy_async_16(rows(stage, true) + place, values + offset, source != kNoRow, policy);
+      if (has_keys) copy_async_16(rows(false) + place, keys + source, valid, policy);
+      if (has_values) copy_async_16(rows(true) + place, values + source, valid, policy);
     }
-  }
-  // Until all that was loaded first is there.
-  __device__ __forceinline__ void wait_all() const {
-#pragma unroll 1
-    for (int n = 0; n < 2 * shape.stages; ++n) loaded(n / 2, n % 2).wait(0);
+    if (has_keys) loaded(false).arrive_after_copies();
+    if (has_values) loaded(true).arrive_after_copies();
   }
 
-  // Waits for a stage's keys, or values, and puts the token's own to its place, where the warp has it.
-  __device__ __forceinline__ void wait(const TokenLine& line, int32_t first, int stage, uint32_t parity,
+  // Waits for them, and puts the token's own to its place, where the warp has it.
+  __device__ __forceinline__ void wait(const TokenLine& line, int32_t first, uint32_t parity,
                                        bool is_values) const {
-    loaded(stage, is_values).wait(parity);
+    loaded(is_values).wait(parity);
     const int row = line.own.last_position - first;
     if (row >= 0 && row < kKeys && lane < kChunks)
-      store_shared_16(rows(stage, is_values) + Stage::place(row, lane),
+      store_shared_16(rows(is_values) + Stage::place(row, lane),
                       load_shared_16(shared_address(shared.head(line.own.rows + is_values)) + lane * 16));
     __syncwarp();
   }
@@ -108,17 +100,26 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
     for (int k = 0; k < 2 * Base::kSteps; ++k) query[0][k / 2][k % 2] = row < entry.rows ? line[k * 4] : 0;
   }
 
-  // Sums the tile of a stage. `parity`: of the stage's barriers.
-  __device__ __forceinline__ void sum_tile(const TokenLine& line, int tile, int stage,
-                                           uint32_t parity) const {
+  // Sums a tile, and loads the next one, if there is one before `end`. `parity`: of the tile's barriers.
+  __device__ __forceinline__ void sum_tile(const TokenLine& line, int tile, int end, uint32_t parity) const {
     const int32_t first = first_key(line, tile);
-    wait(line, first, stage, parity, false);
+    const auto load_next = [&](bool is_values) {
+      __syncwarp();  // all lanes have read what is overwritten
+      if (tile + 1 < end) load(line, tile + 1, !is_values, is_values);
+    };
+    wait(line, first, parity, false);
     if (line.own.seen().hold_any(first, first + kKeys)) {
       this->sum_keys(
-          line.own, first, stage, 0, [&] { wait(line, first, stage, parity, true); }, [] {},
-          [] { __syncthreads(); });
+          line.own, first, 0, 0,
+          [&] {
+            load_next(false);
+            wait(line, first, parity, true);
+          },
+          [&] { load_next(true); }, [] { __syncthreads(); });
     } else {
-      loaded(stage, true).wait(parity);
+      load_next(false);
+      wait(line, first, parity, true);
+      load_next(true);
       __syncthreads();
       this->store_none(line.own.rows, 0);
     }
@@ -127,7 +128,7 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
 };
 
 // The token's heads of a kv head, by kLanes neighbouring threads each: queries, then the key and the value.
-template <typename Rows, bool kPaged>
+template <typename Rows>
 struct TokenHeads {
   using Element = typename Rows::Element;
   static constexpr int kLanes = Rows::kHeadSize / 16;
@@ -137,7 +138,6 @@ struct TokenHeads {
   const TokenShared<Rows>& shared;
   int kv_head;
   int group;
-  Divisor by_page;
   int lane = threadIdx.x % kLanes;
 
   // Calls visit(number) for the heads of the thread's lanes.
@@ -169,15 +169,15 @@ struct TokenHeads {
   // Stores them once they are prepared: queries, by one block; the key and the value at their position, by
   // one that may be another.
   __device__ __forceinline__ void store(bool has_queries, bool appends, int32_t position) const {
-    const CacheRows<kPaged> cache(p.cache, by_page, kv_head);
-    const int32_t place = cache.row(cache.wrapped(cache.slot_near(position)));
+    int32_t slot = slot_near(p.cache, position);
+    if (slot >= p.cache.capacity) slot -= static_cast<int32_t>(p.cache.capacity - p.cache.sink);
     each([&](int number) {
       const bool is_query = number < group;
-      if (is_query ? !has_queries : !appends || place == kNoRow) return;
+      if (is_query ? !has_queries : !appends) return;
       const int head = kv_head * group + number;
       Element* row = is_query ? static_cast<Element*>(p.query) + head * Rows::kHeadSize
                               : static_cast<Element*>(number > group ? p.value_cache : p.key_cache) +
-                                    int64_t{place} * Rows::kHeadSize;
+                                    (kv_head * p.cache.page_slots + slot) * Rows::kHeadSize;
       Part part;
       part.load(shared.head(number), p, lane);
       part.store(row, p, lane);
@@ -190,8 +190,10 @@ struct TokenHeads {
   }
 };
 
-template <typename Rows, bool kPaged>
-__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 1)
+// `kShare`: blocks that may share a multiprocessor. What registers cannot hold for two would wait for memory
+// longer than anything else.
+template <typename Rows, int kShare>
+__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
     token_kernel(const __grid_constant__ QkvAttentionParams p, const __grid_constant__ DecodeShape shape,
                  const __grid_constant__ TokenSizes sizes) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
@@ -202,14 +204,14 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 1)
   const TokenShared<Rows> shared(memory, shape, sizes);
   const SwaAttentionParams& params = p.attention;
   const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
-  if (threadIdx.x < 2 * shape.stages * shape.warps) shared.loaded[threadIdx.x].init(32);
+  if (threadIdx.x < 2 * shape.warps) shared.loaded[threadIdx.x].init(32);
   if (threadIdx.x == 0) shared.received->init(1);
   fence_barriers();
   __syncthreads();
   cluster_arrive();
 
-  TokenWarp<Rows, kPaged> self(params, shape, shared);
-  const TokenHeads<Rows, kPaged> heads{p.heads, shared, entry, shape.group, shape.by_page};
+  TokenWarp<Rows, kShare> self(params, shape, shared);
+  const TokenHeads<Rows> heads{p.heads, shared, entry, shape.group};
   TokenPlace place = TokenPlace::of(params, entry);
   TokenLine line = TokenLine::of(params, shape, entry, place);
   int begin, end;
@@ -218,15 +220,16 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 1)
   for (bool has_waited = false;; has_waited = true) {  // once, unless what it has read of the place changed
     begin = line.begin(blockIdx.x);
     end = line.begin(blockIdx.x + 1);
-    self.load(line, begin, end);
+    if (begin < end) self.load(line, begin, true, true);
     if (has_waited) break;
     wait_for_previous_kernel();
     launch_dependents();
     const TokenPlace found = TokenPlace::of(params, entry);
     heads.prepare();
     if (found == place) break;
-    self.wait_all();  // before others go to the same places
-    parity = 1;
+    copy_async_wait<0>();
+    __syncwarp();  // all lanes' copies, before others go to the same place
+    parity = begin < end;
     place = found;
     line = TokenLine::of(params, shape, entry, place);
   }
@@ -237,8 +240,8 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, 1)
   self.take_queries(line.own);
   cluster_wait();
 #pragma unroll 1
-  for (int tile = begin; tile < end; ++tile) {
-    self.sum_tile(line, tile, tile - begin, parity);
+  for (int tile = begin; tile < end; ++tile, parity ^= 1) {
+    self.sum_tile(line, tile, end, parity);
     if (threadIdx.x >= kMergeThreads) continue;
     DecodeMerge<Rows, 1> merging{params, shape, shared, {}, static_cast<int>(threadIdx.x), kNoKeys, {}};
     merging.find_factors(factors, 0, false);

@@ -14,14 +14,14 @@ struct TokenPlan {
   DecodeShape shape{};  // without blocks where others take the step
   TokenSizes sizes{};
   int shared_bytes = 0;
+  int share = 1;  // blocks on some multiprocessors
 
   // `cluster` blocks for each kv head, of `most` tiles at most.
   static TokenPlan of(const SwaAttentionParams& params, const DecodeShape& shape, int cluster, int most) {
     const auto whole = [](int bytes) { return (bytes + 15) / 16 * 16; };
     TokenPlan plan;
     plan.shape = in_clusters(shape, cluster);
-    plan.shape.stages = divide_up(most, cluster);
-    plan.shape.buffers = 1;
+    plan.shape.stages = plan.shape.buffers = 1;
     plan.shape.received = TokenShared<Rows>::received_offset(plan.shape);
     plan.shape.received_tiles = most;
     const auto units = ClusterUnits::of<Rows::kHeadSize>(shape.group, cluster, plan.shape.by_line);
@@ -37,60 +37,66 @@ struct TokenPlan {
 template <typename Rows>
 constexpr int kTokenThreads = kTokenWarps<Rows::kHeadSize> * 32;
 
-// Dynamic shared memory that a block may have.
-inline int token_bytes(const Device& device) {
+// Shared memory that each of some blocks on a multiprocessor may have.
+inline int token_bytes(const Device& device, int share) {
   constexpr int kStaticBytes = 2048;  // and what a block takes beside its own
-  return device.shared_bytes_per_block - kStaticBytes;
+  return device.shared_bytes_per_block / share - kStaticBytes;
 }
 
-// Blocks for each kv head: as many as are of use, and as the device holds, each by itself on a
-// multiprocessor.
-template <typename Rows, bool kPaged>
-cudaError_t find_token_cluster(const DecodeShape& shape, int most, const Device& device, int& cluster) {
-  constexpr auto kernel = token_kernel<Rows, kPaged>;
-  cudaError_t error = allow_shared_memory<kernel>(device);
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  cluster = std::min(kMaxCluster, std::max(2, most));
-  const auto resident = [&] {
-    return resident_clusters<kernel>(dim3(kTokenThreads<Rows>), cluster, token_bytes(device), device);
-  };
-  while (error == cudaSuccess && cluster > 1 && resident() < shape.entries) --cluster;
-  return error;
+// Clusters of so many blocks that the device holds at once.
+template <typename Rows, int kShare>
+int resident_token_clusters(int cluster, const Device& device) {
+  return resident_clusters<token_kernel<Rows, kShare>>(dim3(kTokenThreads<Rows>), cluster,
+                                                       token_bytes(device, kShare), device);
 }
 
-// All of a block's tiles are loaded at once, so these must be few.
-template <typename Rows, bool kPaged>
+template <typename Rows, int kShare>
+cudaError_t allow_token_kernel(const Device& device) {
+  constexpr auto kernel = token_kernel<Rows, kShare>;
+  const cudaError_t error = allow_shared_memory<kernel>(device);
+  return error != cudaSuccess
+             ? error
+             : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// A block takes its tiles one by one, which is slower than decode.cuh from a few on. As many blocks as the
+// device holds, two on some multiprocessors; or, where each has two tiles at most even so, as many as have a
+// multiprocessor to themselves.
+template <typename Rows>
 cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, TokenPlan<Rows>& plan) {
-  constexpr int kMostTiles = 2;
+  constexpr int kMostTiles = 3, kAloneTiles = 2;
   const DecodeShape shape = plan_decode<Rows, 1>(params, device);
   const int most = most_tiles(params, shape);
   if (divide_up(most, kMaxCluster) > kMostTiles) return cudaSuccess;
-  int cluster = 0;
-  const cudaError_t error = find_token_cluster<Rows, kPaged>(shape, most, device, cluster);
-  if (error != cudaSuccess || cluster < 2 || divide_up(most, cluster) > kMostTiles) return error;
-  const auto tried = TokenPlan<Rows>::of(params, shape, cluster, most);
-  if (tried.shared_bytes <= token_bytes(device)) plan = tried;
+  cudaError_t error = allow_token_kernel<Rows, 1>(device);
+  if (error == cudaSuccess) error = allow_token_kernel<Rows, 2>(device);
+  if (error != cudaSuccess) return error;
+  for (int cluster = std::min(kMaxCluster, std::max(2, most)); cluster >= 2; --cluster) {
+    const int tiles = divide_up(most, cluster);
+    if (tiles > kMostTiles) break;
+    TokenPlan<Rows> tried = TokenPlan<Rows>::of(params, shape, cluster, most);
+    const bool are_alone = resident_token_clusters<Rows, 1>(cluster, device) >= shape.entries;
+    tried.share = are_alone ? 1 : 2;
+    const bool fits = tried.shared_bytes <= token_bytes(device, tried.share) &&
+                      (are_alone || resident_token_clusters<Rows, 2>(cluster, device) >= shape.entries);
+    if (fits && (!plan.shape.blocks || tiles <= kAloneTiles)) plan = tried;
+    if (are_alone) break;
+  }
   return cudaSuccess;
-}
-
-template <typename Rows, bool kPaged>
-bool launch_token_from(const QkvAttentionParams& p, const Launch& launch, cudaError_t& error) {
-  TokenPlan<Rows> plan;
-  error = plan_token<Rows, kPaged>(p.attention, launch.device, plan);
-  if (error != cudaSuccess) return true;
-  if (!plan.shape.blocks) return false;
-  error = launch_clusters(token_kernel<Rows, kPaged>, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
-                          static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape,
-                          plan.sizes);
-  return true;
 }
 
 // False, and nothing launched, where other kernels must take the step.
 template <typename Rows>
 bool launch_token(const QkvAttentionParams& p, const Launch& launch, cudaError_t& error) {
-  return p.attention.cache.block_table ? launch_token_from<Rows, true>(p, launch, error)
-                                       : launch_token_from<Rows, false>(p, launch, error);
+  TokenPlan<Rows> plan;
+  error = plan_token<Rows>(p.attention, launch.device, plan);
+  if (error != cudaSuccess) return true;
+  if (!plan.shape.blocks) return false;
+  const auto kernel = plan.share == 1 ? token_kernel<Rows, 1> : token_kernel<Rows, 2>;
+  error = launch_clusters(kernel, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
+                          static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape,
+                          plan.sizes);
+  return true;
 }
 
 #define ORTOLAN_INSTANTIATE_TOKEN(Element, kHeadSize)                                                 \

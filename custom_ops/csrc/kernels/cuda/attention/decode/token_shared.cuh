@@ -44,42 +44,12 @@ struct TokenLine : ClusterLine {
   }
 };
 
-constexpr int32_t kNoRow = -1;
-
-// The rows of a kv head of the only sequence, in numbers of 32 bits: a pool has fewer rows than 2^31.
-template <bool kPaged>
-struct CacheRows {
-  const CacheLayout& cache;
-  int32_t capacity;
-  int32_t ring;
-  int32_t page_slots;
-  Divisor by_page;
-  int kv_head;
-
-  __device__ __forceinline__ CacheRows(const CacheLayout& cache, const Divisor& by_page, int kv_head)
-      : cache(cache),
-        capacity(static_cast<int32_t>(cache.capacity)),
-        ring(capacity - static_cast<int32_t>(cache.sink)),
-        page_slots(static_cast<int32_t>(cache.page_slots)),
-        by_page(by_page),
-        kv_head(kv_head) {}
-  // The slot of a position, or less than a ring behind it.
-  __device__ __forceinline__ int32_t slot_near(int32_t position) const {
-    return position < capacity ? position : capacity + (position - capacity) % ring;
-  }
-  __device__ __forceinline__ int32_t wrapped(int32_t slot) const {
-    while (slot >= capacity) slot -= ring;
-    return slot;
-  }
-  // Number of a slot's row [D], or kNoRow where its page is not one of the pool's.
-  __device__ __forceinline__ int32_t row(int32_t slot) const {
-    if constexpr (!kPaged) return kv_head * page_slots + slot;
-    const int number = by_page.divide(slot);
-    const int32_t page = cache.block_table[number];
-    if (page < 0 || page >= cache.num_pages) return kNoRow;
-    return (page * static_cast<int32_t>(cache.num_kv_heads) + kv_head - number) * page_slots + slot;
-  }
-};
+// The slot of a position, or less than a ring behind it.
+__device__ __forceinline__ int32_t slot_near(const CacheLayout& cache, int32_t position) {
+  const auto capacity = static_cast<int32_t>(cache.capacity), sink = static_cast<int32_t>(cache.sink);
+  if (position < capacity) return position;
+  return capacity + (position - capacity) % (capacity - sink);
+}
 
 // Of a block's shared memory.
 struct TokenSizes {
@@ -88,7 +58,8 @@ struct TokenSizes {
   int spans;           // of a round, at most
 };
 
-// The shared memory of a block: as many stages as it has tiles.
+// The shared memory of a block: one tile, whose keys make room for those of the next one before its values
+// do.
 template <typename Rows>
 struct TokenShared : DecodeShared {
   using Element = typename Rows::Element;
@@ -98,26 +69,26 @@ struct TokenShared : DecodeShared {
   unsigned char* heads;   // [kHeads, head size]: queries, the key, the value
   unsigned char* rounds;  // a SpanRound
 
-  // Where sums are received: behind the tiles, heads, and the sums of a tile.
+  // Where sums are received: behind a tile, heads, and the sums of a tile.
   static __host__ __device__ int received_offset(const DecodeShape& shape) {
     const int warp_floats = DecodeSums<Rows>::floats(shape.entry_rows) + 2 * kDecodeTileRows;
-    return shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys) + kHeads * kHeadBytes +
+    return DecodeStage<Rows>::bytes(shape.tile_keys) + kHeads * kHeadBytes +
            shape.warps * warp_floats * static_cast<int>(sizeof(float));
   }
   static __host__ __device__ int bytes(const DecodeShape& shape, const TokenSizes& sizes) {
     return received_offset(shape) + sizes.received_bytes + sizes.merge_bytes +
-           (2 * shape.stages * shape.warps + 1) * static_cast<int>(sizeof(Barrier));
+           (2 * shape.warps + 1) * static_cast<int>(sizeof(Barrier));
   }
   __device__ __forceinline__ TokenShared(unsigned char* memory, const DecodeShape& shape,
                                          const TokenSizes& sizes)
       : DecodeShared{.stages = memory} {
-    heads = memory + shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys);
+    heads = memory + DecodeStage<Rows>::bytes(shape.tile_keys);
     sums = reinterpret_cast<float*>(heads + kHeads * kHeadBytes);
     maxima = sums + shape.warps * DecodeSums<Rows>::floats(shape.entry_rows);
     totals = maxima + shape.warps * kDecodeTileRows;
     rounds = memory + received_offset(shape) + sizes.received_bytes;
     received = reinterpret_cast<Barrier*>(rounds + sizes.merge_bytes);
-    loaded = received + 1;  // [stages, keys or values, warps]
+    loaded = received + 1;  // [keys or values, warps]
   }
   __device__ __forceinline__ Element* head(int number) const {
     return reinterpret_cast<Element*>(heads + number * kHeadBytes);
