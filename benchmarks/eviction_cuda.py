@@ -41,10 +41,10 @@ class GraphClock:
         self._evict = evicting_module.evict
         evicting_module.evict = self  # type: ignore[assignment]
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Evict, and note the time."""
         start = time.perf_counter()
-        result = self._evict(*arguments)
+        result = self._evict(*arguments, **options)
         self.seconds = time.perf_counter() - start
         return result
 
