@@ -19,7 +19,8 @@ from ortolan.runtime.engine.engine import EngineParts
 from ortolan.runtime.engine.scheduler import Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.steps.cuts import ANYWHERE, Cuts
-from ortolan.runtime.steps.host import HostResult
+from ortolan.runtime.steps.host import host_result
+from ortolan.runtime.steps.kept_result import KeptResult
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.text.tokenizer import Detokenize
 
@@ -120,7 +121,7 @@ class FakeStepper:
         self.fed: list[int] = []  # what the last step chose, by row
         self.is_closed = False
 
-    def run(self, rows: Sequence[Row]) -> HostResult:
+    def run(self, rows: Sequence[Row]) -> KeptResult:
         """Feed tokens."""
         sources = [None if row.source is None else [max(0, self.fed[row.source])] for row in rows]
         rows = [
@@ -135,7 +136,7 @@ class FakeStepper:
             raise OrtolanError("too many rows")
         if any(BREAKING in row.tokens for row in rows):
             raise OrtolanError("the decoder graph failed")
-        result = HostResult(rows, np.concatenate([self._feed(row) for row in rows]))
+        result = host_result(rows, np.concatenate([self._feed(row) for row in rows]))
         self.fed = result.tokens()
         return result
 

@@ -13,7 +13,7 @@ import ortolan
 from ortolan.policies import Eviction
 from ortolan.runtime.assembly import make_session
 from ortolan.runtime.session import Session
-from ortolan.runtime.steps.host import HostResult
+from ortolan.runtime.steps.host import host_result
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import StepResult
 
@@ -65,7 +65,7 @@ def numberless_step(session: Session, number: int, value: float = np.nan) -> Ite
     def spoil(count: int, rows: Sequence[Row], result: StepResult) -> StepResult:
         if count < number:
             return result
-        return HostResult(rows, np.full((sum(len(row.draws) for row in rows), 131), value, np.float32))
+        return host_result(rows, np.full((sum(len(row.draws) for row in rows), 131), value, np.float32))
 
     with changed_steps(session, spoil):
         yield

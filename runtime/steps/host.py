@@ -19,6 +19,7 @@ from ortolan.runtime.device.buffers import Array, wrap
 from ortolan.runtime.generate.logprobs import TokenLogprobs, top_logprobs
 from ortolan.runtime.generate.sampler import choose
 from ortolan.runtime.steps.interrupt import Interrupt
+from ortolan.runtime.steps.kept_result import KeptResult
 from ortolan.runtime.steps.layout import HostInputs, StepLayout, StepShape
 from ortolan.runtime.steps.row import Row
 from ortolan.runtime.steps.stepper import BAD, Decoder, Logits
@@ -28,31 +29,10 @@ NO_PAGE = -1  # in a table's entries past the pages in use, which are never foll
 SHAPES_KEPT = 8  # bindings of the latest shapes of steps
 
 
-class HostResult:
-    """Tokens chosen on the host, from logits [R, V]."""
-
-    device_seconds = None
-
-    def __init__(self, rows: Sequence[Row], logits: Logits) -> None:
-        self._logits = logits
-        self._tokens = choose(logits, [draw for row in rows for draw in row.draws])
-        self._logprobs = _top_logprobs(rows, logits, self._tokens)
-
-    def tokens(self) -> list[int]:
-        """Return the token that each logit row chose."""
-        return self._tokens
-
-    def logits(self) -> Logits:
-        """Return the logits [R, V]."""
-        return self._logits
-
-    def logprobs(self) -> list[TokenLogprobs | None]:
-        """Return the log-probabilities that each row wanted."""
-        return self._logprobs
-
-    def score(self, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
-        """Return the log-probabilities of one token and of the k best for each of the first logit rows."""
-        return top_logprobs(self._logits[: len(tokens)], tokens, k)
+def host_result(rows: Sequence[Row], logits: Logits) -> KeptResult:
+    """Choose tokens on the host, from logits [R, V]."""
+    tokens = choose(logits, [draw for row in rows for draw in row.draws])
+    return KeptResult(tokens, logits, _top_logprobs(rows, logits, tokens))
 
 
 def _top_logprobs(rows: Sequence[Row], logits: Logits, tokens: list[int]) -> list[TokenLogprobs | None]:
@@ -107,7 +87,7 @@ class HostStepper:
         """Bytes of the inputs and outputs of steps."""
         return sum(bound.bytes for bound in self._bound.values())
 
-    def run(self, rows: Sequence[Row]) -> HostResult:
+    def run(self, rows: Sequence[Row]) -> KeptResult:
         """Feed tokens of several sequences."""
         bound = self._binding(rows)
         bound.inputs.fill(rows, NO_PAGE)
@@ -121,7 +101,7 @@ class HostStepper:
             self._interrupt.check()
             raise OrtolanError(f"the decoder graph failed: {error}") from error
         hand_on_hidden(rows, bound.hidden_out)
-        return HostResult(rows, bound.logits)
+        return host_result(rows, bound.logits)
 
     def capture(self, row: Row) -> None:
         """Return None: there is nothing to make ready."""

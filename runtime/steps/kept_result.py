@@ -1,4 +1,4 @@
-"""What a step gave, copied before other steps take its place."""
+"""What a step gave, in memory of the host."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from ortolan.runtime.steps.stepper import Logits, StepResult
 
 
 class KeptResult:
-    """A result that outlives the steps after it."""
+    """A result of which all is known: the tokens, the logits [R, V] and the log-probabilities of each logit row."""
 
-    def __init__(self, result: StepResult) -> None:
-        """Wait for a step, and copy what it gave."""
-        self._tokens, self._logprobs = list(result.tokens()), list(result.logprobs())
-        self._logits: Logits = result.logits().copy()
-        self.device_seconds = result.device_seconds
+    def __init__(
+        self,
+        tokens: list[int],
+        logits: Logits,
+        logprobs: list[TokenLogprobs | None],
+        device_seconds: float | None = None,
+    ) -> None:
+        self._tokens, self._logits, self._logprobs = tokens, logits, logprobs
+        self.device_seconds = device_seconds
+
+    @classmethod
+    def copy_of(cls, result: StepResult) -> KeptResult:
+        """Wait for a step, and copy what it gave, so that it outlives the steps after it."""
+        logits = result.logits().copy()
+        return cls(list(result.tokens()), logits, list(result.logprobs()), result.device_seconds)
 
     def tokens(self) -> list[int]:
         """Return the token that each logit row chose."""

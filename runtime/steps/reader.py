@@ -71,7 +71,7 @@ class Reader:
         self._stats.prefill_seconds += time.perf_counter() - start - (self._stats.eviction_seconds - evicting)
         self._stats.prefill_tokens += len(tokens)
         if self._evicting.reads_again:
-            result = KeptResult(result)
+            result = KeptResult.copy_of(result)
         self._evicting.evict_if_due()
         return result
 
