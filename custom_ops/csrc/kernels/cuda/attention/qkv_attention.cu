@@ -16,8 +16,8 @@ bool is_token(const QkvAttentionParams& p, const Device& device) {
   return device.compute_capability == 90 && attention.packing.num_sequences == 1 &&
          attention.packing.num_tokens == 1 && attention.element != ElementType::kFloat32 &&
          attention.cache_element == attention.element &&
-         attention.num_heads <= cache.num_kv_heads * kDecodeTileRows && !cache.block_table &&
-         !attention.prefix_end && p.heads.rotary_pairs % 8 == 0 &&
+         attention.num_heads <= cache.num_kv_heads * kDecodeTileRows && !attention.prefix_end &&
+         p.heads.rotary_pairs % 8 == 0 &&
          vector_bytes(16, {p.heads.qkv, p.heads.query_norm_weight, p.heads.key_norm_weight, p.heads.cosine,
                            p.heads.sine, p.heads.query, p.heads.key_cache, p.heads.value_cache,
                            p.heads.capture}) == 16;

@@ -26,6 +26,12 @@ struct alignas(16) TileFactors {
   float total[kRows];
 };
 
+// What a multiplying warp's part counts in its tile, and the softmax of that.
+struct PartWeight {
+  float weight;
+  SoftmaxState tile;
+};
+
 template <typename Rows, int kRowTiles>
 struct DecodeMerge {
   using Sums = DecodeSums<Rows>;
@@ -56,9 +62,8 @@ struct DecodeMerge {
     for (int n = 0; n < kQuads * kColumns; ++n) sums[n / kColumns][n % kColumns] = float4{};
   }
 
-  // First step. Parts are added in a tree, which fixes their order.
-  __device__ __forceinline__ void find_factors(Factors& factors, int buffer, bool is_whole) {
-    const int row = thread / kParts, part = thread % kParts;
+  // Of a row, for kParts neighbouring lanes. Parts are added in a tree, which fixes their order.
+  __device__ __forceinline__ PartWeight weigh_part(int row, int part, int buffer) const {
     const bool is_there = row < kRows && part < shape.warps;
     const int state = (buffer * shape.warps + part) * kRows + row;
     const SoftmaxState mine = is_there ? SoftmaxState{shared.maxima[state], shared.totals[state]} : kNoKeys;
@@ -67,6 +72,13 @@ struct DecodeMerge {
     const float weight = fast_exp2(mine.maximum - finite_max(tile.maximum));
     tile.total = __fmul_rn(mine.total, weight);
     tile.total = fold_lanes<1, kParts / 2>(tile.total, Add());
+    return {weight, tile};
+  }
+
+  // First step.
+  __device__ __forceinline__ void find_factors(Factors& factors, int buffer, bool is_whole) {
+    const int row = thread / kParts, part = thread % kParts;
+    auto [weight, tile] = weigh_part(row, part, buffer);
     const Merge merge = Merge::of(span_state, tile);
     if (is_whole) span_state = tile = merge.state;
     if (row >= kRows) return;
@@ -85,8 +97,10 @@ struct DecodeMerge {
     return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w)};
   }
 
-  // Second step, for one quad: the tile's sums from the parts of all warps, in ascending order.
-  __device__ __forceinline__ void sum_tile(float4 (&tile)[kColumns], const Factors& factors, int quad,
+  // Second step, for one quad: the tile's sums from the parts of all warps, in ascending order. `weights`: of
+  // the quad, kStride floats from one part to the next.
+  template <int kStride>
+  __device__ __forceinline__ void sum_tile(float4 (&tile)[kColumns], const float* weights, int quad,
                                            int buffer) const {
     const int warp_floats = Sums::floats(shape.entry_rows);
     const float* parts[kColumns];
@@ -97,10 +111,10 @@ struct DecodeMerge {
     }
 #pragma unroll 4
     for (int part = 0; part < shape.warps; ++part) {
-      const float4 weights = load(factors.weights[part] + quad * 4);
+      const float4 weight = load(weights + part * kStride);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        tile[c] = scale_add(load(parts[c] + part * warp_floats), weights, tile[c]);
+        tile[c] = scale_add(load(parts[c] + part * warp_floats), weight, tile[c]);
     }
   }
 
@@ -112,7 +126,7 @@ struct DecodeMerge {
     for (int q = 0; q < kQuads; ++q) {
       if (quad(q) * 4 >= cursor.of.rows) continue;
       float4 tile[kColumns];
-      sum_tile(tile, factors, quad(q), cursor.buffer.place);
+      sum_tile<kRows>(tile, factors.weights[0] + quad(q) * 4, quad(q), cursor.buffer.place);
       if (!span.is_whole) {
         store_partial(factors, place, quad(q), tile);
         continue;
@@ -151,16 +165,16 @@ struct DecodeMerge {
     for (int q = 0; q < kQuads; ++q) {
       if (quad(q) * 4 >= rows) continue;
       float4 tile[kColumns];
-      sum_tile(tile, factors, quad(q), buffer);
-      send_partial(factors, target, number, quad(q), rows, tile);
+      sum_tile<kRows>(tile, factors.weights[0] + quad(q) * 4, quad(q), buffer);
+      const int row = quad(q) * 4 + thread % 4;
+      send_partial({factors.maximum[row], factors.total[row]}, target, number, row, rows, tile);
     }
   }
-  // For whole warps.
+  // For whole warps. `state`: of the row, which is the thread's one of a quad.
   template <typename Target>
-  __device__ __forceinline__ void send_partial(const Factors& factors, const Target& target, int tile,
-                                               int quad, int rows, const float4 (&values)[kColumns]) const {
+  __device__ __forceinline__ void send_partial(SoftmaxState state, const Target& target, int tile, int row,
+                                               int rows, const float4 (&values)[kColumns]) const {
     const ClusterUnits& units = target.units;
-    const int row = quad * 4 + thread % 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const float4 sums = transpose_quad(values[c]);
@@ -170,7 +184,7 @@ struct DecodeMerge {
       const int own = first & ((1 << units.columns.shift) - 1);
       send_to(target.received.sum(tile, turn, own), block, sums, *shared.received);
       if (own == 0)
-        send_to(target.received.state(tile, turn), block, float2{factors.maximum[row], factors.total[row]},
+        send_to(target.received.state(tile, turn), block, float2{state.maximum, state.total},
                 *shared.received);
     }
   }

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "kernels/cuda/copies/heads.cuh"
-#include "merge.cuh"
 #include "token_merge.cuh"
 #include "token_shared.cuh"
 #include "warp.cuh"
@@ -19,7 +18,7 @@
 namespace ortolan::cuda {
 
 // A warp that loads and multiplies its own keys of each of the block's tiles.
-template <typename Rows, int kShare>
+template <typename Rows>
 struct TokenWarp : DecodeWarp<Rows, 1> {
   using Base = DecodeWarp<Rows, 1>;
   using Element = typename Rows::Element;
@@ -55,24 +54,22 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
   // not see become zeros.
   __device__ __forceinline__ void load(const TokenLine& line, int tile, bool has_keys,
                                        bool has_values) const {
-    static_assert(kChunks <= 32);
-    constexpr int kRows = 32 / kChunks;                            // that a warp copies at once
-    constexpr int kUnroll = kShare > 1 && kHeadSize > 64 ? 1 : 2;  // as registers allow
-    const auto capacity = static_cast<int32_t>(params.cache.capacity);
-    const int32_t ring = capacity - static_cast<int32_t>(params.cache.sink);
-    const SeenPositions seen = line.own.seen();
-    const int32_t first = first_key(line, tile);
+    static_assert(kChunks <= 32 && kKeys <= 32);
+    constexpr int kRows = 32 / kChunks;  // that a warp copies at once
+    constexpr int kUnroll = kHeadSize > 128 ? 4 : 2;
+    const int32_t position = first_key(line, tile) + lane;
+    const bool is_cached =
+        lane < kKeys && line.own.seen().holds(position) && position != line.own.last_position;
+    // Each lane finds one.
+    const int32_t own = is_cached ? row_of(params.cache, shape.by_page, line.own.kv_head, position) : kNoRow;
     const int piece = lane % kChunks;
-    const int64_t head = line.own.kv_head * params.cache.page_slots * kHeadSize + piece * 8;
-    const auto* keys = static_cast<const Element*>(params.key_cache) + head;
-    const auto* values = static_cast<const Element*>(params.value_cache) + head;
-    int32_t slot = slot_near(params.cache, first) + lane / kChunks;
+    const auto* keys = static_cast<const Element*>(params.key_cache) + piece * 8;
+    const auto* values = static_cast<const Element*>(params.value_cache) + piece * 8;
 #pragma unroll kUnroll
-    for (int row = lane / kChunks; row < kKeys; row += kRows, slot += kRows) {
-      while (slot >= capacity) slot -= ring;
-      const int32_t position = first + row;
-      const bool valid = seen.holds(position) && position != line.own.last_position;
-      const int64_t source = valid ? int64_t{slot} * kHeadSize : 0;
+    for (int row = lane / kChunks; row < kKeys; row += kRows) {
+      const int32_t number = __shfl_sync(~0u, own, row);
+      const bool valid = number != kNoRow;
+      const int64_t source = valid ? int64_t{number} * kHeadSize : 0;
       const int place = Stage::place(row, piece);
       if (has_keys) copy_async_16(rows(false) + place, keys + source, valid, policy);
       if (has_values) copy_async_16(rows(true) + place, values + source, valid, policy);
@@ -108,21 +105,13 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
       if (tile + 1 < end) load(line, tile + 1, !is_values, is_values);
     };
     wait(line, first, parity, false);
-    if (line.own.seen().hold_any(first, first + kKeys)) {
-      this->sum_keys(
-          line.own, first, 0, 0,
-          [&] {
-            load_next(false);
-            wait(line, first, parity, true);
-          },
-          [&] { load_next(true); }, [] { __syncthreads(); });
-    } else {
-      load_next(false);
-      wait(line, first, parity, true);
-      load_next(true);
-      __syncthreads();
-      this->store_none(line.own.rows, 0);
-    }
+    this->sum_keys(
+        line.own, first, 0, 0,
+        [&] {
+          load_next(false);
+          wait(line, first, parity, true);
+        },
+        [&] { load_next(true); }, [] { __syncthreads(); });
     __syncthreads();
   }
 };
@@ -136,8 +125,9 @@ struct TokenHeads {
 
   const QkvRopeAppendParams& p;
   const TokenShared<Rows>& shared;
+  const DecodeShape& shape;
   int kv_head;
-  int group;
+  int group = shape.group;
   int lane = threadIdx.x % kLanes;
 
   // Calls visit(number) for the heads of the thread's lanes.
@@ -169,23 +159,22 @@ struct TokenHeads {
   // Stores them once they are prepared: queries, by one block; the key and the value at their position, by
   // one that may be another.
   __device__ __forceinline__ void store(bool has_queries, bool appends, int32_t position) const {
-    int32_t slot = slot_near(p.cache, position);
-    if (slot >= p.cache.capacity) slot -= static_cast<int32_t>(p.cache.capacity - p.cache.sink);
+    const int32_t place = row_of(p.cache, shape.by_page, kv_head, position);
     each([&](int number) {
       const bool is_query = number < group;
-      if (is_query ? !has_queries : !appends) return;
+      if (is_query ? !has_queries : !appends || place == kNoRow) return;
       const int head = kv_head * group + number;
-      Element* row = is_query ? static_cast<Element*>(p.query) + head * Rows::kHeadSize
-                              : static_cast<Element*>(number > group ? p.value_cache : p.key_cache) +
-                                    (kv_head * p.cache.page_slots + slot) * Rows::kHeadSize;
+      Element* target = is_query ? static_cast<Element*>(p.query) + head * Rows::kHeadSize
+                                 : static_cast<Element*>(number > group ? p.value_cache : p.key_cache) +
+                                       int64_t{place} * Rows::kHeadSize;
       Part part;
       part.load(shared.head(number), p, lane);
-      part.store(row, p, lane);
+      part.store(target, p, lane);
       if (!is_query || p.capture_rows == 0) return;
       const int32_t captured = p.capture_past_len.values[0];
       if (captured < 0) return;
-      const auto place = static_cast<unsigned>(captured) % static_cast<unsigned>(p.capture_rows);
-      part.store(static_cast<Element*>(p.capture) + (place * p.num_heads + head) * Rows::kHeadSize, p, lane);
+      const auto row = static_cast<unsigned>(captured) % static_cast<unsigned>(p.capture_rows);
+      part.store(static_cast<Element*>(p.capture) + (row * p.num_heads + head) * Rows::kHeadSize, p, lane);
     });
   }
 };
@@ -200,7 +189,7 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
   using Element = typename Rows::Element;
   constexpr int kHeadSize = Rows::kHeadSize;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ TileFactors<kDecodeTileRows> factors;
+  __shared__ QuadWeights weights[kMergeWarps];
   const TokenShared<Rows> shared(memory, shape, sizes);
   const SwaAttentionParams& params = p.attention;
   const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
@@ -210,8 +199,8 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
   __syncthreads();
   cluster_arrive();
 
-  TokenWarp<Rows, kShare> self(params, shape, shared);
-  const TokenHeads<Rows> heads{p.heads, shared, entry, shape.group};
+  TokenWarp<Rows> self(params, shape, shared);
+  const TokenHeads<Rows> heads{p.heads, shared, shape, entry};
   TokenPlace place = TokenPlace::of(params, entry);
   TokenLine line = TokenLine::of(params, shape, entry, place);
   int begin, end;
@@ -243,10 +232,8 @@ __global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
   for (int tile = begin; tile < end; ++tile, parity ^= 1) {
     self.sum_tile(line, tile, end, parity);
     if (threadIdx.x >= kMergeThreads) continue;
-    DecodeMerge<Rows, 1> merging{params, shape, shared, {}, static_cast<int>(threadIdx.x), kNoKeys, {}};
-    merging.find_factors(factors, 0, false);
-    sync_warps<kMergeThreads>(1);
-    merging.send_tile(factors, merge, tile, line.own.rows, 0);
+    TokenTile<Rows>{{params, shape, shared, {}, static_cast<int>(threadIdx.x), kNoKeys, {}}}.send(
+        weights[threadIdx.x / 32], merge, tile, line.own.rows);
   }
   if (merge.rank < merge.units.count) {
     wait_for_cluster(*shared.received, 0);

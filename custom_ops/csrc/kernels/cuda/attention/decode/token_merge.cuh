@@ -1,9 +1,43 @@
-// Merges what the blocks of token.cuh send: combine.cuh in fewer instructions, with the same sums.
+// What the blocks of token.cuh send of their tiles, and how it is merged: merge.cuh and combine.cuh in fewer
+// instructions, with the same sums.
 #pragma once
 
+#include "merge.cuh"
 #include "token_shared.cuh"
 
 namespace ortolan::cuda {
+
+// What the parts of a tile count in four rows.
+struct alignas(16) QuadWeights {
+  float of[kParts][4];
+};
+
+// Sums of a tile. Each warp finds the weights of its own rows, so that none waits for another.
+template <typename Rows>
+struct TokenTile : DecodeMerge<Rows, 1> {
+  using Base = DecodeMerge<Rows, 1>;
+
+  template <typename Target>
+  __device__ __forceinline__ void send(QuadWeights& weights, const Target& target, int tile, int rows) const {
+    static_assert(4 * kParts == 32);
+    const int lane = this->thread % 32, part = lane % kParts;
+#pragma unroll
+    for (int q = 0; q < Base::kQuads; ++q) {
+      const int first_row = this->quad(q) * 4;
+      if (first_row >= rows) continue;
+      const PartWeight own = this->weigh_part(first_row + lane / kParts, part, 0);
+      __syncwarp();  // all have read the last ones
+      weights.of[part][lane / kParts] = own.weight;
+      __syncwarp();
+      float4 sums[Base::kColumns];
+      this->template sum_tile<4>(sums, weights.of[0], this->quad(q), 0);
+      const int source = lane % 4 * kParts;
+      const SoftmaxState state{__shfl_sync(~0u, own.tile.maximum, source),
+                               __shfl_sync(~0u, own.tile.total, source)};
+      this->send_partial(state, target, tile, first_row + lane % 4, rows, sums);
+    }
+  }
+};
 
 // Merges what a block has received, in the order that plan.cuh fixes. Threads own four columns of a span, and
 // then one of all spans.

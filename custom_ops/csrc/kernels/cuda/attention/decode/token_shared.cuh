@@ -44,11 +44,20 @@ struct TokenLine : ClusterLine {
   }
 };
 
-// The slot of a position, or less than a ring behind it.
-__device__ __forceinline__ int32_t slot_near(const CacheLayout& cache, int32_t position) {
+constexpr int32_t kNoRow = -1;
+
+// Number of the row [D] of the pool that holds a position of the only sequence, or kNoRow where its page is
+// not one of the pool's. Numbers have 32 bits: no device holds more rows.
+__device__ __forceinline__ int32_t row_of(const CacheLayout& cache, const Divisor& by_page, int kv_head,
+                                          int32_t position) {
+  const auto page_slots = static_cast<int32_t>(cache.page_slots);
   const auto capacity = static_cast<int32_t>(cache.capacity), sink = static_cast<int32_t>(cache.sink);
-  if (position < capacity) return position;
-  return capacity + (position - capacity) % (capacity - sink);
+  const int32_t slot = position < capacity ? position : sink + (position - sink) % (capacity - sink);
+  if (!cache.block_table) return kv_head * page_slots + slot;
+  const int number = by_page.divide(slot);
+  const int32_t page = cache.block_table[number];
+  if (page < 0 || page >= cache.num_pages) return kNoRow;
+  return (page * static_cast<int32_t>(cache.num_kv_heads) + kv_head - number) * page_slots + slot;
 }
 
 // Of a block's shared memory.
