@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,12 +70,27 @@ def extend_chain(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + np.asarray(tokens, np.int64).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
-def chain_digests(tokens: Sequence[int], page_size: int, pages: int, root: bytes = b"") -> Iterator[bytes]:
-    """Yield the digests of the first `pages` whole pages of a sequence."""
-    digest = root
-    for page in range(pages):
-        digest = extend_chain(digest, tokens[page * page_size : (page + 1) * page_size])
-        yield digest
+class DigestChain:
+    """Digests of a sequence's whole pages, each of all tokens up to a page's end; each is computed once."""
+
+    def __init__(self) -> None:
+        self._root, self._digests = b"", list[bytes]()
+
+    def first(self, pages: int, tokens: Sequence[int], page_size: int, root: bytes = b"") -> list[bytes]:
+        """Return the digests of the first `pages` pages.
+
+        Args:
+            pages: how many are wanted.
+            tokens: of the sequence; those of pages that were asked for before are what they were.
+            page_size: tokens of a page.
+            root: what the chain begins with.
+        """
+        if root != self._root:
+            self._root, self._digests = root, []
+        for page in range(len(self._digests), pages):
+            parent = self._digests[-1] if page else root
+            self._digests.append(extend_chain(parent, tokens[page * page_size : (page + 1) * page_size]))
+        return self._digests[:pages]
 
 
 class PagePool:

@@ -52,7 +52,7 @@ class PrefixArchive:
                     self.pages.put(self._key(name, each.digest), rows.copy())
         except OrtolanError as error:
             self._fail(error)
-        self._touch(sequence.digests)
+        self._touch(self._prefixes.offered(sequence))
 
     def bring(self, sequence: TokenSequence) -> None:
         """Write to pages what is archived of a waiting sequence's beginning, once there are pages for it."""

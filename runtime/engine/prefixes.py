@@ -21,7 +21,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ortolan.runtime.caches.pages import PagePool, PrefixIndex, chain_digests, extend_chain
+from ortolan.runtime.caches.pages import PagePool, PrefixIndex
 from ortolan.runtime.caches.plan import CachePlan, KindPlan
 from ortolan.runtime.engine.sequence import Snapshot, TokenSequence
 
@@ -90,8 +90,11 @@ class Prefixes:
         if not self._serves(sequence) or sequence.is_stored:
             return []
         size = self._plan.page_size
-        whole = (len(sequence.tokens) - 1) // size
-        return list(chain_digests(sequence.tokens, size, whole, _root(sequence)))
+        return self._digests(sequence, (len(sequence.tokens) - 1) // size)
+
+    def offered(self, sequence: TokenSequence) -> list[bytes]:
+        """Return the digests of the pages that a sequence has offered to others."""
+        return self._digests(sequence, sequence.offered_pages)
 
     def pages_of(self, name: str, digest: bytes) -> tuple[int, ...]:
         """Return the pages of a kind that hold what a digest stands for; none where none do."""
@@ -156,19 +159,17 @@ class Prefixes:
         Eviction moves rows within its sequence's pages, so those stay private. Returns what is new.
         """
         offered: list[Offered] = []
-        if not self._serves(sequence):
+        size, first = self._plan.page_size, sequence.offered_pages
+        end = self._plan.cuts.shared(sequence.prompt_length, length) // size
+        if not self._serves(sequence) or end <= first:
             return offered
-        size = self._plan.page_size
-        while (len(sequence.digests) + 1) * size <= self._plan.cuts.shared(sequence.prompt_length, length):
-            number = len(sequence.digests)
-            begin, parent = number * size, sequence.digests[-1] if number else _root(sequence)
-            digest = extend_chain(parent, sequence.tokens[begin : begin + size])
+        for number, digest in enumerate(self._digests(sequence, end)[first:], first):
             for kind in self._growing:
                 page = sequence.pages[kind.name][number]
                 self._index[kind.name].add(digest, page)
                 offered.append(Offered(kind=kind.name, digest=digest, pages=(page,)))
-            sequence.digests.append(digest)
-            if sequence.snapshot is not None and sequence.snapshot.length == begin + size:
+            sequence.offered_pages += 1
+            if sequence.snapshot is not None and sequence.snapshot.length == (number + 1) * size:
                 for name, pages in sequence.snapshot.pages.items():
                     offered.append(Offered(kind=name, digest=digest, pages=tuple(pages)))
                     self._index[name].add(digest, *pages)
@@ -192,6 +193,10 @@ class Prefixes:
         self._drop_snapshot(sequence)
         self._release(sequence.pages)
         sequence.pages = {}
+
+    def _digests(self, sequence: TokenSequence, pages: int) -> list[bytes]:
+        root = bytes([sequence.variant])  # keys differ between RoPE variants
+        return sequence.chain.first(pages, sequence.tokens, self._plan.page_size, root)
 
     def _serves(self, sequence: TokenSequence) -> bool:
         is_private = sequence.eviction is not None or sequence.evicted_at or sequence.is_unrepeatable
@@ -229,8 +234,3 @@ class Prefixes:
             while pages:
                 self.pools[name].release(pages.pop())
         held.clear()
-
-
-def _root(sequence: TokenSequence) -> bytes:
-    """Return what a chain of digests begins with: keys differ between RoPE variants."""
-    return bytes([sequence.variant])

@@ -129,8 +129,7 @@ class Scheduler:
         """Return the waiting sequences that the next step could admit, for what an archive knows of them."""
         found = self._waiting[: self.plan.max_sequences - len(self._admitted)]
         for sequence in found:
-            if not sequence.is_stored:
-                sequence.variant = self._variant(sequence)
+            self._choose_variant(sequence)
         return found
 
     def advance(self, chunks: tuple[Chunk, ...]) -> None:
@@ -198,9 +197,7 @@ class Scheduler:
 
     def _admit(self, sequence: TokenSequence) -> bool:
         """Admit the first waiting sequence if the pools allow it, with the pages that already hold its beginning."""
-        if sequence.is_stored and self._variant(sequence) != sequence.variant:
-            sequence.start_over()  # all its keys are to be rotated anew
-        sequence.variant = self._variant(sequence)
+        self._choose_variant(sequence)
         if len(self._admitted) == self.plan.max_sequences:
             return False
         prefix = self.prefixes.find(sequence)
@@ -240,6 +237,13 @@ class Scheduler:
             return
         for sequence in [s for s in self._admitted if self._variant(s) != s.variant]:
             self.restart(sequence)
+
+    def _choose_variant(self, sequence: TokenSequence) -> None:
+        """Choose the RoPE variant of a waiting sequence; where a file holds keys of another, they are read anew."""
+        variant = self._variant(sequence)
+        if sequence.is_stored and variant != sequence.variant:
+            sequence.start_over()
+        sequence.variant = variant
 
     def _variant(self, sequence: TokenSequence) -> int:
         return rope_variant(self.plan.rope_limits, min(len(sequence.tokens), sequence.max_length))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ortolan.contract import RECENT_TOKENS
 from ortolan.policies import Eviction
+from ortolan.runtime.caches.pages import DigestChain
 from ortolan.runtime.caches.plan import KindPlan
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.steps.cuts import Cuts
@@ -39,7 +40,8 @@ class TokenSequence(SequenceState):
         has_restarted: whether it reads its tokens anew since a step failed that it shared with others.
         draft: tokens that may follow the known ones, which the next step checks.
         was_sought: whether an archive was asked for its beginning since it waits.
-        digests: of its whole pages that were offered to other sequences, each of all tokens up to a page's end.
+        chain: digests of its pages.
+        offered_pages: how many of its pages were offered to other sequences.
         marks: lengths at which snapshots are wanted, ascending.
         snapshot_at: length of the last snapshot, or of the one that the sequence began with.
         snapshot: to be filled behind the chunk that ends there; None: none is under way.
@@ -55,7 +57,8 @@ class TokenSequence(SequenceState):
     has_restarted: bool = False
     draft: tuple[int, ...] = ()
     was_sought: bool = False
-    digests: list[bytes] = field(default_factory=list)
+    chain: DigestChain = field(default_factory=DigestChain)
+    offered_pages: int = 0
     marks: tuple[int, ...] = ()
     snapshot_at: int = 0
     snapshot: Snapshot | None = None
@@ -135,5 +138,4 @@ class TokenSequence(SequenceState):
         self.lengths.clear()
         self.is_stored = self.was_sought = False
         self.draft = ()
-        self.snapshot_at = 0
-        self.digests = []
+        self.snapshot_at = self.offered_pages = 0

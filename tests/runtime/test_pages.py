@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ortolan.errors import CapacityError, OrtolanError
-from ortolan.runtime.caches.pages import PagePool, PrefixIndex, chain_digests, extend_chain
+from ortolan.runtime.caches.pages import DigestChain, PagePool, PrefixIndex, extend_chain
 
 NUM_PAGES = 6
 
@@ -105,8 +105,8 @@ def test_the_longest_unused_page_is_given_out_first():
 
 
 def test_digests_depend_on_all_tokens_before():
-    first = list(chain_digests([1, 2, 3, 4], 2, 2))
-    assert len(set(first + list(chain_digests([9, 2, 3, 4], 2, 2)))) == 4
-    assert list(chain_digests([1, 2, 3, 4, 5], 2, 2)) == first
-    assert list(chain_digests([1, 2], 2, 1, root=b"\x01")) != first[:1]
+    first = DigestChain().first(2, [1, 2, 3, 4], 2)
+    assert len(set(first + DigestChain().first(2, [9, 2, 3, 4], 2))) == 4
+    assert DigestChain().first(2, [1, 2, 3, 4, 5], 2) == first
+    assert DigestChain().first(1, [1, 2], 2, root=b"\x01") != first[:1]
     assert PrefixIndex().find(first) == []

@@ -249,11 +249,11 @@ def test_pages_are_offered_once_they_are_known_to_be_sound():
     scheduler = driver.scheduler
     scheduler.add(sequence)
     scheduler.advance(scheduler.next_step())
-    assert (sequence.fed, len(sequence.digests)) == (9, 0)
+    assert (sequence.fed, sequence.offered_pages) == (9, 0)
     scheduler.prefixes.offer(sequence, 7)
-    assert len(sequence.digests) == 1
+    assert sequence.offered_pages == 1
     scheduler.prefixes.offer(sequence, 9)
-    assert len(sequence.digests) == 2
+    assert sequence.offered_pages == 2
     scheduler.prefixes.forget(sequence)
     scheduler.remove(sequence)
     assert scheduler.pools["full"].kept == 0
