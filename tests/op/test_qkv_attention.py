@@ -42,6 +42,22 @@ def test_one_token(size, group):
         assert_same(step, joint_feeds(step, seed=past))
 
 
+@pytest.mark.parametrize("page_slots", [16, 48, 256])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_one_token_over_pages(size, page_slots):
+    """Lengths around the ends of pages, tiles and rings; pages that no token has reached are no pages of the pool."""
+    sizes = {"heads": 8, "kv_heads": 2, "size": size, "pairs": size // 2, "page_slots": page_slots}
+    full = JointCase(**sizes, slots=4 * 256 if 256 % page_slots == 0 else 20 * page_slots)
+    ring = JointCase(**sizes, window=100, sink=4, slots=-(-150 // page_slots) * page_slots, norms=BOTH)
+    ends = (0, page_slots - 1, page_slots, 127, 128, 2 * page_slots + 1, full.slots - 1)
+    lengths = {full: ends, ring: (3, 100, ring.slots - 1, ring.slots, 2 * ring.slots + 7, 5000)}
+    for case, past in ((case, past) for case, pasts in lengths.items() for past in pasts):
+        step = dataclasses.replace(case, past=(past,))
+        feeds = joint_feeds(step, seed=past)
+        feeds["block_table"][:, past // page_slots + 1 :] = (-7, 2**30)[past % 2]
+        assert_same(step, feeds)
+
+
 WINDOW = {"heads": 4, "kv_heads": 1, "size": 256, "pairs": 128, "norms": BOTH, "window": 1000, "slots": 1100}
 
 
@@ -54,8 +70,19 @@ WINDOW = {"heads": 4, "kv_heads": 1, "size": 256, "pairs": 128, "norms": BOTH, "
         JointCase(past=(33000,), **WINDOW),
         JointCase(past=(33000,), **WINDOW, sink=40),
         JointCase(past=(1300,), heads=16, kv_heads=1, size=64, pairs=32, slots=1400),
+        JointCase(past=(8100,), **LLAMA, slots=8192, page_slots=64),
+        JointCase(past=(33000,), **WINDOW | {"slots": 1104}, sink=40, page_slots=16),
     ],
-    ids=["long", "short-in-long", "narrow", "window", "window-and-sinks", "many-heads-of-one"],
+    ids=[
+        "long",
+        "short-in-long",
+        "narrow",
+        "window",
+        "window-and-sinks",
+        "many-heads-of-one",
+        "pages",
+        "pages-of-a-window",
+    ],
 )
 def test_one_token_of_many_tiles(case):
     """Tiles that a block takes one after another, and sums of tiles far apart."""
@@ -148,7 +175,7 @@ def test_a_bound_of_nothing_or_above_the_capacity_changes_no_bit():
     ],
 )
 def test_a_bound_of_other_steps_changes_no_bit(name, bound):
-    """Nor where other kernels take the step: rings, pages, lengths of heads, several sequences or tokens."""
+    """Nor where other kernels take the step: rings, lengths of heads, several sequences or tokens."""
     assert_same_with_bounds(CASES[name], joint_feeds(CASES[name]), [bound])
 
 

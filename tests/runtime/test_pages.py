@@ -110,3 +110,10 @@ def test_digests_depend_on_all_tokens_before():
     assert DigestChain().first(2, [1, 2, 3, 4, 5], 2) == first
     assert DigestChain().first(1, [1, 2], 2, root=b"\x01") != first[:1]
     assert PrefixIndex().find(first) == []
+
+
+def test_a_chain_continues_what_it_has_and_begins_anew_with_another_root():
+    chain, tokens = DigestChain(), list(range(12))
+    for root in (b"", b"\x01", b""):
+        for pages in (2, 4, 1, 4):
+            assert chain.first(pages, tokens[: pages * 3], 3, root) == DigestChain().first(pages, tokens, 3, root)

@@ -78,7 +78,6 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
   shape.by_sequences = Divisor::of(shape.sequences);
-  shape.by_page = Divisor::of(static_cast<uint32_t>(params.cache.page_slots));
   shape.by_line = Divisor::of(shape.blocks);
   return shape;
 }

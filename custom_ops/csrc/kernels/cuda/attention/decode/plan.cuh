@@ -100,7 +100,7 @@ struct DecodeShape {
   int snaps_from;      // tiles of a piece from which on cuts move to the ends of spans; see DecodeLine
   bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
-  Divisor by_page;  // slots of one
+  Divisor by_page;  // its slots, for token.cuh
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
 
   // Numbers of a table of tiles before each entry, [entries + 1], and holders of strips behind it,

@@ -22,6 +22,7 @@ struct TokenPlan {
     TokenPlan plan;
     plan.shape = in_clusters(shape, cluster);
     plan.shape.stages = plan.shape.buffers = 1;
+    plan.shape.by_page = Divisor::of(static_cast<uint32_t>(params.cache.page_slots));
     plan.shape.received = TokenShared<Rows>::received_offset(plan.shape);
     plan.shape.received_tiles = most;
     const auto units = ClusterUnits::of<Rows::kHeadSize>(shape.group, cluster, plan.shape.by_line);
