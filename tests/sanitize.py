@@ -4,7 +4,10 @@ compute-sanitizer --tool memcheck python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py cuda-float16
 
 Names of targets, after the script's, choose element types. Of cuBLAS's kernels (nvjet_*) racecheck reports places that
-are not ours; `--racecheck-report analysis` tells the kernels apart.
+are not ours; `--racecheck-report analysis` tells the kernels apart. It also reports what two barriers of a whole block
+keep apart, if some of the block's warps meet at one of their own in between, as in decode.cuh; a kernel of nothing but
+such barriers shows the same. synccheck stops where clusters send sums to each other's shared memory, as it tracks too
+few barriers.
 """
 
 from __future__ import annotations
@@ -92,6 +95,7 @@ def joint_attention() -> None:
         ring = JointCase(past=(700,), window=50, sink=3, slots=200, sink_logits=True, softcap=5.0, **options)
         for case in (
             JointCase(past=(600,), slots=640, heads=16, **options),
+            JointCase(past=(600,), slots=640, heads=16, page_slots=16, **options),
             ring,
             dataclasses.replace(ring, code=np.dtype(np.int8)),
             dataclasses.replace(ring, tokens=(40, 0, 3), past=(0, 5, 300), page_slots=16),

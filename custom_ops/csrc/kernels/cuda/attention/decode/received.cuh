@@ -19,13 +19,19 @@ struct ClusterUnits {
   int count;           // units
   int turns;           // units of a block, at most
 
+  static constexpr PowerOfTwo kFine{5};  // columns, where there are blocks for as many units
+
+  template <int kHeadSize>
+  static ORTOLAN_HOST_DEVICE int most(int rows) {
+    return rows * (kHeadSize >> kFine.shift);
+  }
   template <int kHeadSize>
   static ORTOLAN_HOST_DEVICE ClusterUnits of(int rows, int cluster, const Divisor& by_cluster) {
-    constexpr PowerOfTwo kFine{5}, kWide{kHeadSize < 128 ? 6 : 7};
+    constexpr PowerOfTwo kWide{kHeadSize < 128 ? 6 : 7};
     constexpr int kShift = kHeadSize == 64 ? 6 : kHeadSize == 128 ? 7 : 8;
     static_assert(1 << kShift == kHeadSize);
     ClusterUnits units{};
-    units.columns = rows << (kShift - kFine.shift) <= cluster ? kFine : kWide;
+    units.columns = most<kHeadSize>(rows) <= cluster ? kFine : kWide;
     units.groups.shift = kShift - units.columns.shift;
     units.count = rows << units.groups.shift;
     units.turns = by_cluster.divide(units.count + cluster - 1);

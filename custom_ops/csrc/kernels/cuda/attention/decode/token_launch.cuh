@@ -72,7 +72,9 @@ cudaError_t plan_token(const SwaAttentionParams& params, const Device& device, T
   cudaError_t error = allow_token_kernel<Rows, 1>(device);
   if (error == cudaSuccess) error = allow_token_kernel<Rows, 2>(device);
   if (error != cudaSuccess) return error;
-  for (int cluster = std::min(kMaxCluster, std::max(2, most)); cluster >= 2; --cluster) {
+  // Blocks without tiles are of use, too: they merge.
+  const int useful = std::max({2, most, ClusterUnits::most<Rows::kHeadSize>(shape.group)});
+  for (int cluster = std::min(kMaxCluster, useful); cluster >= 2; --cluster) {
     const int tiles = divide_up(most, cluster);
     if (tiles > kMostTiles) break;
     TokenPlan<Rows> tried = TokenPlan<Rows>::of(params, shape, cluster, most);
