@@ -25,7 +25,7 @@ from parity import relative_difference
 from tolerances import LOGITS_RELATIVE, ROUNDED_ACTIVATIONS_RELATIVE
 
 import ortolan
-from ortolan.errors import CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
+from ortolan.errors import CapacityError, CheckpointError, ConfigError, OrtolanError, UnsupportedModelError
 from ortolan.manifest import FUSED_FILE, read_manifest
 
 
@@ -110,6 +110,27 @@ def test_snapkv_evicts_full_attention_layers_alone(tmp_path):
     assert kept.shape == (2, 32)
     assert (kept[:, -8:] == np.arange(92, 100)).all()
     assert np.isfinite(session.step(5)).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "rope_standard"])
+def test_a_second_reading_evicts_and_ends_with_the_tables(name, tmp_path):
+    """In pieces of 16 tokens of a prompt and 4 in front of them; tables of angles end at the longest context."""
+    source = foreign.write(SPECS[name], tmp_path / "source")
+    model = ortolan.load(ortolan.convert(source, tmp_path / "model", max_context=128, chunk_size=32), device="cpu")
+    eviction = ortolan.Eviction(policy="kvzip", budget=32, window=8, sink=2, piece=16, lead=4)
+    session, prompt = model.session(eviction=eviction), prompt_of(100)
+    np.testing.assert_array_equal(session.prefill(prompt), model.session().prefill(prompt))
+    assert session.stats.reread_tokens == 100 + 4 * 6
+    kept = session.kept_positions(1)
+    assert (kept >= 0).sum() == len(kept) * 32
+    for row in kept:
+        assert {0, 1, *range(92, 100)} <= set(row.tolist())
+    assert np.isfinite(session.step(5)).all()
+    longest = model.session(eviction=eviction)
+    with pytest.raises(CapacityError, match="read at most 112,"):
+        longest.prefill(prompt_of(113))
+    longest.prefill(prompt_of(112))  # in shorter pieces
+    assert longest.physical_length(1) < 112
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3_long", "rope_nodes_long", "int4_mistral"])
