@@ -97,7 +97,8 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
     for (int k = 0; k < 2 * Base::kSteps; ++k) query[0][k / 2][k % 2] = row < entry.rows ? line[k * 4] : 0;
   }
 
-  // Sums a tile, and loads the next one, if there is one before `end`. `parity`: of the tile's barriers.
+  // Sums a tile, and loads the next one, if there is one before `end`. Keys that no query sees are zeros, and
+  // count nothing. `parity`: of the tile's barriers.
   __device__ __forceinline__ void sum_tile(const TokenLine& line, int tile, int end, uint32_t parity) const {
     const int32_t first = first_key(line, tile);
     const auto load_next = [&](bool is_values) {
