@@ -283,6 +283,7 @@ def make_engine(
         check_eviction=lambda options: None,
         detokenize=detokenize or _no_tokenizer,
         identify=dict,
+        batch_invariant=False,
         prepare_drafter=lambda speculation, drafts: lambda: speculation.join(None, drafts),
     )
     return Engine.of(parts, overcommit)

@@ -15,6 +15,7 @@ from ortolan.runtime.engine.archive import PrefixArchive
 from ortolan.runtime.engine.drafting import Drafting
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
+from ortolan.runtime.engine.rereading import Rereading
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.engine.stats import EngineStats
@@ -117,11 +118,12 @@ class EngineCore:
             chunks = tuple(chunk for chunk in chunks if chunk.sequence in self._requests)
         self._stats.steps += bool(chunks)
         self._stats.most_running = max(self._stats.most_running, len(self.scheduler.admitted))
+        pieces = [chunk for chunk in chunks if chunk.rereads]
         ran = self._run([chunk for chunk in chunks if not chunk.is_alone])
         for chunk in chunks:
-            if chunk.is_alone and chunk.sequence in self._requests:
+            if chunk.is_alone and not chunk.rereads and chunk.sequence in self._requests:
                 ran += self._run([chunk])
-        if self.stepper.depth and _is_one_run(ran):
+        if self.stepper.depth and not pieces and _is_one_run(ran):
             self._advance(ran)
             for each in ran:
                 if each.chunk.samples:
@@ -131,6 +133,9 @@ class EngineCore:
         else:
             self._take_ahead()
             self._finish(ran)
+        for chunk in pieces:
+            if chunk.sequence in self._requests:
+                self._read_again(chunk)
 
     def _draft(self) -> None:
         """Draft for sequences that decode, in a step of `chunk_size` tokens; what comes before a draft is known."""
@@ -149,7 +154,8 @@ class EngineCore:
 
     def _is_decoding(self, sequence: TokenSequence) -> bool:
         """Say whether all that a sequence still has to feed is the token that was chosen last."""
-        return sequence.needs_one and bool(self._requests[sequence].turn.count) and not sequence.is_stored
+        is_ready = sequence.needs_one and not sequence.is_stored and sequence.rereading is None
+        return is_ready and bool(self._requests[sequence].turn.count)
 
     def save(self, request: Request, path: Path) -> None:
         """Write an unfinished request to a file, between two steps.
@@ -163,12 +169,14 @@ class EngineCore:
         sequence = request.sequence
         if sequence not in self._requests or not sequence.fed or not sequence.pages:
             raise ConfigError("a request can be saved while it runs; this one has ended, or still waits")
-        if sequence.will_evict:
+        if sequence.will_evict or sequence.rereading is not None:
             raise ConfigError("a request that evicts can be saved once its prompt is read; wait for its first token")
         self.pools.save(path, sequence, {"turn": request.turn.describe(), "chosen": None, "ready": []})
 
     def _can_follow(self, chunks: Sequence[Chunk]) -> bool:
         """Say whether all that a step needs is known, or on the device since the step under way."""
+        if any(chunk.rereads for chunk in chunks):
+            return False
         unknown = [chunk for chunk in chunks if chunk.sequence.tokens[chunk.end - 1] == PENDING]
         ahead = {each.chunk.sequence: each for each in self._ahead}
         for chunk in unknown:
@@ -205,7 +213,7 @@ class EngineCore:
         self._advance(sound)
         for each in sound:
             self._offer_prefix(each)
-            if each.chunk.evicts and not self._evict(self._requests[each.chunk.sequence]):
+            if each.chunk.evicts and not self._end_prompt(self._requests[each.chunk.sequence]):
                 continue
             if each.chunk.samples:
                 each.chunk.sequence.tokens.append(PENDING)
@@ -339,6 +347,26 @@ class EngineCore:
         elif request.speculator is not None:
             request.speculator.skip()
 
+    def _end_prompt(self, request: Request) -> bool:
+        """Evict after the prompt, or begin to read it again before; returns whether the request goes on."""
+        sequence = request.sequence
+        reading = sequence.eviction.second_reading if sequence.eviction else None
+        if reading is None:
+            return self._evict(request)
+        sequence.rereading = Rereading(sequence.fed, reading, sequence.reread_room)
+        return True
+
+    def _read_again(self, chunk: Chunk) -> None:
+        """Read a piece of a prompt again, and evict behind the last."""
+        request = self._requests[chunk.sequence]
+        try:
+            self._stats.reread_tokens += self.pools.read_again(chunk.sequence, self.stepper)
+        except OrtolanError as error:
+            self._fail(request, error)
+            return
+        if chunk.evicts:
+            self._evict(request)
+
     def _evict(self, request: Request) -> bool:
         """Evict after the prompt; returns whether the request goes on."""
         sequence = request.sequence
@@ -347,7 +375,7 @@ class EngineCore:
         except OrtolanError as error:
             self._fail(request, error)
             return False
-        sequence.captures = Captures()
+        sequence.captures, sequence.rereading = Captures(), None
         self.scheduler.release_evicted(sequence)
         self._stats.evictions += 1
         return True
@@ -370,7 +398,7 @@ class EngineCore:
 
     def _remove(self, request: Request) -> None:
         del self._requests[request.sequence]
-        request.sequence.captures = Captures()
+        request.sequence.captures, request.sequence.rereading = Captures(), None
         self._stats.drafts_without_room += _without_room(request)
         request.close()
         self.scheduler.remove(request.sequence)

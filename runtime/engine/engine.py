@@ -28,6 +28,7 @@ from ortolan.runtime.engine.stats import EngineStats
 from ortolan.runtime.engine.stream import Outbox, Stream
 from ortolan.runtime.engine.worker import Worker
 from ortolan.runtime.eviction.graphs import check_eviction, one_eviction
+from ortolan.runtime.eviction.second_reader import end_of_tables, room_behind
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.generate.turn import Shown, Turn, TurnOptions
 from ortolan.runtime.model import Model
@@ -55,6 +56,7 @@ class EngineParts:
         check_eviction: refuses eviction options that the model has no graph for, by ConfigError, in whatever thread.
         detokenize: starts to decode token ids. Raises ConfigError where there is no tokenizer.
         identify: says what model this is, for saved sequences.
+        batch_invariant: whether the model was loaded so.
         prepare_drafter: returns what makes a drafter over given caches. Raises ConfigError where the model cannot have
             it.
         archive: takes copies of prefixes; None: none are kept.
@@ -67,6 +69,7 @@ class EngineParts:
     check_eviction: Callable[[Eviction | None], None]
     detokenize: Detokenize
     identify: Callable[[], Fingerprint]
+    batch_invariant: bool
     prepare_drafter: Callable[[Speculation, DraftPools], Callable[[], Drafter]]
     archive: PageArchive | None = None
 
@@ -130,7 +133,7 @@ class Engine:
         plan = model.plan_engine(max_sequences, max_cache_bytes, chunk_tokens, max_context)
         pages = archived.open(plan, model)
         store, stepper = model.pool_stepper(plan)
-        pools = PoolCaches(store, plan, model.evictions.open, lambda: model.fingerprint)
+        pools = PoolCaches(store, plan, model.evictions, lambda: model.fingerprint)
         parts = EngineParts(
             manifest=model.manifest,
             plan=plan,
@@ -139,6 +142,7 @@ class Engine:
             check_eviction=model.evictions.check,
             detokenize=model.detokenize,
             identify=lambda: model.fingerprint,
+            batch_invariant=model.batch_invariant,
             prepare_drafter=lambda speculation, drafts: _prepare_drafter(speculation, model, drafts),
             archive=pages,
         )
@@ -294,8 +298,27 @@ class Engine:
         self._parts.check_eviction(options)
         if options is not None and options.during_prefill:
             raise ConfigError("eviction: an engine evicts after the prompt; during_prefill is for sessions")
-        if options is not None and options.second_reading is not None:
-            raise ConfigError(f"eviction policy {options.policy!r} reads prompts twice; use a session, or another")
+
+    def _reread_room(self, sequence: TokenSequence) -> int:
+        """Return the tokens behind a prompt that its eviction's second reading takes.
+
+        Raises:
+            CapacityError: there are too few positions.
+            ConfigError: pieces would be cut otherwise than elsewhere, which a batch-invariant model must not do.
+        """
+        reading = sequence.eviction.second_reading if sequence.eviction and sequence.will_evict else None
+        if reading is None:
+            return 0
+        length, plan = sequence.prompt_length, self.plan
+        end = end_of_tables(self._parts.manifest, length, plan.max_context)
+        room = room_behind(length, end, min(reading.step_tokens, plan.chunk_size, length))
+        if self._parts.batch_invariant and room < min(reading.step_tokens, length):
+            raise ConfigError(
+                f"the eviction reads pieces of {reading.step_tokens} tokens again, lead included, and what it keeps "
+                f"depends on them, but a step has room for {room} behind this prompt; with batch_invariant=True raise "
+                "chunk_tokens or max_context, or lower the eviction's piece"
+            )
+        return room
 
     def _speculator(self, speculation: Speculation | None) -> Speculator | None:
         options = check_speculation(speculation)
@@ -373,6 +396,7 @@ class Engine:
         sequence.max_length = min(len(sequence.tokens) + turn.max_new_tokens - turn.count - 1, self.plan.max_context)
         try:
             self.worker.check()
+            sequence.reread_room = self._reread_room(sequence)
             check_fits(self.plan, sequence)
             self.worker.send(lambda core: core.add(request))
         except BaseException:

@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortolan.policies import Eviction
 from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.caches.store import CacheStore, SequenceCaches
 from ortolan.runtime.engine.sequence import TokenSequence
-from ortolan.runtime.eviction.evictor import evict
+from ortolan.runtime.eviction.evictor import NO_SCORES, evict
+from ortolan.runtime.eviction.graphs import EvictionGraphs
+from ortolan.runtime.eviction.piece_scores import PieceScores
 from ortolan.runtime.saved.fingerprint import Fingerprint
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.saved.state import SavedParts
 from ortolan.runtime.saved.writer import save_sequence
+from ortolan.runtime.steps.forgotten import read_and_forget
+from ortolan.runtime.steps.row import Row
+from ortolan.runtime.steps.stepper import Stepper
 
 
 class PoolCaches:
@@ -28,10 +32,10 @@ class PoolCaches:
         self,
         store: CacheStore,
         plan: CachePlan,
-        open_graph: Callable[[Eviction], Any],
+        graphs: EvictionGraphs,
         identify: Callable[[], Fingerprint],
     ) -> None:
-        self._store, self._plan, self._open_graph, self._identify = store, plan, open_graph, identify
+        self._store, self._plan, self._graphs, self._identify = store, plan, graphs, identify
 
     @property
     def bytes(self) -> int:
@@ -76,6 +80,37 @@ class PoolCaches:
         """Give pages of a kind what `read` has copied."""
         self._store.write_pages(kind, pages, contents)
 
+    def read_again(self, sequence: TokenSequence, stepper: Stepper) -> int:
+        """Read the next piece of a sequence's second reading behind it, and score by it; returns its tokens.
+
+        The sequence has pages for all that a piece can take.
+
+        Raises:
+            CapacityError: there is no memory.
+            NumericError: the model produced NaN or infinity.
+            OrtolanError: ONNX Runtime failed. As with all of these, nothing was evicted.
+        """
+        assert sequence.eviction is not None
+        assert sequence.rereading is not None
+        reading, piece = sequence.rereading, sequence.rereading.next
+        if reading.scores is None:
+            sequence.captures = self._store.make_captures(0)
+            caches = SequenceCaches(self._store, sequence.pages, sequence.captures)
+            reading.scores = PieceScores(self._graphs.open_score(sequence.eviction), caches)
+        captures = self._store.make_captures(piece.end - piece.begin)
+        row = Row(
+            tokens=sequence.tokens[piece.lead : piece.end],
+            logical=sequence.fed,
+            pages=sequence.pages,
+            variant=sequence.variant,
+            physical=sequence.lengths.physical_at(sequence.fed),
+            captures=captures,
+        )
+        read_and_forget(stepper, row, SequenceCaches(self._store, sequence.pages), sequence.lengths, 0)
+        reading.scores.add(captures, sequence, len(row.tokens))
+        reading.advance()
+        return len(row.tokens)
+
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths.
 
@@ -87,8 +122,10 @@ class PoolCaches:
         caches = SequenceCaches(self._store, sequence.pages, sequence.captures)
         heads = {i: manifest.layers[i].num_kv_heads for i in sequence.captures}
         physical = {i: lengths.physical_of(i, count) for i, count in heads.items()}
-        session = self._open_graph(sequence.eviction)
-        keep = evict(session, caches, sequence.eviction, physical, lengths.logical, sequence.variant)
+        session, reading = self._graphs.open(sequence.eviction), sequence.rereading
+        scores = reading.scores.scores if reading and reading.scores else NO_SCORES
+        place = (physical, lengths.logical, sequence.variant)
+        keep = evict(session, caches, sequence.eviction, *place, scores=scores)
         lengths.record_eviction(keep, heads)
 
     def load(self, sequence: TokenSequence, saved: SavedSequence) -> None:

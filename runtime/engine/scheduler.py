@@ -4,6 +4,7 @@ Rules, in order:
  1. Every running sequence that needs one token gets it, so that no prompt delays a decode by more than a chunk. Its
     draft is fed with it where there are pages for it that nobody has to give back.
  2. What is left of `chunk_tokens` goes to prompts under way, the oldest first, then to waiting ones in their order.
+    A prompt that is read again takes a piece of that, which is not cut; its sequence generates once it has evicted.
  3. A waiting sequence is admitted when the pages that it may ever need are free beyond those promised to the admitted
     ones; so whoever is admitted can finish. Nobody overtakes the first that waits.
  4. With `overcommit` above 1, promises may exceed the pool by that factor. When pages then run out, the youngest
@@ -40,6 +41,7 @@ class Chunk:
         evicts: whether the sequence evicts after them.
         moves_state: whether they cannot be fed again after a step that failed, which may have moved recurrent states.
         is_alone: whether no others are run with them: what they capture is theirs, or a failure would end the sequence.
+        rereads: whether the sequence reads a piece of its prompt again instead, behind its end; the range is empty.
     """
 
     sequence: TokenSequence
@@ -51,6 +53,7 @@ class Chunk:
     moves_state: bool
     is_alone: bool
     draft: tuple[int, ...] = ()
+    rereads: bool = False
 
 
 class Scheduler:
@@ -113,12 +116,12 @@ class Scheduler:
         self._restart_where_rope_changes()
         chunks: dict[TokenSequence, Chunk] = {}
         preempted = self.preemptions
-        for sequence in [s for s in self._admitted if s.needs_one]:
+        for sequence in [s for s in self._admitted if s.needs_one and not s.rereading]:
             self._plan_chunk(chunks, sequence, 1)
         drafted = sum(len(chunk.draft) for chunk in chunks.values())
         room = max(1, self.plan.chunk_size - len(chunks) - drafted)
-        for sequence in [s for s in self._admitted if not s.needs_one]:
-            room -= self._plan_chunk(chunks, sequence, room)
+        for sequence in [s for s in self._admitted if s.rereading or not s.needs_one]:
+            room = max(0, room - self._plan_chunk(chunks, sequence, room))
         while room > 0 and self._waiting and preempted == self.preemptions and self._admit(self._waiting[0]):
             room -= self._plan_chunk(chunks, self._admitted[-1], room)
         for chunk in chunks.values():
@@ -148,6 +151,8 @@ class Scheduler:
         """Add at most `room` tokens of a sequence to the step; returns their number."""
         if sequence not in self._admitted:  # gave way to an older one in this step
             return 0
+        if sequence.rereading is not None:
+            return self._plan_piece(chunks, sequence, room)
         end = self.prefixes.chunk_end(sequence, sequence.chunk_end(room, self.plan.cuts))
         if end <= sequence.fed or not self._provide_pages(chunks, sequence, end):
             return 0
@@ -165,6 +170,31 @@ class Scheduler:
             draft=self._fitting_draft(chunks, sequence, end) if samples else (),
         )
         return end - sequence.fed
+
+    def _plan_piece(self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, room: int) -> int:
+        """Let a sequence read a piece of its prompt again; returns the piece's tokens.
+
+        A piece is not cut, as it shapes what is kept: the first of a step is read even where there is too little room.
+        """
+        assert sequence.rereading is not None
+        count = sequence.rereading.next.end - sequence.rereading.next.lead
+        if count > room and any(chunk.rereads or not chunk.sequence.needs_one for chunk in chunks.values()):
+            return 0
+        fed = sequence.fed
+        if not self._provide_pages(chunks, sequence, fed + sequence.rereading.room):
+            return 0
+        chunks[sequence] = Chunk(
+            sequence=sequence,
+            begin=fed,
+            end=fed,
+            samples=False,
+            captures=True,
+            evicts=sequence.rereading.is_last,
+            moves_state=False,
+            is_alone=True,
+            rereads=True,
+        )
+        return count
 
     def _fitting_draft(
         self, chunks: dict[TokenSequence, Chunk], sequence: TokenSequence, length: int

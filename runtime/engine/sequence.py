@@ -8,6 +8,7 @@ from ortolan.contract import RECENT_TOKENS
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.pages import DigestChain
 from ortolan.runtime.caches.plan import KindPlan
+from ortolan.runtime.engine.rereading import Rereading
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.steps.cuts import Cuts
 
@@ -34,6 +35,8 @@ class TokenSequence(SequenceState):
         prompt_length: tokens of the prompt; its end is where an eviction is due.
         max_length: most tokens that will ever be fed.
         eviction: after the prompt; None never evicts.
+        reread_room: tokens behind the prompt that its eviction's second reading takes; 0: there is none.
+        rereading: the second reading under way: nothing else is fed until it is done; None: none is.
         is_stored: whether a file holds what was read, and its pages are still to be filled with it.
         is_unrepeatable: whether reading its tokens anew would give other caches: a file held them after an eviction,
             or where not each token may be read in any piece.
@@ -52,6 +55,8 @@ class TokenSequence(SequenceState):
     prompt_length: int
     max_length: int
     eviction: Eviction | None = None
+    reread_room: int = 0
+    rereading: Rereading | None = None
     is_stored: bool = False
     is_unrepeatable: bool = False
     has_restarted: bool = False
@@ -85,6 +90,9 @@ class TokenSequence(SequenceState):
         lengths, options = self.lengths, self.eviction
         if options is None or lengths.logical >= self.prompt_length:
             return False
+        reading = options.second_reading  # of all tokens, so only enough of new ones are worth it
+        if reading and lengths.evicted_at and self.prompt_length - lengths.evicted_at < reading.piece_tokens:
+            return False
         return lengths.most_held + self.prompt_length - lengths.logical > options.budget
 
     def slots_at(self, kind: KindPlan, length: int) -> int:
@@ -95,11 +103,18 @@ class TokenSequence(SequenceState):
 
     def most_pages(self, kind: KindPlan) -> int:
         """Return the most pages of a kind that the sequence can need from now on."""
-        return self._pages_until(kind, self.max_length)
+        return max(self._pages_until(kind, self.max_length), self._pages_to_reread(kind))
 
     def known_pages(self, kind: KindPlan) -> int:
         """Return the most pages of a kind that it takes to feed all known tokens, at most `most_pages`."""
-        return self._pages_until(kind, min(len(self.tokens), self.max_length))
+        known = self._pages_until(kind, min(len(self.tokens), self.max_length))
+        return max(known, self._pages_to_reread(kind))
+
+    def _pages_to_reread(self, kind: KindPlan) -> int:
+        """Return the pages of a kind in use while the prompt is read again; 0 where that is over, or never is."""
+        if not self.reread_room or not (self.will_evict or self.rereading):
+            return 0
+        return kind.pages_for(self.slots_at(kind, self.prompt_length + self.reread_room))
 
     def _pages_until(self, kind: KindPlan, length: int) -> int:
         """Return the most pages of a kind in use until `length` tokens are fed, the eviction between them included."""
@@ -135,6 +150,7 @@ class TokenSequence(SequenceState):
     def start_over(self) -> None:
         """Forget what pages held; the tokens stay."""
         self.pages = {}
+        self.rereading = None
         self.lengths.clear()
         self.is_stored = self.was_sought = False
         self.draft = ()

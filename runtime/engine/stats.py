@@ -17,6 +17,7 @@ class EngineStats:
         restored_pages: pages that came back from host memory or files.
         snapshots: copies of rings and recurrent states that were kept for prompts that begin alike.
         evictions: sequences evicted.
+        reread_tokens: tokens of prompts that were read a second time, for evictions that need it.
         preemptions: times a sequence gave its pages back for an older one.
         most_running: most requests that had pages at once.
         finished: requests that ended by themselves.
@@ -33,6 +34,7 @@ class EngineStats:
     restored_pages: int = 0
     snapshots: int = 0
     evictions: int = 0
+    reread_tokens: int = 0
     preemptions: int = 0
     most_running: int = 0
     finished: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ortolan.errors import CapacityError
+from ortolan.manifest import Manifest
 from ortolan.policies.eviction import SecondReading
 from ortolan.runtime.caches.plan import rope_variant
 from ortolan.runtime.device.buffers import Array
@@ -38,6 +39,34 @@ def plan_pieces(count: int, reading: SecondReading, room: int) -> Iterator[Piece
         yield Piece(max(0, begin - lead), begin, min(begin + size, count))
 
 
+def room_behind(length: int, end: int, most: int) -> int:
+    """Return how many tokens of a second reading a step takes behind `length` tokens.
+
+    Args:
+        length: tokens of the sequence.
+        end: first position that the sequence cannot have.
+        most: tokens that a step would take if there were room.
+
+    Raises:
+        CapacityError: there are too few positions.
+    """
+    room, needed = max(end - length, 0), min(LEAST_ROOM, most)
+    if room < needed:
+        raise CapacityError(
+            f"the eviction reads the sequence again behind its end, at {needed} positions or more, and after "
+            f"{length} tokens this model has {room} left; read at most {length - needed + room}, "
+            "make the model folder again with a larger max_context (--max-context), or choose another policy"
+        )
+    return min(room, most)
+
+
+def end_of_tables(manifest: Manifest, length: int, end: int) -> int:
+    """Return the first position behind `length` tokens, up to `end`, that a model cannot rotate to."""
+    if manifest.ropes is not None:
+        return end
+    return min(end, manifest.rope_limits[rope_variant(manifest.rope_limits, length)])  # rotations may come from tables
+
+
 class SecondReader:
     """Reads one sequence again, which is the same afterwards, also where that ends early."""
 
@@ -51,15 +80,7 @@ class SecondReader:
         Raises:
             CapacityError: the positions of the model's RoPE tables end too early; nothing was read.
         """
-        length = self._feeder.state.fed + count
-        room = self._room(length)
-        needed = min(LEAST_ROOM, self._wanted(length))
-        if room < needed:
-            raise CapacityError(
-                f"the eviction reads the sequence again behind its end, at {needed} positions or more, and after "
-                f"{length} tokens this model has {max(room, 0)} left; read at most {length - needed + max(room, 0)}, "
-                "make the model folder again with a larger max_context (--max-context), or choose another policy"
-            )
+        self._room(self._feeder.state.fed + count)
 
     def scores(self) -> dict[int, Array]:
         """Read the sequence again; returns the largest probability of each cached position.
@@ -74,8 +95,7 @@ class SecondReader:
             OrtolanError: ONNX Runtime failed. As with all of these, nothing was evicted.
         """
         feeder, length = self._feeder, self._feeder.state.fed
-        self.check_room(0)
-        room = min(self._room(length), self._wanted(length))
+        room = self._room(length)
         feeder.make_room(room)
         collected = PieceScores(self._ort_session, feeder.caches)
         tokens = np.array(feeder.state.history, np.int64)
@@ -87,14 +107,8 @@ class SecondReader:
             feeder.stats.reread_tokens += piece.end - piece.lead
         return collected.scores
 
-    def _wanted(self, length: int) -> int:
-        """Return the most tokens of a step, where there is room: no more than rings can take back."""
-        return min(self._reading.step_tokens, self._feeder.plan.chunk_size, length)
-
     def _room(self, length: int) -> int:
-        """Return how many positions there are behind `length` tokens."""
-        plan, manifest = self._feeder.plan, self._feeder.manifest
-        end = plan.max_context + plan.spare
-        if manifest.ropes is None:  # rotations may come from tables, which end
-            end = min(end, manifest.rope_limits[rope_variant(manifest.rope_limits, length)])
-        return end - length
+        """Return the tokens of a step behind `length` tokens: no more than rings can take back."""
+        plan = self._feeder.plan
+        end = end_of_tables(self._feeder.manifest, length, plan.max_context + plan.spare)
+        return room_behind(length, end, min(self._reading.step_tokens, plan.chunk_size, length))

@@ -24,6 +24,7 @@ from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.state.lengths import Lengths
 from ortolan.runtime.state.sequence import SequenceState
 from ortolan.runtime.stats import Stats
+from ortolan.runtime.steps.forgotten import read_and_forget
 from ortolan.runtime.steps.interrupt import Interrupt
 from ortolan.runtime.steps.row import HiddenReader, Row
 from ortolan.runtime.steps.stepper import BAD, Stepper, StepResult
@@ -206,19 +207,8 @@ class Feeder:
             NumericError: the model produced NaN or infinity.
             OrtolanError: the step failed, or was interrupted.
         """
-        lengths = self.state.lengths
-        snapshot, states_from = self.caches.snapshot(lengths), lengths.states_from
         row = dataclasses.replace(self.row(tokens, 0, NOTHING), captures=captures, reader=None)
-        try:
-            if BAD in self.stepper.run([row]).tokens():
-                raise NumericError(
-                    "the logits of a second reading contain NaN or infinity, so nothing was evicted; export the model "
-                    "with a wider dtype"
-                )
-        finally:
-            self.discard(len(tokens))
-            self.caches.restore(snapshot, lengths)
-            lengths.states_from = states_from
+        read_and_forget(self.stepper, row, self.caches, self.state.lengths, self.capture_rows)
 
     def count(self, tokens: list[int]) -> None:
         """Count tokens as read."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_cuda import TOTAL_BYTES, FakeSampler, on_fake_cuda
 
-from ortolan import Engine, Sampling, SnapKv
+from ortolan import Engine, Eviction, Sampling, SnapKv
 from ortolan.errors import CapacityError, NumericError
 from ortolan.runtime.caches.plan import plan_pools
 from ortolan.runtime.caches.store import CacheStore
@@ -16,6 +16,7 @@ from ortolan.runtime.steps.cuda import batch_sizes
 from ortolan.runtime.steps.row import Row
 
 SNAPKV = SnapKv(budget=40, window=8, sink=2)
+KVZIP = Eviction(policy="kvzip", budget=40, window=8, sink=2, piece=10, lead=4)
 
 
 @pytest.fixture(params=["paged", "paged_mixed", "paged_sharing"])
@@ -91,9 +92,10 @@ def test_tokens_are_those_of_the_host(model, make_engine, draw_tokens):
         assert results == serve(host, prompts)
 
 
-def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, draw_tokens):
+@pytest.mark.parametrize("eviction", [SNAPKV, KVZIP], ids=lambda each: each.policy)
+def test_evictions_and_preemptions_are_those_of_the_host(model, make_engine, draw_tokens, eviction):
     prompts = [draw_tokens(80, seed=seed) for seed in range(6)]
-    snapkv = [SNAPKV if seed % 2 else None for seed in range(6)]
+    snapkv = [eviction if seed % 2 else None for seed in range(6)]
     plan = plan_pools(model.manifest, 6, None, 32, cuda=True)
     budget = sum((33 if kind.grows else 6 * kind.pages_for(512)) * kind.page_bytes for kind in plan.kinds)
     engine = make_engine(6, budget, 32, overcommit=5.0)
@@ -113,11 +115,12 @@ def test_closing_gives_the_memory_back(fake, make_engine, draw_tokens):
     assert core.pools.bytes == 0
 
 
-def test_many_evict_in_one_step(model, make_engine, draw_tokens):
+@pytest.mark.parametrize("eviction", [SNAPKV, KVZIP], ids=lambda each: each.policy)
+def test_many_evict_in_one_step(model, make_engine, draw_tokens, eviction):
     prompts = [draw_tokens(60, seed=seed) for seed in range(8)]
-    results = serve(make_engine(8, None, 500), prompts, 20, snapkv=[SNAPKV] * 8)
+    results = serve(make_engine(8, None, 500), prompts, 20, snapkv=[eviction] * 8)
     with Engine(model, 8, chunk_tokens=500) as host:
-        assert results == serve(host, prompts, 20, snapkv=[SNAPKV] * 8)
+        assert results == serve(host, prompts, 20, snapkv=[eviction] * 8)
 
 
 def test_draws_depend_on_seed_and_place_alone(model, make_engine, draw_tokens):
