@@ -90,6 +90,21 @@ def test_sequences_that_read_again_give_way_and_come_back(model, draw_tokens):
     assert results == [alone(model, *each) for each in zip(prompts, [120] * 6, evictions, strict=True)]
 
 
+@pytest.mark.parametrize(("count", "reread"), [(30, 178), (5, 0), (12, 156)])
+def test_a_saved_text_is_read_again_only_for_a_piece_of_new_tokens(model, draw_tokens, tmp_path, count, reread):
+    """As in a session: what follows an evicted text brings a second reading of all of it, or none."""
+    session, path, question = model.session(eviction=KVZIP), tmp_path / "text", draw_tokens(count, seed=2)
+    session.prefill(draw_tokens(100))
+    session.save(path)
+    logits, expected = session.prefill(question), []
+    for _ in range(15):
+        expected.append(int(np.argmax(logits)))
+        logits = session.step(expected[-1])
+    with Engine(model, 2, chunk_tokens=CHUNK) as engine:
+        assert submit(engine, question, 15, session=path).result() == expected
+        assert engine.stats().reread_tokens == reread
+
+
 def test_the_first_token_comes_before_the_second_reading(model, draw_tokens, spy):
     seen = []
     with Engine(model, 2, chunk_tokens=CHUNK) as engine:
