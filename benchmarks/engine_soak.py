@@ -31,7 +31,8 @@ PAGE_SIZE = 16
 LONGEST_PROMPT = 720
 MOST_NEW = 40
 SEQUENCES = 32
-POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv")
+POLICIES = ("snapkv", "streaming", "pyramidkv", "adakv", "kvzip")
+AGAIN = {"kvzip": {"piece": 40, "lead": 8}}  # which fit behind the longest prompt, and so are those of sessions
 TIE = 1e-3  # of the logits' range; choices closer than that may fall either way in another batch
 
 
@@ -59,7 +60,8 @@ def make_jobs(count: int, seed: int, vocabulary: int) -> list[Job]:
         snapkv = None
         if rng.random() < 2 / 5:
             policy = POLICIES[rng.integers(len(POLICIES))]
-            snapkv = ortolan.Eviction(budget=int(rng.choice([48, 80, 128])), window=32, policy=policy)
+            budget = int(rng.choice([48, 80, 128]))
+            snapkv = ortolan.Eviction(budget=budget, window=32, policy=policy, **AGAIN.get(policy, {}))
         cancel = int(rng.integers(0, new)) if rng.random() < 1 / 7 else None
         jobs.append(Job(rng.integers(0, vocabulary, length).tolist(), new, snapkv, cancel))
     return jobs
