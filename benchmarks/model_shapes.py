@@ -31,6 +31,20 @@ QWEN3: dict[str, Any] = COMMON | {
     "sliding_window": None,
 }
 
+GEMMA3: dict[str, Any] = COMMON | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+
 
 def qwen35(model_type: str, architecture: str, **text: Any) -> dict[str, Any]:
     """Return a config as Qwen 3.5 checkpoints have it, and as the peer's builder asks for it: beside one for images."""
@@ -219,48 +233,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "mlp_bias": False,
     },
-    "gemma3-1b": COMMON
+    "gemma3-1b": GEMMA3
     | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
         "vocab_size": 262144,
         "hidden_size": 1152,
         "intermediate_size": 6912,
         "num_hidden_layers": 26,
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
-        "query_pre_attn_scalar": 256,
         "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
     },
-    "gemma3-4b": COMMON
+    "gemma3-4b": GEMMA3
     | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
         "vocab_size": 262208,
         "hidden_size": 2560,
         "intermediate_size": 10240,
         "num_hidden_layers": 34,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "query_pre_attn_scalar": 256,
         "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
     },
     "gemma4-e2b": COMMON
     | {
