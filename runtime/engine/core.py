@@ -154,8 +154,7 @@ class EngineCore:
 
     def _is_decoding(self, sequence: TokenSequence) -> bool:
         """Say whether all that a sequence still has to feed is the token that was chosen last."""
-        is_ready = sequence.needs_one and not sequence.is_stored and sequence.rereading is None
-        return is_ready and bool(self._requests[sequence].turn.count)
+        return sequence.needs_one and bool(self._requests[sequence].turn.count) and not sequence.is_stored
 
     def save(self, request: Request, path: Path) -> None:
         """Write an unfinished request to a file, between two steps.

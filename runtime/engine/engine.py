@@ -28,7 +28,7 @@ from ortolan.runtime.engine.stats import EngineStats
 from ortolan.runtime.engine.stream import Outbox, Stream
 from ortolan.runtime.engine.worker import Worker
 from ortolan.runtime.eviction.graphs import check_eviction, one_eviction
-from ortolan.runtime.eviction.second_reader import end_of_tables, room_behind
+from ortolan.runtime.eviction.second_reader import room_behind
 from ortolan.runtime.generate.stops import Stops
 from ortolan.runtime.generate.turn import Shown, Turn, TurnOptions
 from ortolan.runtime.model import Model
@@ -309,10 +309,8 @@ class Engine:
         reading = sequence.eviction.second_reading if sequence.eviction and sequence.will_evict else None
         if reading is None:
             return 0
-        length, plan = sequence.prompt_length, self.plan
-        end = end_of_tables(self._parts.manifest, length, plan.max_context)
-        room = room_behind(length, end, min(reading.step_tokens, plan.chunk_size, length))
-        if self._parts.batch_invariant and room < min(reading.step_tokens, length):
+        room = room_behind(sequence.prompt_length, reading, self.plan, self._parts.manifest)
+        if self._parts.batch_invariant and room < min(reading.step_tokens, sequence.prompt_length):
             raise ConfigError(
                 f"the eviction reads pieces of {reading.step_tokens} tokens again, lead included, and what it keeps "
                 f"depends on them, but a step has room for {room} behind this prompt; with batch_invariant=True raise "

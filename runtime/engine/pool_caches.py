@@ -107,9 +107,9 @@ class PoolCaches:
             captures=captures,
         )
         read_and_forget(stepper, row, SequenceCaches(self._store, sequence.pages), sequence.lengths, 0)
-        reading.scores.add(captures, sequence, len(row.tokens))
+        reading.scores.add(captures, sequence, piece.length)
         reading.advance()
-        return len(row.tokens)
+        return piece.length
 
     def evict(self, sequence: TokenSequence) -> None:
         """Evict a sequence, and record it in its lengths.

@@ -13,13 +13,11 @@ class Rereading:
     """A second reading under way.
 
     Attributes:
-        room: tokens behind the sequence that it needs.
         scores: of the pieces so far; None before the first.
     """
 
     def __init__(self, length: int, reading: SecondReading, room: int) -> None:
         """Begin with none of a sequence's first `length` tokens, of which a step reads at most `room`."""
-        self.room = room
         self.scores: PieceScores | None = None
         self._left = deque(plan_pieces(length, reading, room))
 

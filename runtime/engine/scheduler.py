@@ -116,11 +116,11 @@ class Scheduler:
         self._restart_where_rope_changes()
         chunks: dict[TokenSequence, Chunk] = {}
         preempted = self.preemptions
-        for sequence in [s for s in self._admitted if s.needs_one and not s.rereading]:
+        for sequence in [s for s in self._admitted if s.needs_one]:
             self._plan_chunk(chunks, sequence, 1)
         drafted = sum(len(chunk.draft) for chunk in chunks.values())
         room = max(1, self.plan.chunk_size - len(chunks) - drafted)
-        for sequence in [s for s in self._admitted if s.rereading or not s.needs_one]:
+        for sequence in [s for s in self._admitted if not s.needs_one]:
             room = max(0, room - self._plan_chunk(chunks, sequence, room))
         while room > 0 and self._waiting and preempted == self.preemptions and self._admit(self._waiting[0]):
             room -= self._plan_chunk(chunks, self._admitted[-1], room)
@@ -177,11 +177,11 @@ class Scheduler:
         A piece is not cut, as it shapes what is kept: the first of a step is read even where there is too little room.
         """
         assert sequence.rereading is not None
-        count = sequence.rereading.next.end - sequence.rereading.next.lead
-        if count > room and any(chunk.rereads or not chunk.sequence.needs_one for chunk in chunks.values()):
+        count = sequence.rereading.next.length
+        if count > room and any(not chunk.sequence.needs_one for chunk in chunks.values()):
             return 0
         fed = sequence.fed
-        if not self._provide_pages(chunks, sequence, fed + sequence.rereading.room):
+        if not self._provide_pages(chunks, sequence, fed + sequence.reread_room):
             return 0
         chunks[sequence] = Chunk(
             sequence=sequence,

@@ -71,8 +71,8 @@ class TokenSequence(SequenceState):
 
     @property
     def needs_one(self) -> bool:
-        """Whether a single token is all there is to feed."""
-        return len(self.tokens) - self.fed == 1
+        """Whether a single token is all there is to feed, now."""
+        return len(self.tokens) - self.fed == 1 and self.rereading is None
 
     @property
     def may_restart(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from ortolan.errors import CapacityError
 from ortolan.manifest import Manifest
 from ortolan.policies.eviction import SecondReading
-from ortolan.runtime.caches.plan import rope_variant
+from ortolan.runtime.caches.plan import CachePlan, rope_variant
 from ortolan.runtime.device.buffers import Array
 from ortolan.runtime.eviction.piece_scores import PieceScores
 from ortolan.runtime.steps.feeder import Feeder
@@ -27,6 +27,11 @@ class Piece:
     begin: int
     end: int
 
+    @property
+    def length(self) -> int:
+        """The tokens that it reads."""
+        return self.end - self.lead
+
 
 def plan_pieces(count: int, reading: SecondReading, room: int) -> Iterator[Piece]:
     """Cut the tokens 0 .. `count` into pieces that take at most `room` tokens each, with their leads.
@@ -39,17 +44,18 @@ def plan_pieces(count: int, reading: SecondReading, room: int) -> Iterator[Piece
         yield Piece(max(0, begin - lead), begin, min(begin + size, count))
 
 
-def room_behind(length: int, end: int, most: int) -> int:
+def room_behind(length: int, reading: SecondReading, plan: CachePlan, manifest: Manifest) -> int:
     """Return how many tokens of a second reading a step takes behind `length` tokens.
 
-    Args:
-        length: tokens of the sequence.
-        end: first position that the sequence cannot have.
-        most: tokens that a step would take if there were room.
+    They are no more than rings can take back.
 
     Raises:
         CapacityError: there are too few positions.
     """
+    end = plan.max_context + plan.spare
+    if manifest.ropes is None:  # rotations may come from tables, which end
+        end = min(end, manifest.rope_limits[rope_variant(manifest.rope_limits, length)])
+    most = min(reading.step_tokens, plan.chunk_size, length)
     room, needed = max(end - length, 0), min(LEAST_ROOM, most)
     if room < needed:
         raise CapacityError(
@@ -58,13 +64,6 @@ def room_behind(length: int, end: int, most: int) -> int:
             "make the model folder again with a larger max_context (--max-context), or choose another policy"
         )
     return min(room, most)
-
-
-def end_of_tables(manifest: Manifest, length: int, end: int) -> int:
-    """Return the first position behind `length` tokens, up to `end`, that a model cannot rotate to."""
-    if manifest.ropes is not None:
-        return end
-    return min(end, manifest.rope_limits[rope_variant(manifest.rope_limits, length)])  # rotations may come from tables
 
 
 class SecondReader:
@@ -103,12 +102,9 @@ class SecondReader:
             feeder.interrupt.check()
             captures = feeder.caches.store.make_captures(piece.end - piece.begin)
             feeder.read_and_forget(tokens[piece.lead : piece.end], captures)
-            collected.add(captures, feeder.state, piece.end - piece.lead)
-            feeder.stats.reread_tokens += piece.end - piece.lead
+            collected.add(captures, feeder.state, piece.length)
+            feeder.stats.reread_tokens += piece.length
         return collected.scores
 
     def _room(self, length: int) -> int:
-        """Return the tokens of a step behind `length` tokens: no more than rings can take back."""
-        plan = self._feeder.plan
-        end = end_of_tables(self._feeder.manifest, length, plan.max_context + plan.spare)
-        return room_behind(length, end, min(self._reading.step_tokens, plan.chunk_size, length))
+        return room_behind(length, self._reading, self._feeder.plan, self._feeder.manifest)

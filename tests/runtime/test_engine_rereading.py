@@ -39,14 +39,18 @@ def spy(monkeypatch):
     return watch
 
 
-def alone(model, prompt, count, eviction=KVZIP):
-    """Return the greedy tokens of a session."""
-    session = model.session(eviction=eviction)
+def go_on(session, prompt, count):
+    """Return the greedy tokens of a session behind what it has read and a prompt."""
     logits, tokens = session.prefill(prompt), []
     for _ in range(count):
         tokens.append(int(np.argmax(logits)))
         logits = session.step(tokens[-1])
     return tokens
+
+
+def alone(model, prompt, count, eviction=KVZIP):
+    """Return the greedy tokens of a new session."""
+    return go_on(model.session(eviction=eviction), prompt, count)
 
 
 def submit(engine, prompt, count, eviction=KVZIP, **options):
@@ -96,10 +100,7 @@ def test_a_saved_text_is_read_again_only_for_a_piece_of_new_tokens(model, draw_t
     session, path, question = model.session(eviction=KVZIP), tmp_path / "text", draw_tokens(count, seed=2)
     session.prefill(draw_tokens(100))
     session.save(path)
-    logits, expected = session.prefill(question), []
-    for _ in range(15):
-        expected.append(int(np.argmax(logits)))
-        logits = session.step(expected[-1])
+    expected = go_on(session, question, 15)
     with Engine(model, 2, chunk_tokens=CHUNK) as engine:
         assert submit(engine, question, 15, session=path).result() == expected
         assert engine.stats().reread_tokens == reread
