@@ -1,6 +1,6 @@
 """A token's attention has the same bits however its prompt was cut and whatever shares its batch.
 
-On CUDA 16-bit types have two families of kernels, chosen by how many tokens a sequence has in a step; within each the
+On CUDA 16-bit types have three families of kernels, chosen by how many tokens a sequence has in a step; within each the
 bits are the same.
 """
 
@@ -29,16 +29,16 @@ class Layer:
     dtype: np.dtype = field(default_factory=devices.element)
 
 
-# The CUDA decode kernels take a sequence with at most so many: those of mma.sync, and those of wgmma.
-MMA_TOKENS, WGMMA_TOKENS = 16, 64
+# On CUDA decode takes a sequence with at most so many tokens, and the kernels of short chunks one with at most so many.
+DECODE_TOKENS, SHORT_TOKENS = 16, 64
 
 
 def families(layer: Layer) -> dict[str, tuple[int, int]]:
     """Return sizes of chunks, smallest and largest, that one family takes, up to what the layer's ring allows."""
     if devices.current() == "cpu" or devices.element() == np.float32:
         return {"all": (1, 43)}
-    some = {"decode": (1, MMA_TOKENS), "few": (MMA_TOKENS + 1, 43)}
-    return some | {"prefill": (WGMMA_TOKENS + 1, 2 * WGMMA_TOKENS)} if layer.capacity >= 512 else some
+    some = {"decode": (1, DECODE_TOKENS), "few": (DECODE_TOKENS + 1, 43)}
+    return some | {"prefill": (SHORT_TOKENS + 1, 2 * SHORT_TOKENS)} if layer.capacity >= 512 else some
 
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -161,7 +161,7 @@ def test_a_long_context_in_a_ring_of_wide_heads(window):
     """The rings of Gemma 4: 9,216 tokens, of which the last 1,024 come one by one, 16 by 16, or in chunks."""
     layer = Layer(window=window, capacity=window + 1024, heads=2, kv_heads=1, head_size=256)
     prompt = draw_prompt(layer, 9216)
-    decoded = [run_chunks(layer, prompt, [1024] * 8 + ways) for ways in ([1] * 1024, [MMA_TOKENS] * 64)]
+    decoded = [run_chunks(layer, prompt, [1024] * 8 + ways) for ways in ([1] * 1024, [DECODE_TOKENS] * 64)]
     read = [run_chunks(layer, prompt, ways) for ways in ([1024] * 9, [512] * 18)]
     assert_same_bits(decoded[0], decoded[1])
     assert_same_bits(read[0], read[1])

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("target")
 
 PAGE_SLOTS = 64
 CAPACITY = 2304  # whole pages; more than eight tiles of keys, as many as are merged before they are set down
-SIZES = (0, 1, 3, 16, 40, 65)  # the CUDA decode kernels take up to 16 tokens, or up to 64
+SIZES = (0, 1, 3, 16, 40, 65)  # CUDA decode takes up to 16 tokens, or up to 64 as short chunks do
 
 PACKINGS = {
     "mixed": [SIZES[(b * b + b // 7) % 6] for b in range(40)],
@@ -152,3 +152,24 @@ def test_uneven_packings_over_long_caches(packing, head_size, kv_heads, group, o
             run_attention(one, alone), plain_attention(one, alone), expected_attention(one, alone), strict=True
         ):
             assert_as_good_as_plain(actual, plain, expected)
+
+
+def test_short_chunks_of_many_heads_and_sequences():
+    """More of them than the memory for their sums holds apart: a block of the GPU then has all keys of some rows."""
+    tokens = [20 + b % 3 for b in range(22)]
+    past = [(b * 397 + 1500) % (CAPACITY - 300) for b in range(22)]
+    shape = Shape(tokens=tokens, past=past, heads=16, kv_heads=16, head_size=64, capacity=CAPACITY)
+    feeds = long_feeds(shape)
+    assert_each_is_as_alone(shape, feeds, run_attention(shape, feeds), [0, 1, 9, 20, 21])
+
+
+@pytest.mark.parametrize(("head_size", "group"), [(64, 3), (96, 1), (128, 2), (256, 1)])
+def test_short_chunks_far_into_a_context(head_size, group):
+    """Spans of keys that are summed apart grow from 16 K on."""
+    shape = Shape(tokens=[33, 20], past=[41000, 16380], heads=group, kv_heads=1, head_size=head_size, capacity=41100)
+    feeds = attention_feeds(shape)
+    results = run_attention(shape, feeds)
+    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
+    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
+        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_each_is_as_alone(shape, feeds, results, [0, 1])

@@ -12,7 +12,7 @@ namespace {
 
 using ortolan::ElementType;
 using ortolan::SwaAttentionParams;
-using ortolan::cuda::kSm90DecodeTokens;
+using ortolan::cuda::kShortTokens;
 
 // Plain fields of 8 bytes each, as custom_ops/queries.py declares them.
 struct OrtolanDecodeScratchQuery {
@@ -67,7 +67,7 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_query_bytes() { return sizeof
 // Bytes that the largest of all steps asks for, in which every sequence has a token; -1 where no kernel
 // computes in the element type.
 //
-// For tiles of as many rows, and from kSm90DecodeTokens tokens on, the bytes rise with the tokens and
+// For tiles of as many rows, and from kShortTokens tokens on, the bytes rise with the tokens and
 // with the sequences. So the largest steps of each size of tiles stand for all, beside the few steps of fewer
 // tokens.
 ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScratchQuery* query) {
@@ -84,12 +84,12 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScra
   };
   const int64_t most_tokens = query->max_tokens;
   const int64_t most_sequences = std::min(query->max_sequences, most_tokens);
-  for (int64_t tokens = 1; tokens <= std::min<int64_t>(most_tokens, kSm90DecodeTokens); ++tokens)
+  for (int64_t tokens = 1; tokens <= std::min<int64_t>(most_tokens, kShortTokens); ++tokens)
     for (int64_t sequences = 1; sequences <= std::min(most_sequences, tokens); ++sequences)
       take(sequences, tokens);
   take(most_sequences, most_tokens);
   // How many rows a tile has follows from the tokens that a sequence has on average, rounded up.
-  for (int64_t each = 1; each <= kSm90DecodeTokens; ++each) {
+  for (int64_t each = 1; each <= kShortTokens; ++each) {
     take(most_sequences, std::min(most_tokens, most_sequences * each));
     take(std::clamp<int64_t>((most_tokens - 1) / each, 1, most_sequences), most_tokens);
     take(std::clamp<int64_t>((most_tokens + each - 1) / each, 1, most_sequences), most_tokens);

@@ -46,12 +46,10 @@ bool decodes_codes(const SwaAttentionParams& params) {
          params.cache.head_size % 16 == 0 && params.cache.head_size <= 256;
 }
 
-// Whether decode attention goes by wgmma. Where rows have the size of an instance of the other family, that
-// one is up to 15 % faster for one token.
+// Whether decode attention goes by wgmma. With shorter heads the other family is up to 15 % faster for one
+// token.
 bool decodes_by_wgmma(const SwaAttentionParams& params, const Device& device) {
-  const int64_t head_size = params.cache.head_size;
-  return device.compute_capability == 90 && head_size > 64 && head_size != 128 && head_size != 256 &&
-         !decodes_codes(params);
+  return device.compute_capability == 90 && params.cache.head_size > 256 && !decodes_codes(params);
 }
 
 // Keys that a query sees, at most; prefixes apart.
@@ -80,7 +78,7 @@ SwaAttentionParams dense(SwaAttentionParams params) {
 
 // New tokens of a sequence that decode takes, at most.
 int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
-  return decodes_by_wgmma(params, device) ? kSm90DecodeTokens : kDecodeTokens;
+  return decodes_by_wgmma(params, device) ? kShortTokens : kDecodeTokens;
 }
 
 // Calls f.operator()<Rows>() for the smallest of the instances of Sm90FewRows that holds the rows.
@@ -103,8 +101,6 @@ auto with_decode(const SwaAttentionParams& params, const Device& device, Functio
     if (is_few && head_size <= 64) return with_few_rows<Element, 64>(params, f);
     if (is_few && head_size <= 128) return with_few_rows<Element, 128>(params, f);
     if (is_few) return with_few_rows<Element, 256>(params, f);
-    if (head_size <= 128) return f.template operator()<Sm90DecodeRows<Element, 128>>();
-    if (head_size <= 256) return f.template operator()<Sm90DecodeRows<Element, 256>>();
     return f.template operator()<Sm90DecodeRows<Element, 512>>();
   });
 }
@@ -195,21 +191,68 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
   return device.compute_capability == 90 && params.element != ElementType::kFloat32 && pages_align;
 }
 
-cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
+namespace {
+
+// Short chunks, where all keys are seen: few keys of a window are not worth splitting.
+bool has_short_chunks(const SwaAttentionParams& params, int most_decode) {
+  constexpr int64_t kMostGroup = 64;  // rows of a warpgroup
+  return params.window < 0 && params.cache.head_size <= 256 && most_decode < kShortTokens &&
+         params.num_heads <= params.cache.num_kv_heads * kMostGroup;
+}
+
+// Calls f.operator()<Element, kHeadSize, kKeyRows>() for the instance that takes short chunks.
+template <typename Function>
+auto with_short_instance(const SwaAttentionParams& params, Function&& f) {
+  return with_half_element(params.element, [&]<typename Element>() {
+    const int64_t head_size = params.cache.head_size;
+    if (head_size <= 64) return f.template operator()<Element, 64, 128>();
+    if (head_size <= 96) return f.template operator()<Element, 96, 112>();
+    if (head_size <= 128) return f.template operator()<Element, 128, 128>();
+    if (head_size <= 192) return f.template operator()<Element, 192, 112>();
+    return f.template operator()<Element, 256, 80>();
+  });
+}
+
+cudaError_t prefill_sm90(const SwaAttentionParams& params, const Launch& launch, const OwnTokens& own) {
   return with_half_element(params.element, [&]<typename Element>() {
     // Tiles much longer than a window are mostly masked.
     const bool small_window = params.window >= 0 && params.window <= 128;
     const int64_t head_size = params.cache.head_size;
     if (head_size <= 64)
-      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch, most_decode)
-                          : launch_sm90_prefill<Element, 64, 128>(params, launch, most_decode);
-    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch, most_decode);
+      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch, own)
+                          : launch_sm90_prefill<Element, 64, 128>(params, launch, own);
+    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch, own);
     if (head_size <= 128)
-      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch, most_decode)
-                          : launch_sm90_prefill<Element, 128, 128>(params, launch, most_decode);
-    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch, most_decode);
-    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch, most_decode);
-    return launch_sm90_prefill<Element, 512, 64>(params, launch, most_decode);
+      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch, own)
+                          : launch_sm90_prefill<Element, 128, 128>(params, launch, own);
+    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch, own);
+    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch, own);
+    return launch_sm90_prefill<Element, 512, 64>(params, launch, own);
+  });
+}
+
+}  // namespace
+
+cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
+  if (!has_short_chunks(params, most_decode)) return prefill_sm90(params, launch, {most_decode});
+  const bool is_alone = params.packing.num_sequences == 1, is_long = params.packing.num_tokens > kShortTokens;
+  cudaError_t error = cudaSuccess;
+  if (!is_alone || !is_long)
+    error = with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
+      return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
+    });
+  return error == cudaSuccess && is_long ? prefill_sm90(params, launch, {kShortTokens}) : error;
+}
+
+size_t attention_prefill_sm90_workspace(const SwaAttentionParams& params, const Device& device,
+                                        int most_decode) {
+  constexpr size_t kCountersAlone = 1;
+  const bool is_alone = params.packing.num_sequences == 1;
+  if (!has_short_chunks(params, most_decode) || (is_alone && params.packing.num_tokens > kShortTokens))
+    return kCountersAlone;
+  return with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
+    return sm90_short_workspace_bytes<Element, kHeadSize, kKeyRows>(params, device,
+                                                                    {most_decode, kShortTokens});
   });
 }
 
@@ -220,10 +263,13 @@ size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& d
   const bool decodes = params.packing.num_sequences > 1 || tokens <= most_decode;
   const size_t expanded = expanded_bytes(params, decodes_codes(params) ? most_decode : 0);
   if (params.element == ElementType::kFloat32) return expanded;
-  // Prefill asks for its counters.
-  return expanded + (decodes
-                         ? attention_decode_workspace(decodes_codes(params) ? params : dense(params), device)
-                         : size_t{1});
+  size_t bytes = 0;
+  if (tokens > most_decode && attention_prefill_sm90_takes(dense(params), device))
+    bytes = attention_prefill_sm90_workspace(dense(params), device, most_decode);
+  if (decodes)
+    bytes =
+        std::max(bytes, attention_decode_workspace(decodes_codes(params) ? params : dense(params), device));
+  return expanded + bytes;
 }
 
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {

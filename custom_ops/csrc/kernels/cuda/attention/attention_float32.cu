@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   launch_dependents();
 
   const TileAndHead block = TileAndHead::of(blockIdx.x, tiles, section_heads);
-  const QueryTile tile = find_query_tile(params.packing, block.tile, kRows, 0);
+  const QueryTile tile = find_query_tile(params.packing, block.tile, kRows, {});
   if (tile.sequence < 0) return;
   const int head = block.head;
   const int64_t kv_head = head / (params.num_heads / params.cache.num_kv_heads);
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t attention_float32(const SwaAttentionParams& params, const Launch& launch) {
   const int64_t head_size = params.cache.head_size;
   const auto shared_bytes = static_cast<int>((kRows + kKeys) * (head_size + 1) * sizeof(float));
-  const int64_t tiles = max_query_tiles(params.packing, kRows, 0);
+  const int64_t tiles = max_query_tiles(params.packing, kRows, {});
   const auto enqueue = [&]<int kColumnsPerThread>() {
     constexpr auto kKernel = float32_kernel<kColumnsPerThread>;
     const cudaError_t error = allow_shared_memory<kKernel>(launch.device);

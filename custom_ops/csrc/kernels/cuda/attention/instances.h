@@ -23,7 +23,12 @@ template <typename Element, int kHeadSize>
 cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 
 template <typename Element, int kHeadSize, int kKeyRows>
-cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
+cudaError_t launch_sm90_prefill(const SwaAttentionParams& params, const Launch& launch, const OwnTokens& own);
+template <typename Element, int kHeadSize, int kKeyRows>
+cudaError_t launch_sm90_short(const SwaAttentionParams& params, const Launch& launch, const OwnTokens& own);
+template <typename Element, int kHeadSize, int kKeyRows>
+size_t sm90_short_workspace_bytes(const SwaAttentionParams& params, const Device& device,
+                                  const OwnTokens& own);
 
 template <typename Rows, int kRowTiles>
 cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch);

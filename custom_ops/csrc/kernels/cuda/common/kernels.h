@@ -24,8 +24,8 @@ struct Device {
 // The device that is current on this thread.
 cudaError_t current_device(Device& device);
 
-// Counters that a launch may use: what keeps the scratch memory behind them aligned.
-constexpr int kCounters = 64;
+// Counters that a launch may use; the scratch memory behind them is aligned.
+constexpr int kCounters = 4096;
 
 // Where a launch goes, and the scratch memory it may use until the stream passes it.
 struct Launch {
@@ -39,8 +39,17 @@ struct Launch {
 // Bytes of a part of the workspace, such that the next one is aligned like the first.
 inline int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// A sequence with at most this many new tokens belongs to a decode kernel: of mma.sync, or of wgmma.
-constexpr int kDecodeTokens = 16, kSm90DecodeTokens = 64;
+// A sequence with at most this many new tokens belongs to a decode kernel; one with more, to prefill's, of
+// which one is for short chunks.
+constexpr int kDecodeTokens = 16, kShortTokens = 64;
+
+// Which sequences of a step are a kernel's: by their own tokens in it.
+struct OwnTokens {
+  int more_than = 0;
+  int at_most = 1 << 30;
+
+  ORTOLAN_HOST_DEVICE bool hold(int tokens) const { return tokens > more_than && tokens <= at_most; }
+};
 
 // Query rows (token, head of a group) of a tile of the decode kernel's products; one pass takes a tile or
 // two.
@@ -56,6 +65,8 @@ size_t attention_decode_workspace(const SwaAttentionParams& params, const Device
 cudaError_t attention_prefill_mma(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device& device);
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode);
+size_t attention_prefill_sm90_workspace(const SwaAttentionParams& params, const Device& device,
+                                        int most_decode);
 // float32 on the CUDA cores, for any number of tokens.
 cudaError_t attention_float32(const SwaAttentionParams& params, const Launch& launch);
 

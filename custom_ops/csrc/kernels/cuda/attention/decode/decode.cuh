@@ -185,12 +185,19 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
   }
 }
 
-// For a whole block: what short rows lack must not be NaN, as codes may be.
+// For a whole block: makes what rows shorter than the kernel's head lack zeros.
 template <typename Rows>
-__device__ __forceinline__ void clear_stages(const DecodeShared& shared, const DecodeShape& shape) {
-  const int bytes = shape.stages * DecodeStage<Rows>::bytes(shape.tile_keys);
-  for (int at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
-    store_shared_16(shared_address(shared.stages) + at, uint4{});
+__device__ __forceinline__ void clear_short_rows(const SwaAttentionParams& params, const DecodeShared& shared,
+                                                 const DecodeShape& shape) {
+  using Stage = DecodeStage<Rows>;
+  constexpr int kPiece = 16 / static_cast<int>(sizeof(typename Rows::Stored));
+  const int pieces = static_cast<int>(params.cache.head_size) / kPiece, tile_rows = 2 * shape.tile_keys;
+  for (int stage = 0; stage < shape.stages; ++stage)
+    for (auto row = static_cast<int>(threadIdx.x); row < tile_rows; row += static_cast<int>(blockDim.x))
+      for (int piece = pieces; piece < Rows::kHeadSize / kPiece; ++piece)
+        store_shared_16(
+            shared_address(shared.stages) + stage * Stage::bytes(shape.tile_keys) + Stage::place(row, piece),
+            uint4{});
 }
 
 // The entry of a cluster. Its lengths are guessed while the kernel in front runs, and read again while the
@@ -227,8 +234,7 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
     shared.summed[threadIdx.x].init(shape.warps);
     shared.merged[threadIdx.x].init(kMergeWarps);
   }
-  if (DecodeLoad<Rows>::kTakesShortRows && params.cache.head_size < Rows::kHeadSize)
-    clear_stages<Rows>(shared, shape);
+  if (params.cache.head_size < Rows::kHeadSize) clear_short_rows<Rows>(params, shared, shape);
   if constexpr (kClusters) {  // else while tiles are counted
     if (threadIdx.x == 0) shared.received->init(1);
     fence_barriers();

@@ -22,8 +22,6 @@ struct DecodeLoad {
   static constexpr int kPiece = 16 / static_cast<int>(sizeof(Stored));  // elements of 16 bytes
   static constexpr int kChunks = kHeadSize / kPiece;                    // such pieces of a row
   static constexpr int kScale = static_cast<int>(sizeof(float));
-  // Whether rows shorter than the kernel's head are copied as they lie: the block has cleared what they lack.
-  static constexpr bool kTakesShortRows = Rows::kHasScales;
 
   const SwaAttentionParams& params;
   const DecodeShape& shape;
@@ -48,7 +46,7 @@ struct DecodeLoad {
     target += first_row() * Stage::kRowBytes;
     // kCopyRows of the rows lie one after another.
     const bool is_regular =
-        (kTakesShortRows || params.cache.head_size == kHeadSize) && slot + written <= rows.capacity &&
+        slot + written <= rows.capacity &&
         (!rows.pages || (slot | static_cast<int32_t>(params.cache.page_slots)) % kCopyRows == 0);
     if (is_regular) {
       const int whole = seen.hold_all(first, first + written) ? written / kCopyRows * kCopyRows : 0;
@@ -64,21 +62,23 @@ struct DecodeLoad {
 
   // Adjacent rows that all are seen, a multiple of kCopyRows.
   __device__ __forceinline__ void load_adjacent(uint32_t target, const Stored* source, int num_rows) const {
-    if (kTakesShortRows && params.cache.head_size < kHeadSize)
+    if (params.cache.head_size < kHeadSize)
       load_short_rows(target, source, num_rows);
     else
       load_rows(target, source, num_rows);
   }
 
-  // Rows shorter than the kernel's head; the rest of their places stays as it is.
+  // Rows shorter than the kernel's head; the rest of their places stays as it is: the block has cleared it.
+  // Lanes copy the same pieces of row after row, some nothing.
   __device__ __forceinline__ void load_short_rows(uint32_t target, const Stored* source, int num_rows) const {
-    constexpr int kShift = 20;  // with fewer than 2^kShift pieces, products below give exact quotients
-    const int row_pieces = static_cast<int>(params.cache.head_size) / kPiece;
-    const unsigned magic = ((1u << kShift) + row_pieces - 1) / row_pieces;
-#pragma unroll 4
-    for (int n = lane; n < num_rows * row_pieces; n += 32) {
-      const int row = static_cast<int>(n * magic >> kShift);
-      copy_async_16(target + Stage::place(row, n - row * row_pieces), source + n * kPiece, true);
+    constexpr int kLanes = kChunks < 32 ? kChunks : 32, kRows = 32 / kLanes;  // of a row; at once
+    const int row_size = static_cast<int>(params.cache.head_size);
+#pragma unroll 1
+    for (int piece = lane % kLanes; piece * kPiece < row_size; piece += kLanes) {
+      const Stored* from = source + lane / kLanes * row_size + piece * kPiece;
+#pragma unroll 8
+      for (int row = lane / kLanes; row < num_rows; row += kRows, from += kRows * row_size)
+        copy_async_16(target + Stage::place(row, piece), from, true, policy);
     }
   }
 
@@ -117,9 +117,8 @@ struct DecodeLoad {
       const int32_t of_warp = (first + row) / Rows::kWarpKeys * Rows::kWarpKeys;
       if (!seen.hold_any(of_warp, of_warp + Rows::kWarpKeys)) continue;
       const int32_t slot = rows.slot_behind(first_slot, row);
-      const bool is_whole = (kTakesShortRows || params.cache.head_size == kHeadSize) &&
-                            rows.are_adjacent(slot, kCopyRows) &&
-                            seen.hold_all(first + row, first + row + kCopyRows);
+      const bool is_whole =
+          rows.are_adjacent(slot, kCopyRows) && seen.hold_all(first + row, first + row + kCopyRows);
       if (is_whole)
         load_adjacent(target + row * Stage::kRowBytes, cache + rows.offset(slot), kCopyRows);
       else
@@ -171,7 +170,7 @@ struct DecodeLoad {
     const int32_t first_page = slot / page_slots;
     const int32_t last_page = (slot + num_rows - 1) / page_slots;
     const int32_t page = first_page + lane <= last_page ? rows.pages[first_page + lane] : 0;
-    const int head_size = kTakesShortRows ? static_cast<int>(params.cache.head_size) : kHeadSize;
+    const auto head_size = static_cast<int>(params.cache.head_size);
     const int64_t page_size = params.cache.num_kv_heads * page_slots * head_size;
     int32_t page_row = slot - first_page * page_slots;
     int number = 0;

@@ -22,7 +22,7 @@ struct Sm90DecodeShape {
   static constexpr int kFrontBytes = kSm90DecodeRows * kHeadSize * 2;  // before the ring: queries
   // Two warpgroups multiply, one loads. Without columns to share, each has a stream of spans for itself.
   static constexpr int kStreams = 2 / kGroups;
-  static constexpr int kMostTokens = kSm90DecodeTokens;
+  static constexpr int kMostTokens = kShortTokens;
   static constexpr int kSnapsFrom = 0;  // of entries of many rows
   // A cluster's few blocks are slow to combine long rows.
   static constexpr bool kHasClusters = kHeadSize <= 256;

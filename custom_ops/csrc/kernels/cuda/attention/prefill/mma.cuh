@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(128, 2)
   launch_dependents();
   const TileAndHead block = TileAndHead::of(blockIdx.x, tiles, section_heads);
   const int head = block.head;
-  const QueryTile tile = find_query_tile(params.packing, block.tile, Shape::kRows, most_decode);
+  const QueryTile tile = find_query_tile(params.packing, block.tile, Shape::kRows, {most_decode});
   if (tile.sequence < 0) return;
 
   const int64_t kv_head = head / (params.num_heads / params.cache.num_kv_heads);
@@ -281,7 +281,7 @@ cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& l
   constexpr auto kKernel = mma_prefill_kernel<Element, kHeadSize>;
   if (const cudaError_t error = allow_shared_memory<kKernel>(launch.device); error != cudaSuccess)
     return error;
-  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, most_decode);
+  const int64_t tiles = max_query_tiles(params.packing, Shape::kRows, {most_decode});
   const dim3 blocks(static_cast<unsigned>(tiles * params.num_heads));
   return launch_overlapped(kKernel, blocks, dim3(Shape::kThreads), Shape::kSharedBytes, launch, params,
                            static_cast<int>(tiles), static_cast<int>(heads_per_section(params)), most_decode);

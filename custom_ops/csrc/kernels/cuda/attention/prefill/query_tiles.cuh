@@ -1,6 +1,8 @@
 // Which rows of the packed queries a prefill block takes: tiles never cross sequences.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels/cuda/common/kernels.h"
 #include "kernels/cuda/common/warp.cuh"
 
@@ -13,36 +15,38 @@ struct QueryTile {
   int32_t offset = 0;     // rows of the sequence before it
 };
 
-// No more tiles than this, whatever the lengths of those sequences that have more than `min_tokens`.
-inline int64_t max_query_tiles(const Packing& packing, int tile_rows, int min_tokens) {
-  const int64_t most = packing.num_tokens / (min_tokens + 1);  // such sequences
-  return packing.num_tokens / tile_rows + (packing.num_sequences < most ? packing.num_sequences : most);
+// No more tiles than this, whatever the lengths of the kernel's sequences.
+inline int64_t max_query_tiles(const Packing& packing, int tile_rows, const OwnTokens& own) {
+  const int64_t sequences =
+      std::min<int64_t>(packing.num_sequences, packing.num_tokens / (own.more_than + 1));
+  const int64_t tiles_of_one = (int64_t{own.at_most} + tile_rows - 1) / tile_rows;
+  return std::min(packing.num_tokens / tile_rows + sequences, sequences * tiles_of_one);
 }
 
-// Tiles of a sequence; none where it has no more than `min_tokens`. Past the last sequence too.
+// Tiles of a sequence; none where it is not the kernel's. Past the last sequence too.
 __device__ __forceinline__ int query_tiles(const Packing& packing, int sequence, int tile_rows,
-                                           int min_tokens) {
+                                           const OwnTokens& own) {
   const int tokens =
       sequence >= 0 && sequence < packing.num_sequences ? static_cast<int>(packing.count(sequence)) : 0;
-  return tokens > min_tokens ? (tokens + tile_rows - 1) / tile_rows : 0;
+  return own.hold(tokens) ? (tokens + tile_rows - 1) / tile_rows : 0;
 }
 
 // Of all sequences. For whole warps.
-__device__ __forceinline__ int count_query_tiles(const Packing& packing, int tile_rows, int min_tokens) {
+__device__ __forceinline__ int count_query_tiles(const Packing& packing, int tile_rows,
+                                                 const OwnTokens& own) {
   int tiles = 0;
   for (int sequence = threadIdx.x % 32; sequence < packing.num_sequences; sequence += 32)
-    tiles += query_tiles(packing, sequence, tile_rows, min_tokens);
+    tiles += query_tiles(packing, sequence, tile_rows, own);
   return fold_lanes<16, 1>(tiles, Add());
 }
 
-// Tile `index` from the end (the longest rows first) among sequences of more than `min_tokens` tokens. For
-// whole warps.
+// Tile `index` from the end (the longest rows first) among the kernel's sequences. For whole warps.
 __device__ __forceinline__ QueryTile find_query_tile(const Packing& packing, int index, int tile_rows,
-                                                     int min_tokens) {
+                                                     const OwnTokens& own) {
   const int lane = threadIdx.x % 32;
   for (int end = static_cast<int>(packing.num_sequences); end > 0; end -= 32) {
     const int sequence = end - 1 - lane;  // lanes count backwards
-    const int tiles = query_tiles(packing, sequence, tile_rows, min_tokens);
+    const int tiles = query_tiles(packing, sequence, tile_rows, own);
     const int before = inclusive_sum(tiles, lane);
     const unsigned owners = __ballot_sync(~0u, index < before);
     if (owners) {

@@ -21,6 +21,7 @@ template <typename Element, typename Shape>
 struct Sm90Group {
   using Rows = Sm90Rows<Element, Shape>;
   const SwaAttentionParams& params;
+  const typename Shape::Chunks& chunks;
   Sm90Shared<Shape>& shared;
   uint32_t keys;  // addresses of the rings
   uint32_t values;
@@ -56,20 +57,21 @@ struct Sm90Group {
     if constexpr (Shape::kBlocks > 1)
       shared.exchange.add_others(rows.z, values + Shape::kStages * Shape::kTileBytes, group, exchange_parity);
     if (logits.mapped) logits.map(rows.z);
-    const int32_t first_key = tile * Shape::kKeys;
-    const int32_t row = work.first + group * 64 + row_of_thread();
+    const int32_t first_key = tile * Shape::kKeys, first = work.first + group * chunks.tokens();
+    const int32_t row = first + chunks.token(row_of_thread());
+    const int32_t second_row = first + chunks.token(row_of_thread() + 8);
     if (first_key < common.oldest)
-      rows.mask(work.visibility, row, first_key);
+      rows.mask(work.visibility, row, second_row, first_key);
     else if (first_key + Shape::kKeys - 1 > common.newest)
-      rows.mask_newest(work.visibility, row, first_key);
+      rows.mask_newest(work.visibility, row, second_row, first_key);
     rows.weigh(logits.factor);
   }
 
   // Key tiles begin .. end, all of which some of the group's rows see.
   __device__ __forceinline__ void run(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries,
                                       int32_t begin, int32_t end) {
-    const int32_t first_row = work.first + group * 64;
-    const SeenPositions common = work.visibility.of_each(first_row, first_row + 63);
+    const int32_t first = work.first + group * chunks.tokens();
+    const SeenPositions common = work.visibility.of_each(first, first + chunks.tokens() - 1);
     shared.keys.wait_full(key_at);
     turns.take();
     rows.start_keys(queries, key_tile());
@@ -100,13 +102,20 @@ struct Sm90Group {
     shared.values.release(value_at);
   }
 
-  // All tiles of a work, in ascending order.
-  __device__ __forceinline__ void visit(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries) {
-    const int count = min(64, work.tile.count - group * 64);
-    const KeyTiles own = count > 0 ? work.of_rows(group * 64, count) : KeyTiles{};
+  // Of the work's tokens, how many the group has.
+  __device__ __forceinline__ int count_tokens(const Sm90Work<Shape>& work) const {
+    return min(chunks.tokens(), work.tile.count - group * chunks.tokens());
+  }
+
+  // Tiles of a work, in ascending order.
+  __device__ __forceinline__ void visit(Rows& rows, const Sm90Work<Shape>& work, const KeyTiles& visits,
+                                        uint32_t queries) {
+    const int count = count_tokens(work);
+    KeyTiles own = count > 0 ? work.of_tokens(group * chunks.tokens(), count) : KeyTiles{};
+    if (Shape::kIsShort) own.end = min(own.end, visits.end);
     const bool has_gap = own.sink_end < own.begin;
-    for (int n = 0; n < work.visits.count();) {
-      const int32_t tile = work.visits.at(n);
+    for (int n = 0; n < visits.count();) {
+      const int32_t tile = visits.at(n);
       if (tile >= own.end || (tile >= own.sink_end && tile < own.begin)) {
         pass_by();
         ++n;
@@ -118,6 +127,69 @@ struct Sm90Group {
     }
   }
 
+  // The thread's place among sums in memory.
+  __device__ __forceinline__ float4* partial(int number) const {
+    return chunks.partials + (int64_t{number} * Shape::kGroups + group) * Rows::kPieces * Rows::kPieceStride +
+           threadIdx.x % 128;
+  }
+  // For whole groups: whether all others of so many sums are in memory.
+  __device__ __forceinline__ bool is_last(int count, int sums) {
+    const int barrier = Turns<Shape>::kFirstBarrier + Shape::kGroups + group;
+    __threadfence();
+    sync_warps<128>(barrier);
+    if (threadIdx.x % 128 == 0) {
+      const unsigned last = sums - 1;
+      shared.is_last[group] = atomicInc(chunks.counts + count, last) == last;
+    }
+    sync_warps<128>(barrier);
+    __threadfence();
+    return shared.is_last[group];
+  }
+  // Sums at the places begin, begin + step .. end, in this order.
+  __device__ __forceinline__ void merge(Rows& rows, int begin, int end, int step) const {
+    rows.restore(partial(begin));
+#pragma unroll(Rows::kColumns <= 128 ? 2 : 1)
+    for (int place = begin + step; place < end; place += step) rows.add(partial(place), logits.factor);
+  }
+
+  // The spans of a short chunk's work; returns whether the rows are whole then.
+  __device__ __forceinline__ bool visit_spans(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries) {
+    using Spans = KeySpans<Shape::kKeys>;
+    const SpanOfKeys& span = work.span;
+    const bool has_others = span.count > 1 && count_tokens(work) > 0;
+    KeyTiles visits = work.visits;
+    for (int number = span.number; visits.begin < work.visits.end; ++number, visits.begin = visits.end) {
+      visits.end = min(Spans::first(number + 1), work.visits.end);
+      rows.clear();
+      visit(rows, work, visits, queries);
+      if (!span.is_alone && has_others) join(rows, number, span.count);
+    }
+    return !span.is_alone || !has_others || merge_spans(rows, span);
+  }
+  // The sums of a span join those in front of it, which the block has, too.
+  __device__ __forceinline__ void join(Rows& rows, int number, int count) const {
+    constexpr int kMerged = KeySpans<Shape::kKeys>::kMerged;
+    float4 *merged = partial(2 * blockIdx.x), *all = partial(2 * blockIdx.x + 1);
+    if (number % kMerged > 0) rows.add(merged, logits.factor);
+    if (number + 1 < count && (number + 1) % kMerged > 0) return rows.save(merged);
+    if (number >= kMerged) rows.add(all, logits.factor);
+    if (number + 1 < count) rows.save(all);
+  }
+  // The same where other blocks have them. Returns whether all were there.
+  __device__ __forceinline__ bool merge_spans(Rows& rows, const SpanOfKeys& span) {
+    constexpr int kMerged = KeySpans<Shape::kKeys>::kMerged;
+    const int round = span.number / kMerged, begin = round * kMerged, end = min(begin + kMerged, span.count);
+    const int count = span.first_count + group, rounds = divide_up(span.count, kMerged);
+    rows.save(partial(span.place + span.number));
+    if (!is_last(count + (1 + round) * Shape::kGroups, end - begin)) return false;
+    merge(rows, span.place + begin, span.place + end, 1);
+    if (rounds == 1) return true;
+    rows.save(partial(span.place + begin));
+    if (!is_last(count, rounds)) return false;
+    merge(rows, span.place, span.place + span.count, kMerged);
+    return true;
+  }
+
   __device__ __forceinline__ void compute(uint32_t queries) {
     Ring<Sm90Shared<Shape>::kWorks> work_at;
     Ring<Shape::kQueryStages> query_at;
@@ -127,11 +199,16 @@ struct Sm90Group {
       shared.handed_works.wait_full(work_at);
       const Sm90Work<Shape>& work = shared.works[work_at.place];
       if (work.tile.sequence < 0) break;
-      rows.clear();
       shared.queries.wait_full(query_at);
       const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
-      visit(rows, work, own_queries);
-      rows.store(params, work, group, first_column, logits.factor, own_queries);
+      bool is_whole = true;
+      if constexpr (Shape::kIsShort) {
+        is_whole = visit_spans(rows, work, own_queries);
+      } else {
+        rows.clear();
+        visit(rows, work, work.visits, own_queries);
+      }
+      if (is_whole) rows.store(params, chunks, work, group, first_column, logits.factor, own_queries);
       shared.queries.release(query_at);
       shared.handed_works.release(work_at);
     }
@@ -139,12 +216,12 @@ struct Sm90Group {
   }
 };
 
-template <typename Element, int kHeadSize, int kKeyRows>
-__global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
+template <typename Element, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     sm90_prefill_kernel(const __grid_constant__ SwaAttentionParams params,
-                        const __grid_constant__ Sm90Maps maps, const __grid_constant__ WorkQueue queue) {
+                        const __grid_constant__ Sm90Maps maps, const __grid_constant__ WorkQueue queue,
+                        const __grid_constant__ typename Shape::Chunks chunks) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using Shape = Sm90Shape<kHeadSize, kKeyRows>;
   extern __shared__ unsigned char shared_memory[];
   __shared__ Sm90Shared<Shape> shared;
   const uint32_t queries = (shared_address(shared_memory) + 1023) & ~1023u;
@@ -160,7 +237,7 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);  // known to be uniform
   if (group == Shape::kGroups) {
     lower_registers<Shape::kLoadRegisters>();
-    const Sm90Loader<Element, Shape> loader{params, maps, first_column};
+    const Sm90Loader<Element, Shape> loader{params, maps, chunks, first_column};
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0) loader.bring_keys(shared, queries, keys);
     if (warp == 1) loader.bring_values(shared, values);
@@ -168,6 +245,7 @@ __global__ void __launch_bounds__(Sm90Shape<kHeadSize, kKeyRows>::kThreads, 1)
   } else {
     raise_registers<Shape::kComputeRegisters>();
     Sm90Group<Element, Shape> computing{params,
+                                        chunks,
                                         shared,
                                         keys,
                                         values,

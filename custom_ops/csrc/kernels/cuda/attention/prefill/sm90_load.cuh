@@ -11,6 +11,7 @@ struct Sm90Loader {
   using Shared = Sm90Shared<Shape>;
   const SwaAttentionParams& params;
   const Sm90Maps& maps;
+  const typename Shape::Chunks& chunks;
   int first_column;
 
   using TileCopy = Sm90TileCopy<Element, Shape::kColumns, Shape::kKeys>;
@@ -45,29 +46,32 @@ struct Sm90Loader {
 
   __device__ __forceinline__ void load_queries(uint32_t target, const Sm90Work<Shape>& work,
                                                Barrier& full) const {
-    full.arrive_expecting(Shape::kQueryBytes);
+    const int tokens = chunks.tokens();
+    full.arrive_expecting(Shape::kGroups * Shape::kBoxes * 128 * tokens * chunks.heads());
 #pragma unroll
     for (int box = 0; box < Shape::kBoxes; ++box)
 #pragma unroll
       for (int group = 0; group < Shape::kGroups; ++group)
         copy_box(target + (box * Shape::kRows + group * 64) * 128, maps.query, first_column + box * 64,
-                 work.head, work.tile.first + group * 64, full);
+                 work.head, work.tile.first + group * tokens, full);
   }
 
   // Which works are the block's: found while others are loaded, as lengths take long to read.
   __device__ __forceinline__ void find_works(Shared& shared, const WorkQueue& queue) const {
     const int lane = threadIdx.x % 32;
-    const int tiles = count_query_tiles(params.packing, Shape::kRows, queue.most_decode);
-    const unsigned works = static_cast<unsigned>(tiles) * static_cast<unsigned>(params.num_heads);
+    const auto works = Sm90WorkList<Shape>::of(params, chunks, queue.own);
     Ring<Shared::kWorks> work_at;
     uint32_t wanted_parity = 0;
     unsigned round = 0;
     for (bool exists = true; exists; work_at.advance()) {
       shared.handed_works.wait_empty(work_at);
-      const unsigned number = queue.take<Shape::kBlocks>(round++);
-      exists = number < works;
-      Sm90Work<Shape> work{};
-      if (exists) work.find(params, TileAndHead::of(number, tiles, queue.section_heads), queue.most_decode);
+      Sm90Work<Shape> work;
+      for (bool is_found = false; !is_found;) {
+        const unsigned number = queue.take<Shape::kBlocks>(round++);
+        exists = number < works.count;
+        work = {};
+        is_found = !exists || works.find(params, chunks, queue, number, work);
+      }
       if (lane == 0) {
         shared.works[work_at.place] = work;
         shared.handed_works.full[work_at.place].arrive();

@@ -56,9 +56,10 @@ struct Sm90Rows {
     for (int n = 0; n < kKeys / 2; ++n) asm volatile("" : "+f"(z[n])::"memory");
   }
 
-  // `row` and `key`: positions of the thread's first row and of the tile's first key.
-  __device__ __forceinline__ void mask(const Visibility& visibility, int32_t row, int32_t key) {
-    SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(row + 8)};
+  // Positions of the thread's two rows and of the tile's first key.
+  __device__ __forceinline__ void mask(const Visibility& visibility, int32_t row, int32_t second_row,
+                                       int32_t key) {
+    SeenPositions seen[2] = {visibility.of_query(row), visibility.of_query(second_row)};
     key += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half)  // so that the compiler compares with constants
@@ -68,12 +69,13 @@ struct Sm90Rows {
       if (!seen[n / 2 % 2].holds(n / 4 * 8 + n % 2)) z[n] = -INFINITY;
   }
   // The same where nothing lies before the window.
-  __device__ __forceinline__ void mask_newest(const Visibility& visibility, int32_t row, int32_t key) {
+  __device__ __forceinline__ void mask_newest(const Visibility& visibility, int32_t row, int32_t second_row,
+                                              int32_t key) {
     key += threadIdx.x % 4 * 2;
     int32_t end[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const SeenPositions seen = visibility.of_query(row + 8 * half);
+      const SeenPositions seen = visibility.of_query(half ? second_row : row);
       end[half] = max(seen.newest + 1, seen.sink_end) - key;
     }
 #pragma unroll
@@ -149,22 +151,73 @@ struct Sm90Rows {
       if (is_rescaled()) rescale_sums();
     }
   }
+
+  // A thread's sums as memory holds them, in pieces of 16 bytes: those of a warpgroup's threads side by side.
+  static constexpr int kPieces = 1 + kColumns / 8;
+  static constexpr int kPieceStride = 128;
+
+  __device__ __forceinline__ void save(float4* place) const {
+    __stcg(place, make_float4(maxima[0], maxima[1], totals[0], totals[1]));
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n)
+      __stcg(place + (n + 1) * kPieceStride,
+             make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]));
+  }
+  __device__ __forceinline__ void restore(const float4* place) {
+    const float4 state = __ldcg(place);
+    maxima[0] = state.x, maxima[1] = state.y, totals[0] = state.z, totals[1] = state.w;
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float4 piece = __ldcg(place + (n + 1) * kPieceStride);
+      sums[4 * n] = piece.x, sums[4 * n + 1] = piece.y, sums[4 * n + 2] = piece.z, sums[4 * n + 3] = piece.w;
+    }
+  }
+  // Adds those of other keys: with the same bits where the other's are added to these.
+  __device__ __forceinline__ void add(const float4* place, float factor) {
+    const float4 state = __ldcg(place);
+    const float other_maxima[] = {state.x, state.y}, other_totals[] = {state.z, state.w};
+    float own[2] = {}, other[2] = {};
+    const auto add_to = [&](float& a, float b, int half) {
+      a = __fadd_rn(__fmul_rn(a, own[half]), __fmul_rn(b, other[half]));
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float maximum = fmaxf(maxima[half], other_maxima[half]);
+      const float base = __fmul_rn(finite_max(maximum), factor);
+      own[half] = fast_exp2(__fmul_rn(maxima[half], factor) - base);
+      other[half] = fast_exp2(__fmul_rn(other_maxima[half], factor) - base);
+      add_to(totals[half], other_totals[half], half);
+      maxima[half] = maximum;
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      const float4 piece = __ldcg(place + (n + 1) * kPieceStride);
+      add_to(sums[4 * n], piece.x, 0);
+      add_to(sums[4 * n + 1], piece.y, 0);
+      add_to(sums[4 * n + 2], piece.z, 1);
+      add_to(sums[4 * n + 3], piece.w, 1);
+    }
+  }
+
   // Divides and writes the rows. They pass through `scratch`, the group's rows of the queries, so that a warp
   // writes whole rows. `first_column`: of the block.
-  __device__ __forceinline__ void store(const SwaAttentionParams& params, const Sm90Work<Shape>& work,
+  __device__ __forceinline__ void store(const SwaAttentionParams& params,
+                                        const typename Shape::Chunks& chunks, const Sm90Work<Shape>& work,
                                         int group, int first_column, float factor, uint32_t scratch) {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-    const int count = work.tile.count - group * 64 - warp_row;  // of the warp's rows
-    const int64_t first = work.tile.first + group * 64 + warp_row;
+    const int tokens = min(work.tile.count - group * chunks.tokens(), chunks.tokens());
+    const int count = tokens * chunks.heads() - warp_row;  // of the warp's rows
+    const int64_t first = work.tile.first + group * chunks.tokens();
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + half * 8;
+      const int head = work.head + chunks.head(warp_row + row);
       const Denominator denominator = Denominator::of(quad_sum(totals[half]), __fmul_rn(maxima[half], factor),
-                                                      params.sink_logits, work.head);
+                                                      params.sink_logits, row < count ? head : 0);
       inverse[half] = denominator.inverse;
       if (params.lse && lane % 4 == 0 && row < count && first_column == 0)
-        params.lse[work.head * params.packing.num_tokens + first + row] = denominator.lse;
+        params.lse[head * params.packing.num_tokens + first + chunks.token(warp_row + row)] = denominator.lse;
     }
     sync_warps<128>(Turns<Shape>::kFirstBarrier + Shape::kGroups + group);  // all have read the queries
 #pragma unroll
@@ -178,21 +231,22 @@ struct Sm90Rows {
     }
     fence_async_shared();  // before the next queries arrive there
     __syncwarp();
-    constexpr int kPieces = kColumns / 8;  // of a row
-    uint4 parts[kPieces / 2];
+    constexpr int kRowPieces = kColumns / 8;
+    uint4 parts[kRowPieces / 2];
 #pragma unroll
-    for (int n = 0; n < kPieces / 2; ++n)
-      parts[n] = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + (n * 32 + lane) / kPieces,
-                                               (n * 32 + lane) % kPieces));
+    for (int n = 0; n < kRowPieces / 2; ++n)
+      parts[n] = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + (n * 32 + lane) / kRowPieces,
+                                               (n * 32 + lane) % kRowPieces));
     const int head_size = static_cast<int>(params.cache.head_size);
     auto* output = static_cast<Element*>(params.output) + (first * params.num_heads + work.head) * head_size +
                    first_column;
     const int64_t stride = params.num_heads * head_size;
 #pragma unroll
-    for (int n = 0; n < kPieces / 2; ++n) {
-      const int row = (n * 32 + lane) / kPieces, column = (n * 32 + lane) % kPieces * 8;
+    for (int n = 0; n < kRowPieces / 2; ++n) {
+      const int row = (n * 32 + lane) / kRowPieces, column = (n * 32 + lane) % kRowPieces * 8;
       if (row < count && first_column + column < head_size)
-        *reinterpret_cast<uint4*>(output + row * stride + column) = parts[n];
+        *reinterpret_cast<uint4*>(output + chunks.token(warp_row + row) * stride +
+                                  chunks.head(warp_row + row) * head_size + column) = parts[n];
     }
   }
 };

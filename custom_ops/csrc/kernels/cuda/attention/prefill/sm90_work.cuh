@@ -1,6 +1,8 @@
 // What the warps of an sm_90a prefill block share: shapes, barriers, and which rows and keys come next.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cuda/attention/instances.h"
 #include "kernels/cuda/attention/key_tiles.cuh"
 #include "kernels/cuda/common/softmax.cuh"
@@ -8,12 +10,16 @@
 #include "kernels/cuda/common/wgmma.cuh"
 #include "query_tiles.cuh"
 #include "sm90_exchange.cuh"
+#include "sm90_short.cuh"
 
 namespace ortolan::cuda {
 
-// For heads of at most kHeadSize columns: what is missing of it is zeros.
-template <int kHeadSize, int kKeyRows>
+// For heads of at most kHeadSize columns: what is missing of it is zeros. `kIsShort_`: for short chunks, see
+// sm90_short.cuh.
+template <int kHeadSize, int kKeyRows, bool kIsShort_>
 struct Sm90Shape {
+  static constexpr bool kIsShort = kIsShort_;
+  using Chunks = std::conditional_t<kIsShort, ShortChunks, LongChunks>;
   static constexpr int kKeys = kKeyRows;                   // of a tile
   static constexpr int kBlocks = kHeadSize > 256 ? 2 : 1;  // a cluster's, which share a work's columns
   static constexpr int kColumns = kHeadSize / kBlocks;     // a block's
@@ -37,19 +43,21 @@ struct Sm90Shape {
 // What the host prepares: tensor maps, and how many rows of a tile one copy takes (pages may be smaller than
 // tiles).
 struct Sm90Maps {
-  CUtensorMap query;   // [T, Hq, D], boxes of 64 rows
+  CUtensorMap query;   // [T, Hq, D], boxes of a warpgroup's rows
   CUtensorMap keys;    // [N * Hkv, P, D], boxes of box_rows slots
   CUtensorMap values;  // the same
   int box_rows;
 };
+
+constexpr int kQueueCounters = 2;
 
 // All works of a launch, the longest first. A block begins with the one of its own number, and then takes
 // whatever is next, as works differ in length. The blocks of a cluster need the same works: clusters deal
 // them among themselves, to and fro, which is nearly as even.
 struct WorkQueue {
   int section_heads;
-  int most_decode;  // sequences of no more belong to decode
-  unsigned* taken;  // two counters, zero between launches: works taken, blocks that have left
+  OwnTokens own;
+  unsigned* taken;  // [kQueueCounters], zero between launches: works taken, blocks that have left
 
   // For a whole warp; `round`: how many the block has taken.
   template <int kBlocks>
@@ -70,32 +78,89 @@ struct WorkQueue {
   }
 };
 
-// One tile of query rows and the keys it meets; the same for all warps.
+// One tile of tokens and the keys it meets; the same for all warps.
 template <typename Shape>
 struct Sm90Work {
   QueryTile tile;  // a sequence of -1: no more
-  int head;
+  int head;        // the first of those that share the tile
   int kv_head;
-  int32_t first;  // position of the tile's first row
+  int32_t first;  // position of the tile's first token
   int32_t end;    // positions of the sequence
   Visibility visibility;
   KeyTiles visits;
+  SpanOfKeys span;  // of a short chunk
 
   // For whole warps.
   __device__ __forceinline__ void find(const SwaAttentionParams& params, const TileAndHead& place,
-                                       int most_decode) {
-    tile = find_query_tile(params.packing, place.tile, Shape::kRows, most_decode);
+                                       int tile_tokens, const OwnTokens& own) {
+    tile = find_query_tile(params.packing, place.tile, tile_tokens, own);
     head = place.head;
     kv_head = head / static_cast<int>(params.num_heads / params.cache.num_kv_heads);
     const auto past = static_cast<int32_t>(params.past_len.at(tile.sequence, kv_head));
     first = past + tile.offset;
     end = past + static_cast<int32_t>(params.packing.count(tile.sequence));
     visibility = Visibility::of(params, tile.sequence, end - 1);
-    visits = of_rows(0, tile.count);
+    visits = of_tokens(0, tile.count);
   }
-  // Key tiles of some of the rows.
-  __device__ __forceinline__ KeyTiles of_rows(int begin, int count) const {
+  // Key tiles of some of the tokens.
+  __device__ __forceinline__ KeyTiles of_tokens(int begin, int count) const {
     return KeyTiles::of(visibility.of_queries(first + begin, first + begin + count - 1), Shape::kKeys);
+  }
+};
+
+// The works of a launch, by their numbers.
+template <typename Shape>
+struct Sm90WorkList {
+  int tiles;
+  int heads;            // that have tiles of their own
+  int spans = 1;        // of each tile that are works of their own
+  bool splits = false;  // whether spans are
+  unsigned count;
+
+  // Counts of each tile, where spans are works: see SpanOfKeys.
+  __device__ __forceinline__ int tile_counts() const {
+    return Shape::kGroups * (1 + divide_up(spans, KeySpans<Shape::kKeys>::kMerged));
+  }
+  // For whole warps, like what follows.
+  static __device__ __forceinline__ Sm90WorkList of(const SwaAttentionParams& params,
+                                                    const typename Shape::Chunks& chunks,
+                                                    const OwnTokens& own) {
+    const int tile_tokens = Shape::kGroups * chunks.tokens();
+    Sm90WorkList list;
+    list.heads = static_cast<int>(params.num_heads) / chunks.heads();
+    if constexpr (Shape::kIsShort) {
+      const auto totals = chunks.count(params, tile_tokens, own);
+      list.tiles = totals.tiles;
+      list.spans = KeySpans<Shape::kKeys>::of((totals.end - 1) / Shape::kKeys) + 1;
+      const int64_t entries = int64_t{list.tiles} * list.heads;
+      list.splits =
+          entries * list.spans <= chunks.most_places && entries * list.tile_counts() <= chunks.most_counts;
+      if (!list.splits) list.spans = 1;
+    } else {
+      list.tiles = count_query_tiles(params.packing, tile_tokens, own);
+    }
+    list.count = static_cast<unsigned>(list.tiles) * list.heads * list.spans;
+    return list;
+  }
+  // False where the tile visits none of the span's keys.
+  __device__ __forceinline__ bool find(const SwaAttentionParams& params, const typename Shape::Chunks& chunks,
+                                       const WorkQueue& queue, unsigned number, Sm90Work<Shape>& work) const {
+    const int tile_tokens = Shape::kGroups * chunks.tokens();
+    if constexpr (Shape::kIsShort) {
+      const auto entries = static_cast<unsigned>(tiles * heads), entry = number % entries;
+      // Neighbours have the same keys.
+      const TileAndHead place{static_cast<int>(entry % tiles),
+                              static_cast<int>(entry / tiles) * chunks.heads()};
+      work.find(params, place, tile_tokens, queue.own);
+      work.span = {.number = spans - 1 - static_cast<int>(number / entries),
+                   .is_alone = splits,
+                   .place = static_cast<int>(entry) * spans,
+                   .first_count = static_cast<int>(entry) * tile_counts()};
+      return chunks.template cut<Shape::kKeys>(work.span, work.visits);
+    } else {
+      work.find(params, TileAndHead::of(number, tiles, queue.section_heads), tile_tokens, queue.own);
+      return true;
+    }
   }
 };
 
@@ -107,6 +172,7 @@ struct Sm90Shared {
   static constexpr int kTilesAhead = 4;
   Handover<kWorks> handed_works;
   Barrier wants_work, landed;
+  bool is_last[Shape::kGroups];  // of those that share a short chunk's keys
   Handover<Shape::kQueryStages> queries;
   Handover<Shape::kStages> keys, values;
   Sm90Exchange<Shape> exchange;
