@@ -41,7 +41,8 @@ class PieceScores:
             layer, tensors = manifest.layers[index], caches.store.tensors[index]
             for spec in kind_of(layer).tensors(index, layer, manifest):
                 self._bind(spec.name, tensors[spec.role])
-        for name, table in caches.tables().items():
+        self._tables = caches.tables()  # they outlive the binding's runs
+        for name, table in self._tables.items():
             self._bind(name, table)
 
     def add(self, captures: Captures, state: SequenceState, written: int) -> None:

@@ -1,5 +1,7 @@
 """Prompts that an engine reads twice: what it keeps is what a session keeps, and other requests go on meanwhile."""
 
+import weakref
+
 import numpy as np
 import pytest
 from families import shared_checkpoint, shared_model
@@ -8,6 +10,7 @@ from scheduler_driver import make_plan, make_sequence
 import ortolan
 from ortolan import Engine, Eviction
 from ortolan.errors import CapacityError, ConfigError, NumericError
+from ortolan.runtime.device.buffers import HostBuffers
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.rereading import Rereading
 from ortolan.runtime.engine.scheduler import Scheduler
@@ -112,6 +115,27 @@ def test_the_first_token_comes_before_the_second_reading(model, draw_tokens, spy
         spy(engine, lambda core, sequence, piece: seen.append((piece, len(sequence.tokens))))
         submit(engine, draw_tokens(100), 5).result()
     assert seen == [(piece, 101) for piece in range(10)]
+
+
+def test_block_tables_live_as_long_as_the_scores_that_are_bound_to_them(model, draw_tokens, spy, monkeypatch):
+    """Arrays are bound by their address, as on a GPU: a binding does not keep them."""
+    tables, bound, alive = {kind.block_table for kind in model.manifest.cache_kinds}, {}, []
+
+    def bind_input(buffers, binding, name, array):
+        bound[binding, name] = weakref.ref(array)
+        binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def look(core, sequence, piece):
+        if piece:
+            of_scores = sequence.rereading.scores._io
+            alive.extend(bound[key]() is not None for key in bound if key[0] is of_scores and key[1] in tables)
+
+    monkeypatch.setattr(HostBuffers, "bind_input", bind_input)
+    with Engine(model, 1, chunk_tokens=CHUNK) as engine:
+        spy(engine, look)
+        submit(engine, draw_tokens(100), 5).result()
+    assert alive
+    assert all(alive)
 
 
 def test_a_request_of_one_token_reads_nothing_again(model, draw_tokens):
