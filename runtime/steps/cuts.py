@@ -1,6 +1,6 @@
 """Says where a sequence's tokens may be cut into steps, so that each token's bits are the same however it was read.
 
-On CUDA one family of attention kernels reads a sequence's few new tokens, another one many, and they sum in different
+On CUDA different families of attention kernels read a sequence's few new tokens and its many, and sum in different
 orders. Within a family the bits follow from a token's position alone. So each token must always meet the same family:
 
  1. A prompt of at most `FEW_TOKENS` tokens is read whole.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ortolan.errors import ConfigError
 
-FEW_TOKENS = 64  # of a sequence; more are read by the kernels of prefill at every head size
+FEW_TOKENS = 64  # of a sequence; more are read by the kernels of long chunks at every head size
 STEP_TOKENS = 16  # of a sequence; as many are read by the kernels of decode at every head size
 LEAST_STEP = 2 * (FEW_TOKENS + 1)  # tokens of a step that any prompt can be cut for
 
