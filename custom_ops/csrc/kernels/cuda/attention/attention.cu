@@ -193,10 +193,13 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
 
 namespace {
 
-// Short chunks, where all keys are seen: few keys of a window are not worth splitting.
-bool has_short_chunks(const SwaAttentionParams& params, int most_decode) {
+// Whether a step may have short chunks with a kernel of their own: where all keys are seen, as few keys of a
+// window are not worth splitting.
+bool may_have_short_chunks(const SwaAttentionParams& params, int most_decode) {
   constexpr int64_t kMostGroup = 64;  // rows of a warpgroup
-  return params.window < 0 && params.cache.head_size <= 256 && most_decode < kShortTokens &&
+  const Packing& packing = params.packing;
+  return (packing.num_sequences > 1 || packing.num_tokens <= kShortTokens) && params.window < 0 &&
+         params.cache.head_size <= 256 && most_decode < kShortTokens &&
          params.num_heads <= params.cache.num_kv_heads * kMostGroup;
 }
 
@@ -234,22 +237,18 @@ cudaError_t prefill_sm90(const SwaAttentionParams& params, const Launch& launch,
 }  // namespace
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
-  if (!has_short_chunks(params, most_decode)) return prefill_sm90(params, launch, {most_decode});
-  const bool is_alone = params.packing.num_sequences == 1, is_long = params.packing.num_tokens > kShortTokens;
-  cudaError_t error = cudaSuccess;
-  if (!is_alone || !is_long)
-    error = with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
-      return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
-    });
-  return error == cudaSuccess && is_long ? prefill_sm90(params, launch, {kShortTokens}) : error;
+  if (!may_have_short_chunks(params, most_decode)) return prefill_sm90(params, launch, {most_decode});
+  const cudaError_t error = with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
+    return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
+  });
+  if (error != cudaSuccess || params.packing.num_tokens <= kShortTokens) return error;
+  return prefill_sm90(params, launch, {kShortTokens});
 }
 
 size_t attention_prefill_sm90_workspace(const SwaAttentionParams& params, const Device& device,
                                         int most_decode) {
   constexpr size_t kCountersAlone = 1;
-  const bool is_alone = params.packing.num_sequences == 1;
-  if (!has_short_chunks(params, most_decode) || (is_alone && params.packing.num_tokens > kShortTokens))
-    return kCountersAlone;
+  if (!may_have_short_chunks(params, most_decode)) return kCountersAlone;
   return with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
     return sm90_short_workspace_bytes<Element, kHeadSize, kKeyRows>(params, device,
                                                                     {most_decode, kShortTokens});
