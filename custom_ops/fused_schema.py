@@ -24,7 +24,7 @@ FUSED_OPERATORS: tuple[Operator, ...] = (
         "bias are the gate, the last O the factor: act(gate) * factor. Or all rows are the gate, and the factor is an "
         "input. One of the two outputs is asked for. In a step of many tokens that asks for y, the product too is "
         "rounded to T1 before its bias and its gate. Up to 8 rows get the same bits whatever their number: in float32, "
-        "and on compute capability 9.0 in 16 bits where a row of weight has 2 to 16 KB.",
+        "and on compute capability 9.0 in 16 bits where a row of weight has 2 to 32 KB.",
         inputs=(
             Port(name="x", shape="[T, I]", type=ELEMENT, doc="Rows of I features."),
             Port(

@@ -29,7 +29,7 @@ def fused_linear(
     and bias are the gate, the last O the factor: act(gate) * factor. Or all rows are the gate, and the
     factor is an input. One of the two outputs is asked for. In a step of many tokens that asks for y, the
     product too is rounded to T1 before its bias and its gate. Up to 8 rows get the same bits whatever their
-    number: in float32, and on compute capability 9.0 in 16 bits where a row of weight has 2 to 16 KB.
+    number: in float32, and on compute capability 9.0 in 16 bits where a row of weight has 2 to 32 KB.
 
     Args:
         x: [T, I] T1. Rows of I features.

@@ -23,6 +23,8 @@ TOKENS = (1, 2, 5, 8, 16, 17, 32, 64, 128, 129, 300)
 # (I, O): Llama 3.2 1B's key and value, Gemma 3 1B's hidden size, a tiny model's MLP and vocabulary, a wide head.
 SIZES = [(2048, 512), (1152, 1024), (104, 40), (48, 131)]
 HEAD = (64, 20011)
+# Rows whose slices are whole and cut, that are too short or too odd to be cut, and the longest that are.
+SIZES_BY_SLICES = [1024, 1160, 2048, 2056, 2560, 4096, 6208, 8192, 1027, 10240, 14344, 16384]
 LINEARS = [
     LinearCase(),
     LinearCase(norm=True),
@@ -127,7 +129,7 @@ def assert_rows_do_not_know_each_other(case, size, outputs):
     assert_as_good_as_plain(every, plain_linear(case, feeds), fused_reference.fused_linear(**feeds, **case.attributes))
 
 
-@pytest.mark.parametrize("size", [1024, 1160, 2048, 2056, 2560, 4096, 6208, 8192, 1027])  # slices whole and cut
+@pytest.mark.parametrize("size", SIZES_BY_SLICES)
 @pytest.mark.parametrize("case", LINEARS, ids=str)
 def test_a_row_gets_the_same_bits_among_up_to_eight(case, size):
     assert_rows_do_not_know_each_other(case, size, 131)

@@ -11,10 +11,10 @@ namespace ortolan::cuda {
 // 39 % on an H200).
 constexpr int kFewTokens = 8;
 
-// Rows of weights of 2 to 16 KB: the units of shorter ones are too small for the kernels that stream, the
+// Rows of weights of 2 to 32 KB: the units of shorter ones are too small for the kernels that stream, the
 // turns of longer ones too short.
 inline bool takes_stream(const FusedLinearParams& p) {
-  constexpr int64_t kMinRowBytes = 2048, kMaxRowBytes = 16384;
+  constexpr int64_t kMinRowBytes = 2048, kMaxRowBytes = 32768;
   const int64_t row_bytes = p.num_inputs * element_bytes(p.element);
   return row_bytes >= kMinRowBytes && row_bytes <= kMaxRowBytes && p.num_outputs <= (1 << 29);
 }
