@@ -89,6 +89,15 @@ auto with_few_rows(const SwaAttentionParams& params, Function&& f) {
   return f.template operator()<Sm90FewRows<Element, kHeadSize, 32>>();
 }
 
+// The same of Sm90WideRows.
+template <typename Element, int kHeadSize, typename Function>
+auto with_wide_rows(const SwaAttentionParams& params, Function&& f) {
+  const int rows = expected_rows(params, kShortTokens);
+  if (rows <= 16) return f.template operator()<Sm90WideRows<Element, kHeadSize, 16>>();
+  if (rows <= 32) return f.template operator()<Sm90WideRows<Element, kHeadSize, 32>>();
+  return f.template operator()<Sm90WideRows<Element, kHeadSize, 64>>();
+}
+
 // Calls f.operator()<Rows>() for the instance of decode attention by wgmma that takes the parameters: the
 // smallest that holds the head. What a cache's rows lack becomes zeros in shared memory, and is not read. By
 // mma.sync: by_mma.operator()<Rows, kRowTiles>().
@@ -101,7 +110,7 @@ auto with_decode(const SwaAttentionParams& params, const Device& device, Functio
     if (is_few && head_size <= 64) return with_few_rows<Element, 64>(params, f);
     if (is_few && head_size <= 128) return with_few_rows<Element, 128>(params, f);
     if (is_few) return with_few_rows<Element, 256>(params, f);
-    return f.template operator()<Sm90DecodeRows<Element, 512>>();
+    return with_wide_rows<Element, 512>(params, f);
   });
 }
 

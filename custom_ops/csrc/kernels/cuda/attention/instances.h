@@ -19,6 +19,15 @@ inline int expected_rows(const SwaAttentionParams& params, int64_t most_tokens) 
   return static_cast<int>(std::min<int64_t>((rows + kTile - 1) / kTile * kTile, kSm90DecodeRows));
 }
 
+// New tokens of a sequence that decode takes, at most; `most`: in steps of more tokens than sequences. As
+// many tokens as sequences are one for each, and no other kernel need be launched; where some sequences have
+// none, the others may have more than `most`.
+inline int decode_tokens(const SwaAttentionParams& params, int most) {
+  const Packing& packing = params.packing;
+  return packing.num_tokens == packing.num_sequences ? std::max(most, static_cast<int>(packing.num_tokens))
+                                                     : most;
+}
+
 template <typename Element, int kHeadSize>
 cudaError_t launch_mma_prefill(const SwaAttentionParams& params, const Launch& launch, int most_decode);
 
@@ -35,11 +44,11 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
 template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
-// Rows of decode attention by wgmma: in an order of sums of their own, or in that of DenseRows.
-template <typename Element, int kHeadSize>
-struct Sm90DecodeRows;
+// Rows of decode attention by wgmma: in the order of sums of DenseRows, or in one of their own.
 template <typename Element, int kHeadSize, int kGroupRows>
 struct Sm90FewRows;
+template <typename Element, int kHeadSize, int kRows>
+struct Sm90WideRows;
 
 // False, and nothing launched, where other kernels must take the step.
 template <typename Rows>

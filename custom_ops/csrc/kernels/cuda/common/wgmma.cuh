@@ -99,6 +99,12 @@ __device__ __forceinline__ void store_matrix_x4_transposed(uint32_t address, con
                "r"(tile[0]), "r"(tile[1]), "r"(tile[2]), "r"(tile[3])
                : "memory");
 }
+// Of two tiles: lanes 0 .. 15 give the addresses.
+__device__ __forceinline__ void store_matrix_x2_transposed(uint32_t address, const uint32_t (&tile)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};\n" ::"r"(address),
+               "r"(tile[0]), "r"(tile[1])
+               : "memory");
+}
 
 // An e4m3 code.
 struct Float8 {

@@ -143,19 +143,18 @@ struct DecodeSpan {
   }
 };
 
-// Calls f(cursor, span, count) for the runs of tiles of a stream in a block's piece of the line. Whole spans
-// go to the streams by turns; of others, whose sums are handed on tile by tile, so do the tiles.
+// Calls f(cursor, span, count) for the runs of tiles in a block's piece of the line: whole spans, and single
+// tiles of others, whose sums are handed on tile by tile.
 template <typename Line, typename Function>
-__device__ __forceinline__ void each_run_of_stream(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                   const Line& line, int begin, int end, int stream,
-                                                   const Function& f) {
+__device__ __forceinline__ void each_run(const SwaAttentionParams& params, const DecodeShape& shape,
+                                         const Line& line, int begin, int end, const Function& f) {
   DecodeCursor cursor{.tile = begin};
-  for (int number = 0; cursor.tile < end; ++number) {
+  while (cursor.tile < end) {
     cursor.settle(params, shape, line);
     DecodeSpan span;
     span.settle(cursor, true, line, begin, end, shape);
     const int count = span.is_whole ? span.tiles.end - cursor.number : 1;
-    if (number % shape.streams == stream) f(cursor, span, count);
+    f(cursor, span, count);
     cursor.skip(count);
   }
 }

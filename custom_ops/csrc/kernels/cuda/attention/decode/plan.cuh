@@ -61,7 +61,6 @@ struct DecodeShape {
   int warps;      // that multiply
   int stages;     // tiles in flight
   int buffers;    // tiles whose sums wait to be merged, at most
-  int streams;    // of spans that are summed beside one another, on sm_90a
   int tile_keys;  // a power of two
   int tile_shift;
   PowerOfTwo span_tiles;  // kMostSpanTiles at most

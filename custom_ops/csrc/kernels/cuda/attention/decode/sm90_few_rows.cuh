@@ -15,12 +15,11 @@
 namespace ortolan::cuda {
 
 template <typename Element_, int kHeadSize, int kGroupRows>
-struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
-  using Base = Sm90FewGroup<Element_, kHeadSize, kGroupRows>;
+struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>> {
+  using Base = Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>;
   using Base::at, Base::factors, Base::group, Base::lane, Base::logits, Base::params, Base::queries,
-      Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared, Base::span_sums,
-      Base::stream, Base::sync, Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights,
-      Base::workspace;
+      Base::reduce, Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared,
+      Base::sync, Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
   using Base::kColumnBlocks, Base::kRowOctets, Base::kSums;
   using typename Base::Element;
   using typename Base::Shape;
@@ -42,17 +41,18 @@ struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
   static constexpr int kOwnParts = kParts > kRowLanes ? kParts / kRowLanes : 1;
   using Sums = float[kChunk][kSums];
 
+  typename Base::RowSums span_sums;
   SoftmaxState span_state;  // of row thread / kRowLanes
 
   // Logits of a pass: of the even and the odd steps' products two sums. Two products for a warp's 32 keys
   // take the even and the odd eights of keys.
   using LogitTile = float[kBlocks][kSums];
   __device__ __forceinline__ void multiply_keys(LogitTile& even, LogitTile& odd, uint32_t keys) const {
-    const uint64_t b = wgmma_tile(descriptor_address(queries()), 16);
+    const uint64_t b = wgmma_tile(queries(), 16);
     wgmma_fence();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const uint64_t a = wgmma_tile(descriptor_address(keys + block * 1024), 16, kBlocks * 1024);
+      const uint64_t a = wgmma_tile(keys + block * 1024, 16, kBlocks * 1024);
 #pragma unroll
       for (int k = 0; k < kHeadSize / 16; ++k)
         Products::products(k % 2 ? odd[block] : even[block], moved_tile(a, k / 4 * kKeys * 128 + k % 4 * 32),
@@ -90,14 +90,6 @@ struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
   // Of a key of the part's eighth, and of the query of a sum's column.
   static __device__ __forceinline__ float& logit(LogitTile& z, int octet, int n) {
     return z[octet % kBlocks][n / 4 * 4 + octet / kBlocks * 2 + n % 2];
-  }
-
-  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
-  template <typename Operation>
-  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
-    const bool is_second = thread & 4;
-    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
-    return fold_lanes<8, 16>(value, operation);
   }
 
   // Logits of a part become weights, in shared memory; so do its maxima and totals.
@@ -211,11 +203,11 @@ struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
   // A unit: a part of the keys, and a chunk of the columns.
   __device__ __forceinline__ void multiply_unit(Sums& sums, uint32_t values, int unit) const {
     const int part = unit % kParts, block = unit / kParts * kChunk;
-    const uint64_t b = wgmma_tile(descriptor_address(weights()), 16);
+    const uint64_t b = wgmma_tile(weights(), 16);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kChunk; ++c) {
-      const uint64_t a = wgmma_tile(descriptor_address(values + (block + c) * kKeys * 128), 16);
+      const uint64_t a = wgmma_tile(values + (block + c) * kKeys * 128, 16);
 #pragma unroll
       for (int k = 0; k < kPartKeys / 16; ++k) {
         const int step = part * (kPartKeys / 16) + k;
@@ -311,7 +303,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
     }
     if (!span.is_whole) return;
     if (span.tiles.end - span.tiles.begin == tiles.count())
-      this->store_output();
+      this->store_output(span_sums);
     else
       this->store_partial(span_sums, workspace.span_place(cursor.entry, span.number));
     clear_span();
@@ -322,12 +314,12 @@ struct Sm90FewRows : Sm90FewGroup<Element_, kHeadSize, kGroupRows> {
     turn = 0;
     clear_span();
     int entry = -1;  // whose queries are there
-    each_run_of_stream(params, shape, line, begin, end, stream,
-                       [&](const DecodeCursor& cursor, const DecodeSpan& span, int count) {
-                         if (entry != cursor.entry) this->take_queries(cursor.of);
-                         entry = cursor.entry;
-                         sum_tiles(cursor, span, count);
-                       });
+    each_run(params, shape, line, begin, end,
+             [&](const DecodeCursor& cursor, const DecodeSpan& span, int count) {
+               if (entry != cursor.entry) this->take_queries(cursor.of);
+               entry = cursor.entry;
+               sum_tiles(cursor, span, count);
+             });
   }
 };
 

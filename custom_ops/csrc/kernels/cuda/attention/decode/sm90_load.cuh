@@ -1,5 +1,5 @@
-// The warps of an sm_90a decode block that load, one a stream: keys and values by turns, some steps ahead and
-// across the borders of sequences.
+// The warp of an sm_90a decode block that loads: keys and values by turns, some steps ahead and across the
+// borders of sequences.
 //
 // The tensor unit copies boxes of adjacent rows, 64 columns wide; what they have beyond the head size or the
 // page becomes zeros. A box at the end of what is written also brings rows that nobody sees: products with
@@ -16,8 +16,6 @@ namespace ortolan::cuda {
 
 template <typename Element, typename Shape>
 struct Sm90DecodeLoad {
-  static constexpr int kHeadSize = Shape::kHeadSize;
-
   const SwaAttentionParams& params;
   const DecodeShape& shape;
   const Sm90DecodeMaps& maps;
@@ -43,7 +41,8 @@ struct Sm90DecodeLoad {
     return {slot - page * page_slots, rows.pages[page] * kv_heads + entry.kv_head, is_whole};
   }
 
-  // Keys and then values of one step, to the next two places of the ring.
+  // Keys and then values of one step, to the next places of the ring: all columns to one, or as many to each
+  // as a warpgroup has.
   __device__ __forceinline__ void load(const DecodeEntry& entry, int32_t first, RingPlace& at) const {
     const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
     const SeenPositions seen = entry.seen();
@@ -51,7 +50,9 @@ struct Sm90DecodeLoad {
     const Box box = find_box(entry, rows, seen, first + lane % boxes * maps.box_rows);
     const bool is_whole = __all_sync(~0u, box.is_whole);
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int n = 0; n < 2 * Shape::kSplits; ++n) {
+      const bool is_values = n >= Shape::kSplits;
+      const int first_column = n % Shape::kSplits * Shape::kBoxes * 64;
       Barrier& full = shared.full[at.place];
       shared.empty[at.place].wait(at.parity ^ 1);
       const uint32_t target = shared.buffer<Shape>(at.place);
@@ -59,28 +60,32 @@ struct Sm90DecodeLoad {
         if (lane == 0) full.arrive_expecting(Shape::kBufferBytes);
         __syncwarp();
         if (lane < boxes)
-          copy_boxes(target + lane * maps.box_rows * 128, part ? maps.values : maps.keys, box, full);
+          copy_boxes(target + lane * maps.box_rows * 128, is_values ? maps.values : maps.keys, first_column,
+                     box, full);
       } else {
         copy_rows(target, rows, seen,
-                  static_cast<const Element*>(part ? params.value_cache : params.key_cache), first, full);
+                  static_cast<const Element*>(is_values ? params.value_cache : params.key_cache),
+                  first_column, first, full);
       }
       at.advance(shape.stages);
     }
   }
-  __device__ __forceinline__ void copy_boxes(uint32_t target, const CUtensorMap& map, const Box& box,
-                                             Barrier& full) const {
+  __device__ __forceinline__ void copy_boxes(uint32_t target, const CUtensorMap& map, int first_column,
+                                             const Box& box, Barrier& full) const {
 #pragma unroll
     for (int n = 0; n < Shape::kBoxes; ++n)
-      copy_box(target + n * Shape::kKeys * 128, map, n * 64, box.row, box.plane, full);
+      copy_box(target + n * Shape::kKeys * 128, map, first_column + n * 64, box.row, box.plane, full);
   }
   __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const SeenPositions& seen,
-                                            const Element* source, int32_t first, Barrier& full) const {
+                                            const Element* source, int first_column, int32_t first,
+                                            Barrier& full) const {
+    constexpr int kPieces = Shape::kBoxes * 8;  // of a row
     const int32_t first_slot = rows.first_slot(first);
 #pragma unroll 1
-    for (int i = lane; i < Shape::kKeys * kHeadSize / 8; i += 32) {
-      const int row = i / (kHeadSize / 8), piece = i % (kHeadSize / 8);
-      const bool is_there = seen.holds(first + row) && piece * 8 < params.cache.head_size;
-      const int64_t offset = is_there ? rows.offset(first_slot + row) + piece * 8 : 0;
+    for (int i = lane; i < Shape::kKeys * kPieces; i += 32) {
+      const int row = i / kPieces, piece = i % kPieces, column = first_column + piece * 8;
+      const bool is_there = seen.holds(first + row) && column < params.cache.head_size;
+      const int64_t offset = is_there ? rows.offset(first_slot + row) + column : 0;
       copy_async_16(swizzled_place(target, Shape::kKeys, row, piece), source + offset, is_there);
     }
     copy_async_commit();
@@ -91,21 +96,19 @@ struct Sm90DecodeLoad {
   }
 
   template <typename Line>
-  __device__ __forceinline__ void run(const Line& line, int begin, int end, int stream) const {
+  __device__ __forceinline__ void run(const Line& line, int begin, int end) const {
     RingPlace at;
-    each_run_of_stream(params, shape, line, begin, end, stream,
-                       [&](const DecodeCursor& cursor, const DecodeSpan&, int count) {
-                         const SeenPositions seen = cursor.of.seen();
+    each_run(params, shape, line, begin, end, [&](const DecodeCursor& cursor, const DecodeSpan&, int count) {
+      const SeenPositions seen = cursor.of.seen();
 #pragma unroll 1
-                         for (int n = 0; n < count; ++n)
+      for (int n = 0; n < count; ++n)
 #pragma unroll 1
-                           for (int step = 0; step < Shape::kSteps; ++step) {
-                             const int32_t first = cursor.of.tiles.at(cursor.number + n) * Shape::kTileKeys +
-                                                   step * Shape::kKeys;
-                             if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys))
-                               load(cursor.of, first, at);
-                           }
-                       });
+        for (int step = 0; step < Shape::kSteps; ++step) {
+          const int32_t first =
+              cursor.of.tiles.at(cursor.number + n) * Shape::kTileKeys + step * Shape::kKeys;
+          if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
+        }
+    });
     copy_async_wait<0>();
   }
 };
