@@ -163,6 +163,20 @@ def test_short_chunks_of_many_heads_and_sequences():
     assert_each_is_as_alone(shape, feeds, run_attention(shape, feeds), [0, 1, 9, 20, 21])
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_a_step_of_as_many_tokens_as_sequences(head_size):
+    """CUDA takes it for a token each, but one sequence may have them all."""
+    tokens = [70, 2, *[0] * 70]
+    past = np.random.default_rng(4).integers(0, CAPACITY - 100, len(tokens)).tolist()
+    shape = Shape(tokens=tokens, past=past, heads=4, kv_heads=1, head_size=head_size, capacity=CAPACITY)
+    feeds = long_feeds(shape)
+    results = run_attention(shape, feeds)
+    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
+    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
+        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_each_is_as_alone(shape, feeds, results, [1])
+
+
 @pytest.mark.parametrize(("head_size", "group"), [(64, 3), (96, 1), (128, 2), (256, 1)])
 def test_short_chunks_far_into_a_context(head_size, group):
     """Spans of keys that are summed apart grow from 16 K on."""

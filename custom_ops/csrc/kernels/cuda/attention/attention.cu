@@ -78,7 +78,7 @@ SwaAttentionParams dense(SwaAttentionParams params) {
 
 // New tokens of a sequence that decode takes, at most.
 int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
-  return decodes_by_wgmma(params, device) ? kShortTokens : kDecodeTokens;
+  return decode_tokens(params, decodes_by_wgmma(params, device) ? kShortTokens : kDecodeTokens);
 }
 
 // Calls f.operator()<Rows>() for the smallest of the instances of Sm90FewRows that holds the rows.

@@ -40,7 +40,7 @@ struct Launch {
 inline int64_t aligned_bytes(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // A sequence with at most this many new tokens belongs to a decode kernel; one with more, to prefill's, of
-// which one is for short chunks.
+// which one is for short chunks. Steps of as many tokens as sequences are decode's alone (decode_tokens).
 constexpr int kDecodeTokens = 16, kShortTokens = 64;
 
 // Which sequences of a step are a kernel's: by their own tokens in it.

@@ -85,8 +85,8 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
 template <typename Rows, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
   const int warps = decode_warps<Rows>(device);
-  DecodeShape shape = plan_entries(params, device, kDecodeTokens, kDecodeTileRows * kRowTiles,
-                                   warps * Rows::kWarpKeys, PowerOfTwo{3});
+  DecodeShape shape = plan_entries(params, device, decode_tokens(params, kDecodeTokens),
+                                   kDecodeTileRows * kRowTiles, warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
   fill_shared<Rows, kRowTiles>(shape, device);
   return shape;

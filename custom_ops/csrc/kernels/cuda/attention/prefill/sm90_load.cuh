@@ -81,7 +81,7 @@ struct Sm90Loader {
       shared.wants_work.wait(wanted_parity);
       wanted_parity ^= 1;
     }
-    if (lane == 0) queue.leave<Shape::kBlocks>();
+    if (lane == 0 && works.count > 0) queue.leave<Shape::kBlocks>();  // else none has taken any
   }
 
   // Their queries and keys.
