@@ -26,7 +26,7 @@ struct PowerScale {
 };
 
 template <typename Code, int kSize, int kRowTiles>
-struct DecodeWarp<CodeRows<Code, kSize>, kRowTiles> : DecodeWarpBase<CodeRows<Code, kSize>, kRowTiles> {
+struct DecodeWarp<CodeRows<Code, kSize>, kRowTiles, 1> : DecodeWarpBase<CodeRows<Code, kSize>, kRowTiles> {
   using Base = DecodeWarpBase<CodeRows<Code, kSize>, kRowTiles>;
   using Product = Half<__half>;
   using Base::kHeadSize, Base::kKeys, Base::kKeyTiles, Base::kPassColumns, Base::kSteps;

@@ -17,14 +17,17 @@
 
 namespace ortolan::cuda {
 
-// A warp that loads and multiplies its own keys of each of the block's tiles.
-template <typename Rows>
-struct TokenWarp : DecodeWarp<Rows, 1> {
-  using Base = DecodeWarp<Rows, 1>;
+// A warp that multiplies its own keys of each of the block's tiles, or those that it shares with another:
+// then each loads its columns, both multiply the keys, and each its columns of the values.
+template <typename Rows, int kSharers>
+struct TokenWarp : DecodeWarp<Rows, 1, kSharers> {
+  using Base = DecodeWarp<Rows, 1, kSharers>;
   using Element = typename Rows::Element;
   using Stage = DecodeStage<Rows>;
-  using Base::kHeadSize, Base::kKeys, Base::lane, Base::params, Base::query, Base::shape, Base::warp;
+  using Base::first_column, Base::kHeadSize, Base::kKeys, Base::lane, Base::params, Base::query, Base::shape,
+      Base::warp;
   static constexpr int kChunks = kHeadSize / 8;  // 16-byte pieces of a row
+  static constexpr int kOwnChunks = kChunks / kSharers;
 
   const TokenShared<Rows>& shared;
   uint64_t policy = evict_first_policy();
@@ -35,8 +38,9 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
              shape,
              shared,
              Logits::of(params.scale, params.softcap),
-             static_cast<int>(threadIdx.x) / 32,
-             static_cast<int>(threadIdx.x) % 32},
+             static_cast<int>(threadIdx.x) / (32 * kSharers),
+             static_cast<int>(threadIdx.x) % 32,
+             static_cast<int>(threadIdx.x) / 32 % kSharers * Base::kColumns},
         shared(shared) {}
 
   __device__ __forceinline__ Barrier& loaded(bool is_values) const {
@@ -54,19 +58,19 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
   // not see become zeros.
   __device__ __forceinline__ void load(const TokenLine& line, int tile, bool has_keys,
                                        bool has_values) const {
-    static_assert(kChunks <= 32 && kKeys <= 32);
-    constexpr int kRows = 32 / kChunks;  // that a warp copies at once
-    constexpr int kUnroll = kHeadSize > 128 ? 4 : 2;
+    static_assert(kOwnChunks <= 32 && kKeys <= 32);
+    constexpr int kRows = 32 / kOwnChunks;  // that a warp copies at once
+    constexpr int kUnroll = kRows > 1 ? 2 : 4;
     const int32_t position = first_key(line, tile) + lane;
     const bool is_cached =
         lane < kKeys && line.own.seen().holds(position) && position != line.own.last_position;
     // Each lane finds one.
     const int32_t own = is_cached ? row_of(params.cache, shape.by_page, line.own.kv_head, position) : kNoRow;
-    const int piece = lane % kChunks;
+    const int piece = first_column / 8 + lane % kOwnChunks;
     const auto* keys = static_cast<const Element*>(params.key_cache) + piece * 8;
     const auto* values = static_cast<const Element*>(params.value_cache) + piece * 8;
 #pragma unroll kUnroll
-    for (int row = lane / kChunks; row < kKeys; row += kRows) {
+    for (int row = lane / kOwnChunks; row < kKeys; row += kRows) {
       const int32_t number = __shfl_sync(~0u, own, row);
       const bool valid = number != kNoRow;
       const int64_t source = valid ? int64_t{number} * kHeadSize : 0;
@@ -78,14 +82,15 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
     if (has_values) loaded(true).arrive_after_copies();
   }
 
-  // Waits for them, and puts the token's own to its place, where the warp has it.
+  // Waits for them, and puts the token's own to its place, where the warp has it: its columns of the value,
+  // but all of the key, as it multiplies all.
   __device__ __forceinline__ void wait(const TokenLine& line, int32_t first, uint32_t parity,
                                        bool is_values) const {
     loaded(is_values).wait(parity);
-    const int row = line.own.last_position - first;
-    if (row >= 0 && row < kKeys && lane < kChunks)
-      store_shared_16(rows(is_values) + Stage::place(row, lane),
-                      load_shared_16(shared_address(shared.head(line.own.rows + is_values)) + lane * 16));
+    const int row = line.own.last_position - first, piece = is_values ? first_column / 8 + lane : lane;
+    if (row >= 0 && row < kKeys && lane < (is_values ? kOwnChunks : kChunks))
+      store_shared_16(rows(is_values) + Stage::place(row, piece),
+                      load_shared_16(shared_address(shared.head(line.own.rows + is_values)) + piece * 16));
     __syncwarp();
   }
 
@@ -102,7 +107,11 @@ struct TokenWarp : DecodeWarp<Rows, 1> {
   __device__ __forceinline__ void sum_tile(const TokenLine& line, int tile, int end, uint32_t parity) const {
     const int32_t first = first_key(line, tile);
     const auto load_next = [&](bool is_values) {
-      __syncwarp();  // all lanes have read what is overwritten
+      // All lanes have read what is overwritten; the keys are those of all sharers.
+      if (kSharers == 1 || is_values)
+        __syncwarp();
+      else
+        sync_warps<kSharers * 32>(1 + warp);
       if (tile + 1 < end) load(line, tile + 1, !is_values, is_values);
     };
     wait(line, first, parity, false);
@@ -183,24 +192,24 @@ struct TokenHeads {
 // `kShare`: blocks that may share a multiprocessor. What registers cannot hold for two would wait for memory
 // longer than anything else.
 template <typename Rows, int kShare>
-__global__ void __launch_bounds__(kTokenWarps<Rows::kHeadSize> * 32, kShare)
+__global__ void __launch_bounds__(kTokenBound<Rows::kHeadSize, kShare>, kShare)
     token_kernel(const __grid_constant__ QkvAttentionParams p, const __grid_constant__ DecodeShape shape,
                  const __grid_constant__ TokenSizes sizes) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Element = typename Rows::Element;
-  constexpr int kHeadSize = Rows::kHeadSize;
+  constexpr int kHeadSize = Rows::kHeadSize, kSharers = kKeySharers<kHeadSize, kShare>;
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ QuadWeights weights[kMergeWarps];
   const TokenShared<Rows> shared(memory, shape, sizes);
   const SwaAttentionParams& params = p.attention;
   const int entry = static_cast<int>(blockIdx.x) / shape.cluster;
-  if (threadIdx.x < 2 * shape.warps) shared.loaded[threadIdx.x].init(32);
+  if (threadIdx.x < 2 * shape.warps) shared.loaded[threadIdx.x].init(32 * kSharers);
   if (threadIdx.x == 0) shared.received->init(1);
   fence_barriers();
   __syncthreads();
   cluster_arrive();
 
-  TokenWarp<Rows> self(params, shape, shared);
+  TokenWarp<Rows, kSharers> self(params, shape, shared);
   const TokenHeads<Rows> heads{p.heads, shared, shape, entry};
   TokenPlace place = TokenPlace::of(params, entry);
   TokenLine line = TokenLine::of(params, shape, entry, place);

@@ -35,9 +35,6 @@ struct TokenPlan {
   }
 };
 
-template <typename Rows>
-constexpr int kTokenThreads = kTokenWarps<Rows::kHeadSize> * 32;
-
 // Shared memory that each of some blocks on a multiprocessor may have.
 inline int token_bytes(const Device& device, int share) {
   constexpr int kStaticBytes = 2048;  // and what a block takes beside its own
@@ -47,7 +44,7 @@ inline int token_bytes(const Device& device, int share) {
 // Clusters of so many blocks that the device holds at once.
 template <typename Rows, int kShare>
 int resident_token_clusters(int cluster, const Device& device) {
-  return resident_clusters<token_kernel<Rows, kShare>>(dim3(kTokenThreads<Rows>), cluster,
+  return resident_clusters<token_kernel<Rows, kShare>>(dim3(kTokenThreads<Rows::kHeadSize, kShare>), cluster,
                                                        token_bytes(device, kShare), device);
 }
 
@@ -95,10 +92,12 @@ bool launch_token(const QkvAttentionParams& p, const Launch& launch, cudaError_t
   error = plan_token<Rows>(p.attention, launch.device, plan);
   if (error != cudaSuccess) return true;
   if (!plan.shape.blocks) return false;
-  const auto kernel = plan.share == 1 ? token_kernel<Rows, 1> : token_kernel<Rows, 2>;
-  error = launch_clusters(kernel, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows>),
-                          static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape,
-                          plan.sizes);
+  const auto enqueue = [&]<int kShare>() {
+    return launch_clusters(
+        token_kernel<Rows, kShare>, dim3(plan.shape.blocks), dim3(kTokenThreads<Rows::kHeadSize, kShare>),
+        static_cast<unsigned>(plan.shape.cluster), plan.shared_bytes, launch, p, plan.shape, plan.sizes);
+  };
+  error = plan.share == 1 ? enqueue.template operator()<1>() : enqueue.template operator()<2>();
   return true;
 }
 

@@ -6,8 +6,16 @@
 
 namespace ortolan::cuda {
 
-template <int kHeadSize>
-constexpr int kTokenWarps = kHeadSize <= 128 ? 8 : 4;
+// Warps that share the same keys of a tile, each with columns of them and of the values: two of long heads,
+// where `kShare` blocks on a multiprocessor leave them registers.
+template <int kHeadSize, int kShare>
+constexpr int kKeySharers = kHeadSize > 128 && kShare == 1 ? 2 : 1;
+template <int kHeadSize, int kShare>
+constexpr int kTokenThreads = (kHeadSize <= 128 ? 8 : 4) * kKeySharers<kHeadSize, kShare> * 32;
+// Threads that a block is compiled for. Warps that share keys need more registers than others: compiled for
+// so many threads, they leave as many as a block of the joint projection has.
+template <int kHeadSize, int kShare>
+constexpr int kTokenBound = kKeySharers<kHeadSize, kShare> == 1 ? kTokenThreads<kHeadSize, kShare> : 384;
 
 // The token's position, and whether the sequence has it.
 struct TokenPlace {
@@ -97,7 +105,7 @@ struct TokenShared : DecodeShared {
     totals = maxima + shape.warps * kDecodeTileRows;
     rounds = memory + received_offset(shape) + sizes.received_bytes;
     received = reinterpret_cast<Barrier*>(rounds + sizes.merge_bytes);
-    loaded = received + 1;  // [keys or values, warps]
+    loaded = received + 1;  // [keys or values, warps with other keys]
   }
   __device__ __forceinline__ Element* head(int number) const {
     return reinterpret_cast<Element*>(heads + number * kHeadBytes);

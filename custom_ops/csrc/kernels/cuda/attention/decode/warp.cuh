@@ -13,16 +13,18 @@
 
 namespace ortolan::cuda {
 
-// What such warps have in common, whatever their rows are.
-template <typename Rows, int kRowTiles>
+// What such warps have in common, whatever their rows are. Some may share the same keys: kColumnWarps, each
+// with columns of the values.
+template <typename Rows, int kRowTiles, int kColumnWarps = 1>
 struct DecodeWarpBase {
   using Stage = DecodeStage<Rows>;
   using Sums = DecodeSums<Rows>;
   static constexpr int kHeadSize = Rows::kHeadSize;
   static constexpr int kRows = kDecodeTileRows * kRowTiles;
   static constexpr int kSteps = kHeadSize / 16;
-  // Columns of the sums in registers at once.
-  static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 ? 64 : 128;
+  static constexpr int kColumns = kHeadSize / kColumnWarps;  // of the warp's sums
+  // Of these, in registers at once.
+  static constexpr int kPassColumns = kHeadSize < 128 || kRowTiles == 2 || kColumnWarps == 2 ? 64 : 128;
   static constexpr int kKeys = Rows::kWarpKeys;
   static constexpr int kKeyTiles = kKeys / 16;
   using LogitTile = float[kRowTiles][4];              // keys lane / 4 and + 8, queries lane % 4 * 2 and + 1
@@ -32,8 +34,9 @@ struct DecodeWarpBase {
   const DecodeShape& shape;
   const DecodeShared& shared;
   Logits logits;
-  int warp;
+  int warp;  // of those with other keys
   int lane;
+  int first_column = 0;                  // of the warp's sums
   uint32_t query[kRowTiles][kSteps][2];  // right operand of a product
   int32_t positions[kRowTiles][2];       // of queries lane % 4 * 2 and + 1
 
@@ -129,7 +132,7 @@ struct DecodeWarpBase {
     const int row = tile * 8 + lane % 4 * 2;
     if (row / 4 * 4 >= rows) return;
     float* sums = shared.sums + (buffer * shape.warps + warp) * Sums::floats(shape.entry_rows) +
-                  Sums::at(row / 4, pass + column(0)) + row % 4;
+                  Sums::at(row / 4, first_column + pass + column(0)) + row % 4;
 #pragma unroll
     for (int n = 0; n < kPassColumns / 8; ++n)
       *reinterpret_cast<float2*>(sums + (column(n) - column(0)) * 4) =
@@ -139,18 +142,18 @@ struct DecodeWarpBase {
   __device__ __forceinline__ void clear_sums(int rows, int buffer) const {
     const float none[kPassColumns / 16][4] = {};
 #pragma unroll 1
-    for (int pass = 0; pass < kHeadSize; pass += kPassColumns)
+    for (int pass = 0; pass < kColumns; pass += kPassColumns)
 #pragma unroll 1
       for (int t = 0; t < kRowTiles; ++t) store_sums(none, pass, t, rows, buffer);
   }
 };
 
-template <typename Rows, int kRowTiles>
-struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
-  using Base = DecodeWarpBase<Rows, kRowTiles>;
+template <typename Rows, int kRowTiles, int kColumnWarps = 1>
+struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles, kColumnWarps> {
+  using Base = DecodeWarpBase<Rows, kRowTiles, kColumnWarps>;
   using Element = typename Rows::Element;
-  using Base::kHeadSize, Base::kKeyTiles, Base::kPassColumns, Base::kSteps;
-  using Base::lane, Base::logits, Base::params, Base::query, Base::shape, Base::shared;
+  using Base::first_column, Base::lane, Base::logits, Base::params, Base::query, Base::shape, Base::shared;
+  using Base::kColumns, Base::kHeadSize, Base::kKeyTiles, Base::kPassColumns, Base::kSteps;
   using typename Base::LogitTile;
   using typename Base::Stage;
   using typename Base::Weights;
@@ -259,10 +262,11 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
                                                   const SoftmaxState (&states)[kRowTiles],
                                                   const DecodeEntry& entry, int stage, int buffer,
                                                   const Release& release, const Acquire& acquire) const {
-    const uint32_t rows = this->values(stage) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes;
+    const uint32_t rows =
+        this->values(stage) + (lane / 16 * 8 + lane % 8) * Stage::kRowBytes + first_column / 64 * 128;
     const uint32_t piece = (lane / 8 % 2 ^ lane % 8) * 16;
 #pragma unroll
-    for (int pass = 0; pass < kHeadSize; pass += kPassColumns) {
+    for (int pass = 0; pass < kColumns; pass += kPassColumns) {
       float o[kRowTiles][kPassColumns / 16][4] = {};
 #pragma unroll
       for (int n = 0; n < kPassColumns / 16; ++n) {
@@ -277,10 +281,10 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles> {
             Half<Element>::multiply_add(o[t][n], value, weights[t][m][0], weights[t][m][1]);
         }
       }
-      if (pass + kPassColumns >= kHeadSize) release();
+      if (pass + kPassColumns >= kColumns) release();
       if (pass == 0) {
         acquire();
-        this->store_states(states, buffer);
+        if (first_column == 0) this->store_states(states, buffer);
       }
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) this->store_sums(o[t], pass, t, entry.rows, buffer);
