@@ -101,7 +101,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
     for (int n = 0; n < kSums / 2; ++n) own[n] += from[n * 128];
   }
 
-  // The first of the rows that belong to a sum of the warpgroup's own, or to one of its eights.
+  // Row of the query that one of the warpgroup's own logits belongs to.
   __device__ __forceinline__ int own_row(int n) const { return group * (kRows / 2) + row(n); }
   // A row of an eight for each of the first 8 lanes, as reduce() leaves them.
   __device__ __forceinline__ int lane_row(int octet) const {
