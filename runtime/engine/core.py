@@ -13,9 +13,9 @@ from ortolan.errors import CapacityError, ConfigError, NumericError, OrtolanErro
 from ortolan.runtime.caches.captures import Captures
 from ortolan.runtime.engine.archive import PrefixArchive
 from ortolan.runtime.engine.drafting import Drafting
+from ortolan.runtime.engine.evictions import Evictions
 from ortolan.runtime.engine.pool_caches import PoolCaches
 from ortolan.runtime.engine.request import Request
-from ortolan.runtime.engine.rereading import Rereading
 from ortolan.runtime.engine.scheduler import PENDING, Chunk, Scheduler
 from ortolan.runtime.engine.sequence import TokenSequence
 from ortolan.runtime.engine.stats import EngineStats
@@ -54,6 +54,7 @@ class EngineCore:
         self.archive = archive
         self._requests: dict[TokenSequence, Request] = {}
         self._stats = EngineStats()
+        self._evictions = Evictions(scheduler, pools, stepper, self._stats)
         self._ahead: list[Ran] = []  # a step whose tokens were not taken yet: PENDING in their sequences
 
     @property
@@ -135,7 +136,7 @@ class EngineCore:
             self._finish(ran)
         for chunk in pieces:
             if chunk.sequence in self._requests:
-                self._read_again(chunk)
+                self._follow_prompt(chunk)
 
     def _draft(self) -> None:
         """Draft for sequences that decode, in a step of `chunk_size` tokens; what comes before a draft is known."""
@@ -212,7 +213,7 @@ class EngineCore:
         self._advance(sound)
         for each in sound:
             self._offer_prefix(each)
-            if each.chunk.evicts and not self._end_prompt(self._requests[each.chunk.sequence]):
+            if each.chunk.evicts and not self._follow_prompt(each.chunk):
                 continue
             if each.chunk.samples:
                 each.chunk.sequence.tokens.append(PENDING)
@@ -346,37 +347,16 @@ class EngineCore:
         elif request.speculator is not None:
             request.speculator.skip()
 
-    def _end_prompt(self, request: Request) -> bool:
-        """Evict after the prompt, or begin to read it again before; returns whether the request goes on."""
-        sequence = request.sequence
-        reading = sequence.eviction.second_reading if sequence.eviction else None
-        if reading is None:
-            return self._evict(request)
-        sequence.rereading = Rereading(sequence.fed, reading, sequence.reread_room)
-        return True
-
-    def _read_again(self, chunk: Chunk) -> None:
-        """Read a piece of a prompt again, and evict behind the last."""
-        request = self._requests[chunk.sequence]
+    def _follow_prompt(self, chunk: Chunk) -> bool:
+        """Do what a chunk asks for behind its prompt; returns whether the request goes on."""
         try:
-            self._stats.reread_tokens += self.pools.read_again(chunk.sequence, self.stepper)
+            if chunk.rereads:
+                self._evictions.read_again(chunk)
+            else:
+                self._evictions.end_prompt(chunk.sequence)
         except OrtolanError as error:
-            self._fail(request, error)
-            return
-        if chunk.evicts:
-            self._evict(request)
-
-    def _evict(self, request: Request) -> bool:
-        """Evict after the prompt; returns whether the request goes on."""
-        sequence = request.sequence
-        try:
-            self.pools.evict(sequence)
-        except OrtolanError as error:
-            self._fail(request, error)
+            self._fail(self._requests[chunk.sequence], error)
             return False
-        sequence.captures, sequence.rereading = Captures(), None
-        self.scheduler.release_evicted(sequence)
-        self._stats.evictions += 1
         return True
 
     def _fail(self, request: Request, error: Exception) -> None:
