@@ -58,6 +58,12 @@ def assert_each_is_as_alone(
         devices.assert_same_bits(lse[:, rows], alone[1])
 
 
+def assert_right(shape: Shape, feeds: Feeds, results: tuple[np.ndarray, ...]) -> None:
+    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
+    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
+        assert_as_good_as_plain(actual, by_plain, by_reference)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page_slots", [0, 16])
 @pytest.mark.parametrize("head_size", [64, 128])
@@ -66,9 +72,7 @@ def test_three_hundred_sequences(head_size, page_slots):
     shape = Shape(tokens=[1] * 300, past=past, heads=64, kv_heads=8, head_size=head_size, page_slots=page_slots)
     feeds = attention_feeds(shape)
     results = run_attention(shape, feeds)
-    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
-    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
-        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_right(shape, feeds, results)
     assert_each_is_as_alone(shape, feeds, results, [0, 1, 31, 32, 157, 298, 299])
 
 
@@ -148,10 +152,7 @@ def test_uneven_packings_over_long_caches(packing, head_size, kv_heads, group, o
         return  # the mean of many keys is so small that single roundings decide; other tests hold it to the reference
     for b in (tokens.index(count) for count in (1, 3, 16) if count in tokens):
         one, alone = one_sequence(shape, feeds, b)
-        for actual, plain, expected in zip(
-            run_attention(one, alone), plain_attention(one, alone), expected_attention(one, alone), strict=True
-        ):
-            assert_as_good_as_plain(actual, plain, expected)
+        assert_right(one, alone, run_attention(one, alone))
 
 
 def test_short_chunks_of_many_heads_and_sequences():
@@ -171,9 +172,7 @@ def test_a_step_of_as_many_tokens_as_sequences(head_size):
     shape = Shape(tokens=tokens, past=past, heads=4, kv_heads=1, head_size=head_size, capacity=CAPACITY)
     feeds = long_feeds(shape)
     results = run_attention(shape, feeds)
-    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
-    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
-        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_right(shape, feeds, results)
     assert_each_is_as_alone(shape, feeds, results, [1])
 
 
@@ -183,7 +182,5 @@ def test_short_chunks_far_into_a_context(head_size, group):
     shape = Shape(tokens=[33, 20], past=[41000, 16380], heads=group, kv_heads=1, head_size=head_size, capacity=41100)
     feeds = attention_feeds(shape)
     results = run_attention(shape, feeds)
-    plain, expected = plain_attention(shape, feeds), expected_attention(shape, feeds)
-    for actual, by_plain, by_reference in zip(results, plain, expected, strict=True):
-        assert_as_good_as_plain(actual, by_plain, by_reference)
+    assert_right(shape, feeds, results)
     assert_each_is_as_alone(shape, feeds, results, [0, 1])
