@@ -66,8 +66,7 @@ bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device
       params.packing.num_sequences == 1 && (params.cache.head_size <= 64 || most_keys(params) <= kFewKeys);
   return device.compute_capability == 90 && params.cache.head_size <= 256 && !decodes_codes(params) &&
          expected_rows(params, kDecodeTokens) > 2 * kDecodeTileRows && !reads_again &&
-         params.packing.num_sequences * params.cache.num_kv_heads <= kMostPairs &&
-         !decodes_by_wgmma(params, device);
+         params.packing.num_sequences * params.cache.num_kv_heads <= kMostPairs;
 }
 
 // The parameters as dense kernels see them once caches are expanded, for what sizes follow from.
@@ -90,12 +89,12 @@ auto with_few_rows(const SwaAttentionParams& params, Function&& f) {
 }
 
 // The same of Sm90WideRows.
-template <typename Element, int kHeadSize, typename Function>
+template <typename Element, typename Function>
 auto with_wide_rows(const SwaAttentionParams& params, Function&& f) {
   const int rows = expected_rows(params, kShortTokens);
-  if (rows <= 16) return f.template operator()<Sm90WideRows<Element, kHeadSize, 16>>();
-  if (rows <= 32) return f.template operator()<Sm90WideRows<Element, kHeadSize, 32>>();
-  return f.template operator()<Sm90WideRows<Element, kHeadSize, 64>>();
+  if (rows <= 16) return f.template operator()<Sm90WideRows<Element, 512, 16>>();
+  if (rows <= 32) return f.template operator()<Sm90WideRows<Element, 512, 32>>();
+  return f.template operator()<Sm90WideRows<Element, 512, 64>>();
 }
 
 // Calls f.operator()<Rows>() for the instance of decode attention by wgmma that takes the parameters: the
@@ -110,7 +109,7 @@ auto with_decode(const SwaAttentionParams& params, const Device& device, Functio
     if (is_few && head_size <= 64) return with_few_rows<Element, 64>(params, f);
     if (is_few && head_size <= 128) return with_few_rows<Element, 128>(params, f);
     if (is_few) return with_few_rows<Element, 256>(params, f);
-    return with_wide_rows<Element, 512>(params, f);
+    return with_wide_rows<Element>(params, f);
   });
 }
 
@@ -212,34 +211,37 @@ bool may_have_short_chunks(const SwaAttentionParams& params, int most_decode) {
          params.num_heads <= params.cache.num_kv_heads * kMostGroup;
 }
 
+// Calls f.operator()<kHeadSize, kKeyRows>() for the tile of keys that prefill by wgmma has for heads of up to
+// 256 columns.
+template <typename Function>
+auto with_sm90_tile(int64_t head_size, Function&& f) {
+  if (head_size <= 64) return f.template operator()<64, 128>();
+  if (head_size <= 96) return f.template operator()<96, 112>();
+  if (head_size <= 128) return f.template operator()<128, 128>();
+  if (head_size <= 192) return f.template operator()<192, 112>();
+  return f.template operator()<256, 80>();
+}
+
 // Calls f.operator()<Element, kHeadSize, kKeyRows>() for the instance that takes short chunks.
 template <typename Function>
 auto with_short_instance(const SwaAttentionParams& params, Function&& f) {
   return with_half_element(params.element, [&]<typename Element>() {
-    const int64_t head_size = params.cache.head_size;
-    if (head_size <= 64) return f.template operator()<Element, 64, 128>();
-    if (head_size <= 96) return f.template operator()<Element, 96, 112>();
-    if (head_size <= 128) return f.template operator()<Element, 128, 128>();
-    if (head_size <= 192) return f.template operator()<Element, 192, 112>();
-    return f.template operator()<Element, 256, 80>();
+    return with_sm90_tile(params.cache.head_size, [&]<int kHeadSize, int kKeyRows>() {
+      return f.template operator()<Element, kHeadSize, kKeyRows>();
+    });
   });
 }
 
 cudaError_t prefill_sm90(const SwaAttentionParams& params, const Launch& launch, const OwnTokens& own) {
   return with_half_element(params.element, [&]<typename Element>() {
-    // Tiles much longer than a window are mostly masked.
-    const bool small_window = params.window >= 0 && params.window <= 128;
-    const int64_t head_size = params.cache.head_size;
-    if (head_size <= 64)
-      return small_window ? launch_sm90_prefill<Element, 64, 64>(params, launch, own)
-                          : launch_sm90_prefill<Element, 64, 128>(params, launch, own);
-    if (head_size <= 96) return launch_sm90_prefill<Element, 96, 112>(params, launch, own);
-    if (head_size <= 128)
-      return small_window ? launch_sm90_prefill<Element, 128, 64>(params, launch, own)
-                          : launch_sm90_prefill<Element, 128, 128>(params, launch, own);
-    if (head_size <= 192) return launch_sm90_prefill<Element, 192, 112>(params, launch, own);
-    if (head_size <= 256) return launch_sm90_prefill<Element, 256, 80>(params, launch, own);
-    return launch_sm90_prefill<Element, 512, 64>(params, launch, own);
+    if (params.cache.head_size > 256) return launch_sm90_prefill<Element, 512, 64>(params, launch, own);
+    return with_sm90_tile(params.cache.head_size, [&]<int kHeadSize, int kKeyRows>() {
+      // Tiles much longer than a window are mostly masked.
+      if constexpr (kHeadSize == 64 || kHeadSize == 128)
+        if (params.window >= 0 && params.window <= 128)
+          return launch_sm90_prefill<Element, kHeadSize, 64>(params, launch, own);
+      return launch_sm90_prefill<Element, kHeadSize, kKeyRows>(params, launch, own);
+    });
   });
 }
 
