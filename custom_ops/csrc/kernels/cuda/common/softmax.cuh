@@ -100,6 +100,13 @@ struct Logits {
       for (int n = 0; n < kCount; ++n) products[n] = __fmul_rn(products[n] * scale, kLog2E);
     }
   }
+  // Products become logits in units of log2.
+  template <int kCount>
+  __device__ __forceinline__ void finish(float (&products)[kCount]) const {
+    if (mapped) return map(products);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) products[n] = __fmul_rn(products[n], factor);
+  }
   // tanh by its exponential: an absolute error near 1e-7, where tanh.approx has 5e-4.
   __device__ __forceinline__ float cap(float z) const {
     return __fmul_rn(softcap * kLog2E, 1 - __fdividef(2.0f, fast_exp2(z * power) + 1));

@@ -42,6 +42,14 @@ __device__ __forceinline__ float warp_sum(float value) { return fold_lanes<16, 1
 __device__ __forceinline__ float quad_sum(float value) { return fold_lanes<1, 2>(value, Add()); }
 __device__ __forceinline__ float quad_max(float value) { return fold_lanes<1, 2>(value, Max()); }
 
+// Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
+template <typename Operation>
+__device__ __forceinline__ float fold_pair(float first, float second, Operation operation, int lane) {
+  const bool is_second = lane & 4;
+  float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
+  return fold_lanes<8, 16>(value, operation);
+}
+
 // The sum over this lane and those before it.
 template <typename Value>
 __device__ __forceinline__ Value inclusive_sum(Value value, int lane) {

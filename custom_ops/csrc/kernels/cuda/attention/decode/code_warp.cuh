@@ -150,7 +150,7 @@ struct DecodeWarp<CodeRows<Code, kSize>, kRowTiles, 1> : DecodeWarpBase<CodeRows
       float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {}, largest[2] = {}, base[2];
 #pragma unroll
       for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
-      const float maximum = this->reduce(highest[0], highest[1], Max());
+      const float maximum = fold_pair(highest[0], highest[1], Max(), lane);
       this->spread(base, finite_max(maximum));
       float scaled[kKeyTiles][4];
 #pragma unroll
@@ -160,7 +160,7 @@ struct DecodeWarp<CodeRows<Code, kSize>, kRowTiles, 1> : DecodeWarpBase<CodeRows
         scaled[n / 4][n % 4] = weight * scales[n / 4][n % 4 / 2];
         largest[n % 2] = fmaxf(largest[n % 2], scaled[n / 4][n % 4]);
       }
-      const PowerScale scale = PowerScale::of(this->reduce(largest[0], largest[1], Max()));
+      const PowerScale scale = PowerScale::of(fold_pair(largest[0], largest[1], Max(), lane));
       float inverses[2];
       this->spread(factors[t], scale.factor);
       this->spread(inverses, scale.inverse);
@@ -170,7 +170,7 @@ struct DecodeWarp<CodeRows<Code, kSize>, kRowTiles, 1> : DecodeWarpBase<CodeRows
         weights[t][n / 2][n % 2] =
             transpose_matrix(Product::pack(pair[0] * inverses[0], pair[1] * inverses[1]));
       }
-      states[t] = {maximum, this->reduce(sums[0], sums[1], Add())};
+      states[t] = {maximum, fold_pair(sums[0], sums[1], Add(), lane)};
     }
   }
 

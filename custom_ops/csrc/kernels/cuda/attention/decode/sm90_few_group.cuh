@@ -27,7 +27,6 @@ template <int kHeadSize_, int kGroupRows_>
 struct Sm90FewShape {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kGroupRows = kGroupRows_;
-  static constexpr int kGroups = 2;  // warpgroups that share tiles
   static constexpr int kSplits = 1;  // of columns, for the warpgroups; here each has rows of its own
   static constexpr int kPartKeys = DenseRows<void, kHeadSize>::kWarpKeys;
   static constexpr int kParts = kHeadSize <= 128 ? 8 : 4;  // of a tile
@@ -44,7 +43,7 @@ struct Sm90FewShape {
   static constexpr int kWeightPlace = kQueryBytes, kFactorPlace = kWeightPlace + 2 * kWeightBytes;
   static constexpr int kGroupBytes = kFactorPlace + kFactorBytes;
   static constexpr int kQueryStride = kGroupBytes, kRowStride = kGroupBytes;  // from group to group
-  static constexpr int kFrontBytes = kGroups * kGroupBytes;
+  static constexpr int kFrontBytes = 2 * kGroupBytes;
   static constexpr int kMostTokens = kDecodeTokens;
   static constexpr int kSnapsFrom = 1 << kSpanTiles.shift;
   using Factors = FewFactors<kParts, kGroupRows>;
@@ -101,17 +100,25 @@ struct Sm90FewGroup {
     else
       sync_warps<256>(3);
   }
-  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
-  template <typename Operation>
-  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
-    const bool is_second = thread & 4;
-    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
-    return fold_lanes<8, 16>(value, operation);
-  }
-
   __device__ __forceinline__ void release() {
     shared.empty[at.place].arrive_once(lane());
     at.advance(shape.stages);
+  }
+
+  // Values that nobody sees may be anything: a weight of 0 does not silence NaN. For all that multiply the
+  // buffer, whose first row is `first`.
+  __device__ __forceinline__ void clear_unseen(uint32_t values, int32_t first) const {
+    constexpr int kPieces = kColumns / 8, kReaders = 256 / Shape::kSplits;
+#pragma unroll 1
+    for (int i = Shape::kSplits > 1 ? thread : group * 128 + thread; i < Shape::kKeys * kPieces;
+         i += kReaders)
+      if (!seen.holds(first + i / kPieces))
+        store_shared_16(swizzled_place(values, Shape::kKeys, i / kPieces, i % kPieces), uint4{});
+    fence_async_shared();
+    if constexpr (Shape::kSplits > 1)
+      sync();
+    else
+      sync_warps<256>(3);
   }
 
   __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {

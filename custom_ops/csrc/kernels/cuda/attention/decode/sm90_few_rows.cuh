@@ -18,8 +18,8 @@ template <typename Element_, int kHeadSize, int kGroupRows>
 struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>> {
   using Base = Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>;
   using Base::at, Base::factors, Base::group, Base::lane, Base::logits, Base::params, Base::queries,
-      Base::reduce, Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared,
-      Base::sync, Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
+      Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared, Base::sync,
+      Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
   using Base::kColumnBlocks, Base::kRowOctets, Base::kSums;
   using typename Base::Element;
   using typename Base::Shape;
@@ -68,12 +68,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
         asm volatile("" : "+f"(z[block][n]), "+f"(odd[block][n]));
         z[block][n] += odd[block][n];
       }
-      if (logits.mapped) {
-        logits.map(z[block]);
-      } else {
-#pragma unroll
-        for (int n = 0; n < kSums; ++n) z[block][n] = __fmul_rn(z[block][n], logits.factor);
-      }
+      logits.finish(z[block]);
     }
     if (seen_by_each.hold_all(first, first + kPartKeys)) return;
     const DecodeEntry& entry = factors().entry;
@@ -101,7 +96,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
 #pragma unroll
       for (int i = 0; i < 2 * kOctets; ++i)
         highest[i % 2] = fmaxf(highest[i % 2], logit(z, i / 2, n * 4 + i % 2));
-      const float maximum = reduce(highest[0], highest[1], Max());
+      const float maximum = fold_pair(highest[0], highest[1], Max(), lane());
       const float mine = finite_max(maximum), other = __shfl_xor_sync(~0u, mine, 4);
       const float base[2] = {thread & 4 ? other : mine, thread & 4 ? mine : other};
 #pragma unroll
@@ -112,7 +107,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
         sums[0] += low;
         sums[1] += high;
       }
-      const float total = reduce(sums[0], sums[1], Add());
+      const float total = fold_pair(sums[0], sums[1], Add(), lane());
       if (lane() < 8) {
         const int row = n * 8 + lane() % 4 * 2 + lane() / 4;
         factors().maxima[row][part] = maximum;
@@ -238,7 +233,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
   __device__ __forceinline__ void multiply_values(int32_t first, bool is_whole) {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.template buffer<Shape>(at.place);
-    if (!seen.hold_all(first, first + kKeys)) clear_unseen(values, first);
+    if (!seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
     Sums sums[kDepth];
 #pragma unroll
     for (int unit = 0; unit < kDepth; ++unit) multiply_unit(sums[unit], values, unit);
@@ -258,17 +253,6 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
     release();
     turn ^= 1;
   }
-  // Values that nobody sees may be anything: a weight of 0 does not silence NaN.
-  __device__ __forceinline__ void clear_unseen(uint32_t values, int32_t first) const {
-    constexpr int kPieces = kHeadSize / 8;
-#pragma unroll 1
-    for (int i = group * 128 + thread; i < kKeys * kPieces; i += 256)
-      if (!seen.holds(first + i / kPieces))
-        store_shared_16(swizzled_place(values, kKeys, i / kPieces, i % kPieces), uint4{});
-    fence_async_shared();
-    sync_warps<256>(3);
-  }
-
   __device__ __forceinline__ void clear_span() {
     span_state = kNoKeys;
 #pragma unroll

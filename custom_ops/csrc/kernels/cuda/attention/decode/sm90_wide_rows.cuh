@@ -50,8 +50,8 @@ template <typename Element_, int kHeadSize, int kRows>
 struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
   using Base = Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>>;
   using Base::at, Base::factors, Base::group, Base::lane, Base::logits, Base::params, Base::queries,
-      Base::reduce, Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared,
-      Base::sync, Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
+      Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared, Base::sync,
+      Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
   using Base::kColumnBlocks, Base::kColumns, Base::kRowOctets, Base::kSums;
   using typename Base::Element;
   using typename Base::Shape;
@@ -103,19 +103,14 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
 
   // Row of the query that one of the warpgroup's own logits belongs to.
   __device__ __forceinline__ int own_row(int n) const { return group * (kRows / 2) + row(n); }
-  // A row of an eight for each of the first 8 lanes, as reduce() leaves them.
+  // A row of an eight for each of the first 8 lanes, as fold_pair leaves them.
   __device__ __forceinline__ int lane_row(int octet) const {
     return group * (kRows / 2) + octet * 8 + lane() % 4 * 2 + lane() / 4;
   }
 
   // In units of log2, -inf where the query does not see the key.
   __device__ __forceinline__ void finish_logits(OwnLogits& z, int32_t first) const {
-    if (logits.mapped) {
-      logits.map(z);
-    } else {
-#pragma unroll
-      for (int n = 0; n < kSums / 2; ++n) z[n] = __fmul_rn(z[n], logits.factor);
-    }
+    logits.finish(z);
     first += warp() * 16;
     if (seen_by_each.hold_all(first, first + 16)) return;
     const DecodeEntry& entry = factors().entry;
@@ -135,7 +130,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
                                               Operation operation) const {
 #pragma unroll
     for (int octet = 0; octet < kOwnOctets; ++octet) {
-      const float value = reduce(own[octet][0], own[octet][1], operation);
+      const float value = fold_pair(own[octet][0], own[octet][1], operation, lane());
       if (lane() < 8) of_warp[lane_row(octet)] = value;
     }
   }
@@ -198,7 +193,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
   __device__ __forceinline__ void multiply_values(int32_t first) {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.template buffer<Shape>(at.place);
-    if (!seen.hold_all(first, first + kKeys)) clear_unseen(values, first);
+    if (!seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
     const uint64_t b = wgmma_tile(weights(), 16);
     wgmma_fence();
 #pragma unroll
@@ -215,17 +210,6 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
       asm volatile("" : "+f"(tile_sums[n / kSums][n % kSums])::"memory");
     pass_buffer();
   }
-  // Values that nobody sees may be anything: a weight of 0 does not silence NaN.
-  __device__ __forceinline__ void clear_unseen(uint32_t values, int32_t first) const {
-    constexpr int kPieces = kColumns / 8;
-#pragma unroll 1
-    for (int i = thread; i < kKeys * kPieces; i += 128)
-      if (!seen.holds(first + i / kPieces))
-        store_shared_16(swizzled_place(values, kKeys, i / kPieces, i % kPieces), uint4{});
-    fence_async_shared();
-    sync();
-  }
-
   __device__ __forceinline__ void sum_tile(int32_t tile) {
 #pragma unroll
     for (int n = 0; n < kColumnBlocks * kSums; ++n) tile_sums[n / kSums][n % kSums] = 0;

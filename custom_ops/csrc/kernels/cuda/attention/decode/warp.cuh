@@ -96,15 +96,7 @@ struct DecodeWarpBase {
     }
   }
 
-  // Reduces two values over the lanes that share lane % 4; lanes with bit 2 clear end with the first.
-  template <typename Operation>
-  __device__ __forceinline__ float reduce(float first, float second, Operation operation) const {
-    const bool is_second = lane & 4;
-    float value = operation(is_second ? second : first, __shfl_xor_sync(~0u, is_second ? first : second, 4));
-    return fold_lanes<8, 16>(value, operation);
-  }
-
-  // Of a value as reduce() leaves it: that of queries lane % 4 * 2 and + 1.
+  // Of a value as fold_pair leaves it: that of queries lane % 4 * 2 and + 1.
   __device__ __forceinline__ void spread(float (&pair)[2], float mine) const {
     const float other = __shfl_xor_sync(~0u, mine, 4);
     pair[0] = lane & 4 ? other : mine;
@@ -240,7 +232,7 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles, kColumnWarps> {
       float highest[2] = {-INFINITY, -INFINITY}, sums[2] = {};
 #pragma unroll
       for (int n = 0; n < 4 * kKeyTiles; ++n) highest[n % 2] = fmaxf(highest[n % 2], z[n / 4][t][n % 4]);
-      const float maximum = this->reduce(highest[0], highest[1], Max());
+      const float maximum = fold_pair(highest[0], highest[1], Max(), lane);
       float base[2];
       this->spread(base, finite_max(maximum));
 #pragma unroll
@@ -253,7 +245,7 @@ struct DecodeWarp : DecodeWarpBase<Rows, kRowTiles, kColumnWarps> {
           sums[0] += low;
           sums[1] += high;
         }
-      states[t] = {maximum, this->reduce(sums[0], sums[1], Add())};
+      states[t] = {maximum, fold_pair(sums[0], sums[1], Add(), lane)};
     }
   }
 
