@@ -1,5 +1,6 @@
 """Prompts that an engine reads twice: what it keeps is what a session keeps, and other requests go on meanwhile."""
 
+import threading
 import weakref
 
 import numpy as np
@@ -145,10 +146,18 @@ def test_a_request_of_one_token_reads_nothing_again(model, draw_tokens):
 
 
 def test_a_cancel_between_pieces_frees_the_pages(model, draw_tokens, spy):
+    streams, submitted = [], threading.Event()
+
+    def cancel(core, sequence, piece):
+        if piece == 3:
+            assert submitted.wait(60)
+            streams[0].cancel()
+
     other = draw_tokens(30, seed=1)
     with Engine(model, 2, chunk_tokens=CHUNK) as engine:
-        streams = [submit(engine, draw_tokens(100), 9), submit(engine, other, 50)]
-        spy(engine, lambda core, sequence, piece: streams[0].cancel() if piece == 3 else None)
+        spy(engine, cancel)  # before there is anything to read
+        streams += [submit(engine, draw_tokens(100), 9), submit(engine, other, 50)]
+        submitted.set()
         with pytest.raises(ortolan.OrtolanError):
             streams[0].result()
         assert streams[1].result() == alone(model, other, 50)
