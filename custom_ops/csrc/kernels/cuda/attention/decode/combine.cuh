@@ -55,6 +55,10 @@ struct PartialRow {
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
     return line.snaps || start() + span.end <= line.begin(owner + 1);
   }
+  // Whether blocks hand on nothing but whole spans.
+  __device__ __forceinline__ bool are_all_whole() const {
+    return !kOfCluster && (line.snaps || workspace.span_tiles.shift == 0);
+  }
   // Whether the entry visits no other span than `first`.
   __device__ __forceinline__ bool is_only(const SpanTiles& first) const {
     return first.end - first.begin == tiles.count();
@@ -67,6 +71,14 @@ struct PartialRow {
     const int64_t source = place * workspace.rows + row;
     sum.state = workspace.states[source];
     sum.sums = *reinterpret_cast<const float4*>(workspace.sums + source * kHeadSize + column);
+  }
+  // Of a span that was handed on whole.
+  __device__ __forceinline__ PartialSum whole_span(int index) const {
+    PartialSum sum;
+    const SpanTiles span = SpanTiles::of(tiles, index, workspace.span_tiles);
+    const int number = span_number(tiles, index, workspace.span_tiles, workspace.max_spans);
+    if (span.begin < span.end) load(sum, workspace.span_place(entry, number));
+    return sum;
   }
   // The same where all tiles' sums were sent to this block. For whole groups of kMostSpanTiles lanes: each
   // finds the factors of one tile, those of Merge, and all take them from there.
@@ -199,6 +211,29 @@ struct SpanRound {
   }
 };
 
+// Brings the sums of a round's spans to shared memory, kAtOnce of each thread in flight; for a whole block.
+template <int kSpanThreads, int kAtOnce, typename Load>
+__device__ __forceinline__ void load_round(const SpanRound& spans, const VisitedSpans& visited, int round,
+                                           int count, const Load& load) {
+  const int step = blockDim.x / kSpanThreads, column = threadIdx.x % kSpanThreads;
+#pragma unroll 1
+  for (int first = threadIdx.x / kSpanThreads; first < count; first += kAtOnce * step) {
+    PartialSum sums[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int n = first + i * step, span = round * kRoundSpans + n;
+      if (n < count && visited.hold(span)) sums[i] = load(span);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int n = first + i * step;
+      if (n >= count) break;
+      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + column] = sums[i].sums;
+      if (column == 0) spans.states[n] = sums[i].state;
+    }
+  }
+}
+
 // Merges the partial sums of kColumns columns of a row and stores the output; for a whole block.
 template <typename Element, int kColumns, typename Partial>
 __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, const DecodeShape& shape,
@@ -214,12 +249,12 @@ __device__ __forceinline__ void combine_row(const SwaAttentionParams& params, co
   for (int round = visited.next_round(-1); round * kRoundSpans < visited.end;
        round = visited.next_round(round)) {
     const int count = min(spans_at_once, visited.end - round * kRoundSpans);
-    for (int n = threadIdx.x / kSpanThreads; n < count; n += blockDim.x / kSpanThreads) {
-      const int span = round * kRoundSpans + n;
-      const PartialSum sum = visited.hold(span) ? partial.sum_span(span) : PartialSum{};
-      reinterpret_cast<float4*>(spans.sums)[n * kSpanThreads + threadIdx.x % kSpanThreads] = sum.sums;
-      if (threadIdx.x % kSpanThreads == 0) spans.states[n] = sum.state;
-    }
+    if (partial.are_all_whole())
+      load_round<kSpanThreads, 4>(spans, visited, round, count,
+                                  [&](int span) { return partial.whole_span(span); });
+    else
+      load_round<kSpanThreads, 1>(spans, visited, round, count,
+                                  [&](int span) { return partial.sum_span(span); });
     __syncthreads();
     if (is_only) {  // all that a round would do to it is to drop the sign of a zero
       const int n = first_span - round * kRoundSpans;
