@@ -57,15 +57,18 @@ int64_t most_keys(const SwaAttentionParams& params) {
   return params.window < 0 ? params.cache.capacity : std::min(params.window, params.cache.capacity);
 }
 
-// Whether more rows than mma.sync takes at once go to a kernel by wgmma that adds up in the same order: it
-// reads keys once for up to 64 of them. Where one sequence has short or few keys, reading them again from L2
-// takes less time; and the table of sequences must leave room in shared memory.
+constexpr int kShortHead = 64;
+
+// Whether more rows than mma.sync takes well at once go to a kernel by wgmma that adds up in the same order:
+// it reads keys once for up to 64 of them. Where one sequence has short or few keys, reading them again from
+// L2 takes less time; and the table of sequences must leave room in shared memory.
 bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device) {
   constexpr int64_t kFewKeys = 1024, kMostPairs = 4096;
-  const bool reads_again =
-      params.packing.num_sequences == 1 && (params.cache.head_size <= 64 || most_keys(params) <= kFewKeys);
+  const bool is_short = params.cache.head_size <= kShortHead;
+  const int mma_rows = (is_short ? 2 : 1) * kDecodeTileRows;
+  const bool reads_again = params.packing.num_sequences == 1 && (is_short || most_keys(params) <= kFewKeys);
   return device.compute_capability == 90 && params.cache.head_size <= 256 && !decodes_codes(params) &&
-         expected_rows(params, kDecodeTokens) > 2 * kDecodeTileRows && !reads_again &&
+         expected_rows(params, kDecodeTokens) > mma_rows && !reads_again &&
          params.packing.num_sequences * params.cache.num_kv_heads <= kMostPairs;
 }
 
@@ -83,9 +86,11 @@ int most_decode_tokens(const SwaAttentionParams& params, const Device& device) {
 // Calls f.operator()<Rows>() for the smallest of the instances of Sm90FewRows that holds the rows.
 template <typename Element, int kHeadSize, typename Function>
 auto with_few_rows(const SwaAttentionParams& params, Function&& f) {
-  if (expected_rows(params, kDecodeTokens) <= 32)
-    return f.template operator()<Sm90FewRows<Element, kHeadSize, 16>>();
-  return f.template operator()<Sm90FewRows<Element, kHeadSize, 32>>();
+  const int rows = expected_rows(params, kDecodeTokens);
+  if constexpr (kHeadSize > kShortHead)
+    if (rows <= 16) return f.template operator()<Sm90FewRows<Element, kHeadSize, 16>>();
+  if (rows <= 32) return f.template operator()<Sm90FewRows<Element, kHeadSize, 32>>();
+  return f.template operator()<Sm90FewRows<Element, kHeadSize, 64>>();
 }
 
 // The same of Sm90WideRows.

@@ -45,7 +45,7 @@ template <typename Rows, int kRowTiles>
 size_t decode_workspace_bytes(const SwaAttentionParams& params, const Device& device);
 
 // Rows of decode attention by wgmma: in the order of sums of DenseRows, or in one of their own.
-template <typename Element, int kHeadSize, int kGroupRows>
+template <typename Element, int kHeadSize, int kRows>
 struct Sm90FewRows;
 template <typename Element, int kHeadSize, int kRows>
 struct Sm90WideRows;

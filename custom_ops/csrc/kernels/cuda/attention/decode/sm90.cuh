@@ -3,9 +3,9 @@
 // Grid: one block per multiprocessor; plan.cuh says which key tiles each takes. All query rows (token, head
 // of the group) of an entry, up to 64, are the columns of one product, so that keys and values are read once
 // for them. One warp loads through the tensor unit, two warpgroups multiply: of heads of up to 256 elements
-// each has rows of its own (sm90_few_rows.cuh), of longer ones columns (sm90_wide_rows.cuh). The order of
-// sums is fixed by key position alone, and equal for any number of rows. Source of the split over keys: Dao
-// et al., Flash-Decoding (2023); of the packed heads: FlashAttention.
+// each has tiles or rows of its own (sm90_few_rows.cuh), of longer ones columns (sm90_wide_rows.cuh). The
+// order of sums is fixed by key position alone, and equal for any number of rows. Source of the split over
+// keys: Dao et al., Flash-Decoding (2023); of the packed heads: FlashAttention.
 #pragma once
 
 #include "prefetch.cuh"
@@ -30,12 +30,12 @@ __device__ __forceinline__ void sum_piece_sm90(const SwaAttentionParams& params,
     raise_registers<kSm90ComputeRegisters>();
     Rows rows{params,   shape,       workspace, shared, Logits::of(params.scale, params.softcap),
               warp / 4, thread % 128};
-    rows.run(line, begin, end);
+    rows.run(end - begin);
   } else {
     lower_registers<kSm90LoadRegisters>();
     if (warp == 8)
-      Sm90DecodeLoad<typename Rows::Element, Shape>{params, shape, maps, shared, thread % 32}.run(line, begin,
-                                                                                                  end);
+      Sm90DecodeLoad<typename Rows::Element, Shape>{params, shape, workspace, maps, shared, thread % 32}.run(
+          line, begin, end);
     // All that load, so that no weights of the layers behind come in these tiles' way.
     sync_warps<128>(5);
     launch_dependents();
@@ -53,8 +53,10 @@ __global__ void __launch_bounds__(kSm90DecodeThreads, 1)
   using Shape = typename Rows::Shape;
   extern __shared__ __align__(128) unsigned char memory[];
   const Sm90DecodeShared shared = Sm90DecodeShared::of<Shape>(memory, shape);
-  if (threadIdx.x < 2 * shape.stages) {
-    shared.full[threadIdx.x].init(threadIdx.x < shape.stages ? 1 : 8 / Shape::kSplits);
+  constexpr int kReaders = 4 * Shape::kRowParts;  // warps, of a buffer
+  if (threadIdx.x < 2 * shape.stages + Sm90DecodeShared::kTurns) {
+    const bool is_empty = shape.stages <= threadIdx.x && threadIdx.x < 2 * shape.stages;
+    shared.full[threadIdx.x].init(is_empty ? kReaders : 1);
     fence_async_proxy();
   }
   __syncthreads();

@@ -5,8 +5,9 @@
 // [columns, queries], as there: queries cost as many eights as there are. Each warp has the logits of its own
 // parts of a tile's keys; their weights go through shared memory, and all warps add the parts up in ascending
 // order. Sums of 16 products have the same bits in both instructions, so rows get the bits that they get from
-// decode.cuh, and keys are read once for all of them. The two warpgroups share keys and values and nothing
-// else: while one is in its softmax, the other multiplies.
+// decode.cuh, and keys are read once for all of them. While one warpgroup is in its softmax, the other
+// multiplies. Where each has rows of its own they share keys and values and nothing else; where they take
+// tiles by turns, a span's sums go from one to the other.
 #pragma once
 
 #include "kernels/cuda/attention/key_rows.cuh"
@@ -14,16 +15,17 @@
 
 namespace ortolan::cuda {
 
-template <typename Element_, int kHeadSize, int kGroupRows>
-struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>> {
-  using Base = Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>;
+template <typename Element_, int kHeadSize, int kRows>
+struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
+  using Base = Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>>;
   using Base::at, Base::factors, Base::group, Base::lane, Base::logits, Base::params, Base::queries,
-      Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared, Base::sync,
-      Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
-  using Base::kColumnBlocks, Base::kRowOctets, Base::kSums;
+      Base::release, Base::row, Base::shape, Base::shared, Base::sync, Base::thread, Base::tile_sums,
+      Base::warp, Base::workspace;
+  using Base::kColumnBlocks, Base::kGroupRows, Base::kRowOctets, Base::kSums;
   using typename Base::Element;
   using typename Base::Shape;
   using Products = FewColumns<Element, kGroupRows>;
+  static constexpr bool kTakesTurns = Shape::kTakesTurns;
   static constexpr int kKeys = Shape::kKeys;
   static constexpr int kParts = Shape::kParts;
   static constexpr int kPartKeys = Shape::kPartKeys;
@@ -32,7 +34,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
   static constexpr int kBlocks = kPartKeys / 16;  // products of a pass, 64 keys each
   // Columns of a part that are multiplied at once, in 64s, and how many such are under way.
   static constexpr int kChunk = kColumnBlocks * kSums <= 32 ? kColumnBlocks : 1;
-  static constexpr int kFreeRegisters = 130 - 2 * kColumnBlocks * kSums;
+  static constexpr int kFreeRegisters = 130 - (kTakesTurns ? 1 : 2) * kColumnBlocks * kSums;
   static constexpr int kMostDepth = kFreeRegisters / (kChunk * kSums);
   static constexpr int kDepth = kMostDepth < 2 ? 2 : kMostDepth < kParts ? kMostDepth : kParts;
   static constexpr int kUnits = kColumnBlocks / kChunk * kParts;
@@ -41,12 +43,16 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
   static constexpr int kOwnParts = kParts > kRowLanes ? kParts / kRowLanes : 1;
   using Sums = float[kChunk][kSums];
 
+  uint32_t turn_parity;  // of the warp
+  // Where there are no turns: the buffer of the tile's weights, and the span's tiles so far.
+  int buffer;
   typename Base::RowSums span_sums;
   SoftmaxState span_state;  // of row thread / kRowLanes
 
   // Logits of a pass: of the even and the odd steps' products two sums. Two products for a warp's 32 keys
   // take the even and the odd eights of keys.
   using LogitTile = float[kBlocks][kSums];
+  __device__ __forceinline__ uint32_t weights() const { return Base::weights(kTakesTurns ? 0 : buffer); }
   __device__ __forceinline__ void multiply_keys(LogitTile& even, LogitTile& odd, uint32_t keys) const {
     const uint64_t b = wgmma_tile(queries(), 16);
     wgmma_fence();
@@ -70,12 +76,12 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
       }
       logits.finish(z[block]);
     }
-    if (seen_by_each.hold_all(first, first + kPartKeys)) return;
+    if (this->seen_by_each.hold_all(first, first + kPartKeys)) return;
     const DecodeEntry& entry = factors().entry;
 #pragma unroll
     for (int n = 0; n < kSums; ++n) {
       if (n % 4 / 2) continue;
-      const int32_t position = entry.first_position + entry.token(shape, group * kGroupRows + row(n));
+      const int32_t position = entry.first_position + entry.token(shape, this->first_row() + row(n));
       const SeenPositions own = entry.visibility.of_query(position);
 #pragma unroll
       for (int octet = 0; octet < kOctets; ++octet)
@@ -139,11 +145,11 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
   // Weights of all parts, and their maxima and totals, for the whole warpgroup.
   __device__ __forceinline__ void weigh_tile(int32_t first) {
     LogitTile z[kPasses], odd[kPasses];
-    shared.full[at.place].wait(at.parity);
     const uint32_t keys = shared.template buffer<Shape>(at.place);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass)
       multiply_keys(z[pass], odd[pass], keys + pass * kBlocks * 64 * 128);
+    if constexpr (kTakesTurns) sync();  // all have multiplied with the weights before
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if (pass + 1 < kPasses) {
@@ -181,14 +187,19 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
       tile.total = i ? tile.total + total : total;
     }
     tile.total = fold_lanes<1, kRowLanes / 2>(tile.total, Add());
-    const Merge merge = Merge::of(span_state, tile);
-    if (is_whole) span_state = tile = merge.state;
+    Merge merge;
+    if constexpr (!kTakesTurns) {
+      merge = Merge::of(span_state, tile);
+      if (is_whole) span_state = tile = merge.state;
+    }
     if (is_there) {
 #pragma unroll
       for (int i = 0; i < kOwnParts; ++i) factors().weights[first + i][row] = weights[i];
       if (first == 0) {
-        factors().kept[row] = merge.kept;
-        factors().added[row] = merge.added;
+        if constexpr (!kTakesTurns) {
+          factors().kept[row] = merge.kept;
+          factors().added[row] = merge.added;
+        }
         factors().states[row] = tile;
       }
     }
@@ -233,7 +244,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
   __device__ __forceinline__ void multiply_values(int32_t first, bool is_whole) {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.template buffer<Shape>(at.place);
-    if (!seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
+    if (!this->seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
     Sums sums[kDepth];
 #pragma unroll
     for (int unit = 0; unit < kDepth; ++unit) multiply_unit(sums[unit], values, unit);
@@ -251,7 +262,6 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
       if (unit + kDepth < kUnits) multiply_unit(sums[unit % kDepth], values, unit + kDepth);
     }
     release();
-    turn ^= 1;
   }
   __device__ __forceinline__ void clear_span() {
     span_state = kNoKeys;
@@ -272,38 +282,91 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kGroupRows>>
     }
   }
 
-  // So many tiles of a span, from the cursor's on.
-  __device__ __forceinline__ void sum_tiles(const DecodeCursor& cursor, const DecodeSpan& span, int count) {
-    const KeyTiles tiles = cursor.of.tiles;
-#pragma unroll 1
-    for (int number = cursor.number; number < cursor.number + count; ++number) {
-      const int tile = tiles.at(number);
-      weigh_tile(tile * kKeys);
-      multiply_values(tile * kKeys, span.is_whole);
-      if (span.is_whole)
-        merge();
-      else
-        this->store_partial(tile_sums, workspace.tile_place(span.owner, tile));
+  __device__ __forceinline__ typename Shape::Handed& handed() const {
+    return *reinterpret_cast<typename Shape::Handed*>(shared.memory + Shape::kHandedPlace);
+  }
+  // Twins of the warpgroups take turns. The first of the first has nobody to wait for.
+  __device__ __forceinline__ void take_turn() {
+    shared.turns[group * 4 + warp()].wait(turn_parity);
+    turn_parity ^= 1;
+  }
+  __device__ __forceinline__ void end_turn() const {
+    shared.turns[(group ^ 1) * 4 + warp()].arrive_once(lane());
+  }
+  // The tile's sums and states become those of the span so far, in registers and in shared memory.
+  __device__ __forceinline__ void add_handed(bool is_first) {
+    const int own = lane() % kGroupRows;
+    SoftmaxState& handed_state = handed().states[warp()][own];
+    SoftmaxState state = kNoKeys;
+    if (!is_first) state = handed_state;
+    const Merge merge = Merge::of(state, factors().states[own]);
+    __syncwarp();
+    if (lane() < kGroupRows) handed_state = merge.state;
+#pragma unroll
+    for (int n = 0; n < kSums; n += 4) {
+      float kept[2], added[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        kept[i] = __shfl_sync(~0u, merge.kept, row(n + i));
+        added[i] = __shfl_sync(~0u, merge.added, row(n + i));
+      }
+#pragma unroll
+      for (int c = 0; c < kColumnBlocks; ++c) {
+        float4& handed_sums = handed().sums[(c * kSums + n) / 4][thread];
+        const float4 before = is_first ? float4{} : handed_sums;
+        float* sums = &tile_sums[c][n];
+        sums[0] = fmaf(before.x, kept[0], sums[0] * added[0]);
+        sums[1] = fmaf(before.y, kept[1], sums[1] * added[1]);
+        sums[2] = fmaf(before.z, kept[0], sums[2] * added[0]);
+        sums[3] = fmaf(before.w, kept[1], sums[3] * added[1]);
+        handed_sums = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      }
     }
-    if (!span.is_whole) return;
-    if (span.tiles.end - span.tiles.begin == tiles.count())
-      this->store_output(span_sums);
-    else
-      this->store_partial(span_sums, workspace.span_place(cursor.entry, span.number));
-    clear_span();
+    __syncwarp();
+  }
+  // The tile's values with its weights, and the tile with its span.
+  __device__ __forceinline__ void sum_tile(const TileWork& work) {
+    multiply_values(work.first, work.is_whole);
+    if constexpr (kTakesTurns) {
+      take_turn();
+      if (work.is_whole) add_handed(work.begins);
+      if (!work.is_whole)
+        this->store(tile_sums, factors().states, work);
+      else if (work.ends)
+        this->store(tile_sums, handed().states[warp()], work);
+      end_turn();
+    } else {
+      buffer ^= 1;
+      if (work.is_whole) {
+        merge();
+        if (!work.ends) return;
+        this->store(span_sums, factors().states, work);
+        clear_span();
+      } else {
+        this->store(tile_sums, factors().states, work);
+      }
+    }
   }
 
-  template <typename Line>
-  __device__ __forceinline__ void run(const Line& line, int begin, int end) {
-    turn = 0;
-    clear_span();
-    int entry = -1;  // whose queries are there
-    each_run(params, shape, line, begin, end,
-             [&](const DecodeCursor& cursor, const DecodeSpan& span, int count) {
-               if (entry != cursor.entry) this->take_queries(cursor.of);
-               entry = cursor.entry;
-               sum_tiles(cursor, span, count);
-             });
+  // So many tiles or, by turns, every other one of them.
+  __device__ __forceinline__ void run(int count) {
+    this->held = -1;
+    turn_parity = group ^ 1;
+    buffer = 0;
+    if constexpr (!kTakesTurns) clear_span();
+    bool is_own = !kTakesTurns || group == 0;
+#pragma unroll 1
+    for (; count > 0; --count) {
+      if (is_own) {
+        const TileWork work = this->take_tile();
+        weigh_tile(work.first);
+        sum_tile(work);
+      } else {
+        at.advance(shape.stages);  // keys, and then values
+        at.advance(shape.stages);
+      }
+      if constexpr (kTakesTurns) is_own = !is_own;
+    }
   }
 };
 

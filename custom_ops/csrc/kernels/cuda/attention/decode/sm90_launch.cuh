@@ -26,7 +26,8 @@ template <typename Rows>
 cudaError_t launch_sm90_decode(const SwaAttentionParams& params, const Launch& launch) {
   using Shape = typename Rows::Shape;
   const DecodeShape shape = plan_sm90_decode<Shape>(params, launch.device);
-  if (shape.stages < 2) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
+  if (shape.stages < Shape::kLeastStages)
+    return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   Sm90DecodeMaps maps;
   maps.box_rows = copied_rows(params.cache, params.window >= 0, Shape::kKeys);
   cudaError_t error =

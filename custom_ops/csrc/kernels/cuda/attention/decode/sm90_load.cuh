@@ -18,6 +18,7 @@ template <typename Element, typename Shape>
 struct Sm90DecodeLoad {
   const SwaAttentionParams& params;
   const DecodeShape& shape;
+  const DecodeWorkspace& workspace;
   const Sm90DecodeMaps& maps;
   const Sm90DecodeShared& shared;
   int lane;
@@ -42,20 +43,22 @@ struct Sm90DecodeLoad {
   }
 
   // Keys and then values of one step, to the next places of the ring: all columns to one, or as many to each
-  // as a warpgroup has.
-  __device__ __forceinline__ void load(const DecodeEntry& entry, int32_t first, RingPlace& at) const {
+  // as a warpgroup has. With the keys comes what is known of the tile.
+  __device__ __forceinline__ void load(const DecodeEntry& entry, int32_t first, const TileWork& work,
+                                       RingPlace& at) const {
     const KeyRows rows(params.cache, entry.sequence, entry.kv_head);
     const SeenPositions seen = entry.seen();
     const int boxes = Shape::kKeys / maps.box_rows;
     const Box box = find_box(entry, rows, seen, first + lane % boxes * maps.box_rows);
     const bool is_whole = __all_sync(~0u, box.is_whole);
 #pragma unroll
-    for (int n = 0; n < 2 * Shape::kSplits; ++n) {
-      const bool is_values = n >= Shape::kSplits;
-      const int first_column = n % Shape::kSplits * Shape::kBoxes * 64;
+    for (int n = 0; n < 2 * Shape::kColumnParts; ++n) {
+      const bool is_values = n >= Shape::kColumnParts;
+      const int first_column = n % Shape::kColumnParts * Shape::kBoxes * 64;
       Barrier& full = shared.full[at.place];
       shared.empty[at.place].wait(at.parity ^ 1);
       const uint32_t target = shared.buffer<Shape>(at.place);
+      if (!is_values && lane == 0) shared.works[at.place] = work;
       if (is_whole) {
         if (lane == 0) full.arrive_expecting(Shape::kBufferBytes);
         __syncwarp();
@@ -98,17 +101,26 @@ struct Sm90DecodeLoad {
   template <typename Line>
   __device__ __forceinline__ void run(const Line& line, int begin, int end) const {
     RingPlace at;
-    each_run(params, shape, line, begin, end, [&](const DecodeCursor& cursor, const DecodeSpan&, int count) {
-      const SeenPositions seen = cursor.of.seen();
+    each_run(
+        params, shape, line, begin, end, [&](const DecodeCursor& cursor, const DecodeSpan& span, int count) {
+          const SeenPositions seen = cursor.of.seen();
+          TileWork work{.entry = cursor.entry,
+                        .is_whole = span.is_whole,
+                        .is_all = span.tiles.end - span.tiles.begin == cursor.of.tiles.count()};
 #pragma unroll 1
-      for (int n = 0; n < count; ++n)
+          for (int number = cursor.number; number < cursor.number + count; ++number) {
+            const int tile = cursor.of.tiles.at(number);
+            work.first = tile * Shape::kTileKeys;
+            work.place = static_cast<int>(span.is_whole ? workspace.span_place(cursor.entry, span.number)
+                                                        : workspace.tile_place(span.owner, tile));
+            work.begins = number == span.tiles.begin;
+            work.ends = number + 1 == span.tiles.end;
 #pragma unroll 1
-        for (int step = 0; step < Shape::kSteps; ++step) {
-          const int32_t first =
-              cursor.of.tiles.at(cursor.number + n) * Shape::kTileKeys + step * Shape::kKeys;
-          if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys)) load(cursor.of, first, at);
-        }
-    });
+            for (int32_t first = work.first; first < work.first + Shape::kTileKeys; first += Shape::kKeys)
+              if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys))
+                load(cursor.of, first, work, at);
+          }
+        });
     copy_async_wait<0>();
   }
 };

@@ -27,13 +27,13 @@ template <int kHeadSize_, int kRows>
 struct Sm90WideShape {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kGroupRows = kRows;
-  static constexpr int kSplits = 2;  // of columns, for the warpgroups, which share rows
-  static constexpr int kKeys = 64;   // of a step
-  static constexpr int kSteps = 2;   // of a tile
+  static constexpr int kRowParts = 1, kColumnParts = 2;
+  static constexpr int kKeys = 64;  // of a step
+  static constexpr int kSteps = 2;  // of a tile
   static constexpr int kTileKeys = kKeys * kSteps;
   static constexpr PowerOfTwo kSpanTiles{0};
-  static constexpr int kBoxes = kHeadSize / kSplits / 64;    // of 64 columns, 128 bytes
-  static constexpr int kBufferBytes = kKeys * kBoxes * 128;  // keys or values of a step, for a warpgroup
+  static constexpr int kBoxes = kHeadSize / kColumnParts / 64;  // of 64 columns, 128 bytes
+  static constexpr int kBufferBytes = kKeys * kBoxes * 128;     // keys or values of a step, for a warpgroup
   using Factors = WideFactors<kRows>;
   static constexpr int kWeightBytes = kGroupRows * kKeys * 2;
   static constexpr int kFactorBytes = (static_cast<int>(sizeof(Factors)) + 1023) / 1024 * 1024;
@@ -43,6 +43,7 @@ struct Sm90WideShape {
   static constexpr int kLogitPlace = kFactorPlace + kFactorBytes;
   static constexpr int kFrontBytes = kLogitPlace + 2 * kLogitBytes;
   static constexpr int kMostTokens = kShortTokens;
+  static constexpr int kLeastStages = 2;
   static constexpr int kSnapsFrom = 0;  // every tile is a span
 };
 
@@ -50,8 +51,8 @@ template <typename Element_, int kHeadSize, int kRows>
 struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
   using Base = Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>>;
   using Base::at, Base::factors, Base::group, Base::lane, Base::logits, Base::params, Base::queries,
-      Base::release, Base::row, Base::seen, Base::seen_by_each, Base::shape, Base::shared, Base::sync,
-      Base::thread, Base::tile_sums, Base::turn, Base::warp, Base::weights, Base::workspace;
+      Base::release, Base::row, Base::shape, Base::shared, Base::sync, Base::thread, Base::tile_sums,
+      Base::warp, Base::weights, Base::workspace;
   using Base::kColumnBlocks, Base::kColumns, Base::kRowOctets, Base::kSums;
   using typename Base::Element;
   using typename Base::Shape;
@@ -112,7 +113,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
   __device__ __forceinline__ void finish_logits(OwnLogits& z, int32_t first) const {
     logits.finish(z);
     first += warp() * 16;
-    if (seen_by_each.hold_all(first, first + 16)) return;
+    if (this->seen_by_each.hold_all(first, first + 16)) return;
     const DecodeEntry& entry = factors().entry;
 #pragma unroll
     for (int n = 0; n < kSums / 2; ++n) {
@@ -193,7 +194,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
   __device__ __forceinline__ void multiply_values(int32_t first) {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.template buffer<Shape>(at.place);
-    if (!seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
+    if (!this->seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
     const uint64_t b = wgmma_tile(weights(), 16);
     wgmma_fence();
 #pragma unroll
@@ -210,7 +211,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
       asm volatile("" : "+f"(tile_sums[n / kSums][n % kSums])::"memory");
     pass_buffer();
   }
-  __device__ __forceinline__ void sum_tile(int32_t tile) {
+  __device__ __forceinline__ void sum_tile(int32_t begin) {
 #pragma unroll
     for (int n = 0; n < kColumnBlocks * kSums; ++n) tile_sums[n / kSums][n % kSums] = 0;
 #pragma unroll
@@ -220,8 +221,8 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
     }
 #pragma unroll 1
     for (int step = 0; step < Shape::kSteps; ++step) {
-      const int32_t first = tile * Shape::kTileKeys + step * kKeys;
-      if (!seen.hold_any(first, first + kKeys)) continue;
+      const int32_t first = begin + step * kKeys;
+      if (!this->seen.hold_any(first, first + kKeys)) continue;
       LogitTile z;
       OwnLogits own;
       multiply_keys(z);
@@ -248,20 +249,16 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
     this->sync_sharers();
   }
 
-  template <typename Line>
-  __device__ __forceinline__ void run(const Line& line, int begin, int end) {
-    turn = 0;
+  // So many tiles.
+  __device__ __forceinline__ void run(int count) {
     if (group) at.advance(shape.stages);
-    int entry = -1;  // whose queries are there
-    each_run(params, shape, line, begin, end, [&](const DecodeCursor& cursor, const DecodeSpan& span, int) {
-      if (entry != cursor.entry) this->take_queries(cursor.of);
-      entry = cursor.entry;
-      sum_tile(cursor.key_tile());
-      if (cursor.of.tiles.count() == 1)
-        this->store_output(tile_sums);
-      else
-        this->store_partial(tile_sums, workspace.span_place(cursor.entry, span.number));
-    });
+    this->held = -1;
+#pragma unroll 1
+    for (; count > 0; --count) {
+      const TileWork work = this->take_tile();
+      sum_tile(work.first);
+      this->store(tile_sums, factors().states, work);
+    }
   }
 };
 
