@@ -16,6 +16,7 @@ from ortolan.custom_ops.schema_parts import (
     INT32,
     KEY_CACHE,
     KEY_SCALE,
+    MAX_QUERY_LEN,
     PAST_LEN,
     PREFIX_END,
     QUERY_START,
@@ -154,7 +155,7 @@ QKV_OPERATORS: tuple[Operator, ...] = (
         "the caches that it returns, with the same bits; lse is not offered. On CUDA, no node in front of it may write "
         "its caches, scales, block_table, query_start or past_len: it may read them before the kernels in front of it "
         "have ended.",
-        inputs=(*_JOINT_INPUTS, SINK_LOGITS, PREFIX_END, _MAX_KV_LEN),
+        inputs=(*_JOINT_INPUTS, SINK_LOGITS, PREFIX_END, _MAX_KV_LEN, MAX_QUERY_LEN),
         outputs=(
             ATTENDED,
             *cache_outputs(1),

@@ -20,6 +20,7 @@ from ortolan.custom_ops.schema_parts import (
     INT64,
     KEY_CACHE,
     KEY_SCALE,
+    MAX_QUERY_LEN,
     PAST_LEN,
     PREFIX_END,
     QUERY,
@@ -72,6 +73,7 @@ _CONTRACT: tuple[Operator, ...] = (
             PREFIX_END,
             KEY_SCALE,
             VALUE_SCALE,
+            MAX_QUERY_LEN,
         ),
         outputs=(
             ATTENDED,

@@ -184,6 +184,16 @@ PREFIX_END = Port(
     doc="Positions before it see each other in both directions, whatever the window. Only with causal = 1.",
     optional=True,
 )
+MAX_QUERY_LEN = Port(
+    name="max_query_len",
+    shape="[1]",
+    type=INT32,
+    doc="The caller's promise: no sequence has more tokens in the step. Absent or 0: nothing is promised. It spares "
+    "CUDA the kernels for longer chunks; where it is true, no result depends on it. Where it is false, the CPU "
+    "provider refuses the step, and on CUDA what the node returns is undefined.",
+    optional=True,
+    on_host=True,
+)
 ATTENDED = Port(
     name="output",
     shape="[T, Hq, D]",

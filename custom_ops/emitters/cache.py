@@ -65,6 +65,7 @@ def swa_attention(
     prefix_end: str = "",
     key_scale: str = "",
     value_scale: str = "",
+    max_query_len: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -98,6 +99,10 @@ def swa_attention(
             hold codes.
         value_scale: [N, Hkv, P] tensor(float). Scale of each row of value codes; given exactly where the
             caches hold codes.
+        max_query_len: [1] tensor(int32). The caller's promise: no sequence has more tokens in the step.
+            Absent or 0: nothing is promised. It spares CUDA the kernels for longer chunks; where it is
+            true, no result depends on it. Where it is false, the CPU provider refuses the step, and on CUDA
+            what the node returns is undefined.
         outputs: names of output [T, Hq, D], lse [Hq, T].
         name: name of the node.
         window: W: keys a query sees, itself included; -1 for no window. Allowed: -1, or 1 or more.
@@ -109,7 +114,7 @@ def swa_attention(
         causal: 0: a query sees later keys, too: all of its sequence, or those less than W before or after
             it, and the sinks. Allowed: 0 or 1.
     """
-    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits, prefix_end, key_scale, value_scale,)
+    inputs = (query, key_cache, value_cache, query_start, past_len, block_table, sink_logits, prefix_end, key_scale, value_scale, max_query_len,)
     return operator_node("SwaAttention", inputs, outputs, name, {"window": window, "sink": sink, "capacity": capacity, "scale": scale, "softcap": softcap, "causal": causal})
 
 

@@ -93,6 +93,7 @@ def qkv_attention(
     sink_logits: str = "",
     prefix_end: str = "",
     max_kv_len: str = "",
+    max_query_len: str = "",
     *,
     outputs: tuple[str, ...],
     name: str,
@@ -145,6 +146,10 @@ def qkv_attention(
             nothing is promised. It lets CUDA choose a kernel for shorter caches; where it is true, no
             result depends on it. Where it is false, the CPU provider refuses the step, and on CUDA all that
             the node returns is undefined, the slots of the step's tokens included.
+        max_query_len: [1] tensor(int32). The caller's promise: no sequence has more tokens in the step.
+            Absent or 0: nothing is promised. It spares CUDA the kernels for longer chunks; where it is
+            true, no result depends on it. Where it is false, the CPU provider refuses the step, and on CUDA
+            what the node returns is undefined.
         outputs: names of output [T, Hq, D], key_cache_out [N, Hkv, P, D], value_cache_out [N, Hkv, P, D],
             query [T, Hq, D], capture_out [B, Wq, Hq, D], key_scale_out [N, Hkv, P], value_scale_out [N,
             Hkv, P].
@@ -162,7 +167,7 @@ def qkv_attention(
         causal: 0: a query sees later keys, too: all of its sequence, or those less than W before or after
             it, and the sinks. Allowed: 0 or 1.
     """
-    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len, key_scale, value_scale, sink_logits, prefix_end, max_kv_len,)
+    inputs = (qkv, key_cache, value_cache, query_start, past_len, block_table, query_norm_weight, key_norm_weight, cosine, sine, capture, capture_past_len, key_scale, value_scale, sink_logits, prefix_end, max_kv_len, max_query_len,)
     return operator_node("QkvAttention", inputs, outputs, name, {"num_heads": num_heads, "epsilon": epsilon, "value_norm": value_norm, "value_is_key": value_is_key, "sink": sink, "capacity": capacity, "window": window, "scale": scale, "softcap": softcap, "causal": causal})
 
 

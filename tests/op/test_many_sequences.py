@@ -176,6 +176,23 @@ def test_a_step_of_as_many_tokens_as_sequences(head_size):
     assert_each_is_as_alone(shape, feeds, results, [1])
 
 
+@pytest.mark.parametrize("packing", [*PACKINGS.values(), [40, 1, 64, 5, 0, 17]], ids=[*PACKINGS, "short chunks"])
+@pytest.mark.parametrize("options", [{}, {"window": 1100, "sink": 5}], ids=["all keys", "window"])
+@pytest.mark.parametrize(("head_size", "group"), [(64, 8), (128, 4), (512, 4)])
+def test_a_true_bound_of_tokens_changes_no_bit(head_size, group, options, packing):
+    """Bounds by which CUDA leaves out all kernels for chunks, or those for long ones, and one that leaves out none."""
+    past = np.random.default_rng(5).integers(0, CAPACITY - 300, len(packing)).tolist()
+    shape = Shape(tokens=packing, past=past, heads=group, kv_heads=1, head_size=head_size, capacity=CAPACITY, **options)
+    feeds = long_feeds(shape)
+    results = run_attention(shape, feeds)
+    for bound in {max(packing), 16, 64, sum(packing)}:
+        if bound < max(packing):
+            continue
+        told = {**feeds, "max_query_len": np.array([bound], np.int32)}
+        for actual, expected in zip(run_attention(shape, told), results, strict=True):
+            devices.assert_same_bits(actual, expected)
+
+
 @pytest.mark.parametrize(("head_size", "group"), [(64, 3), (96, 1), (128, 2), (256, 1)])
 def test_short_chunks_far_into_a_context(head_size, group):
     """Spans of keys that are summed apart grow from 16 K on."""

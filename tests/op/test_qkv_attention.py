@@ -136,11 +136,11 @@ def test_codes(name, code):
     assert_same(case, joint_feeds(case))
 
 
-def assert_same_with_bounds(case, feeds, bounds):
-    """Compare a step with the same one whose longest length is promised."""
+def assert_same_with_bounds(case, feeds, bounds, port="max_kv_len"):
+    """Compare a step with the same one whose longest length, or most tokens of a sequence, are promised."""
     without = run_joint(case, feeds)
     for bound in bounds:
-        for name, array in run_joint(case, {**feeds, "max_kv_len": np.array([bound], np.int32)}).items():
+        for name, array in run_joint(case, {**feeds, port: np.array([bound], np.int32)}).items():
             devices.assert_same_bits(array, without[name])
 
 
@@ -177,6 +177,30 @@ def test_a_bound_of_nothing_or_above_the_capacity_changes_no_bit():
 def test_a_bound_of_other_steps_changes_no_bit(name, bound):
     """Nor where other kernels take the step: rings, lengths of heads, several sequences or tokens."""
     assert_same_with_bounds(CASES[name], joint_feeds(CASES[name]), [bound])
+
+
+FEW = {"tokens": (8, 1, 0, 3, 8), "past": (200, 61, 5, 9, 130)}
+
+
+@pytest.mark.parametrize("code", [None, *CODES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        JointCase(**FEW, **LLAMA, slots=256),
+        JointCase(**FEW, **QWEN, **RING),
+        JointCase(**FEW, **QWEN, slots=256, page_slots=16),
+        JointCase(**FEW | {"tokens": (40, 1, 0, 64, 8)}, **LLAMA, slots=304),
+        CASES["chunk"],
+        CASES["no-tokens"],
+    ],
+    ids=["few-tokens", "few-tokens-of-rings", "few-tokens-of-pages", "short-chunks", "chunk", "no-tokens"],
+)
+def test_a_true_bound_of_tokens_changes_no_bit(case, code):
+    """Bounds by which CUDA leaves out all kernels for chunks, or those for long ones, and such as leave out none."""
+    case = dataclasses.replace(case, code=CODES.get(code))
+    most = max(1, *case.tokens)
+    bounds = [bound for bound in (most, 16, 64, 1000) if bound >= most]
+    assert_same_with_bounds(case, joint_feeds(case), [0, *bounds], "max_query_len")
 
 
 STEPS = (20, 1, 1, 15, 1, 3, 1, 1)  # past the wrap
@@ -273,10 +297,14 @@ REFUSALS = {
     "sink_logits' has shape": (SMALL, {}, {"sink_logits": np.zeros(3, np.float32)}),
     "prefix_end' has shape": (SMALL, {}, {"prefix_end": np.zeros(2, np.int32)}),
     "needs causal = 1": (SMALL, {"causal": 0}, {"prefix_end": np.zeros(1, np.int32)}),
-    "'max_kv_len' is -2; it must be at least 0": (SMALL, {}, {"max_kv_len": np.array([-2], np.int32)}),
-    "max_kv_len' has shape \\[2\\]; expected \\[1\\]": (SMALL, {}, {"max_kv_len": np.array([9, 9], np.int32)}),
-    "max_kv_len' has shape \\[\\]; expected \\[1\\]": (SMALL, {}, {"max_kv_len": np.array(9, np.int32)}),
 }
+BOUNDS = ("max_kv_len", "max_query_len")
+for port in BOUNDS:
+    REFUSALS |= {
+        f"'{port}' is -2; it must be at least 0": (SMALL, {}, {port: np.array([-2], np.int32)}),
+        f"{port}' has shape \\[2\\]; expected \\[1\\]": (SMALL, {}, {port: np.array([9, 9], np.int32)}),
+        f"{port}' has shape \\[\\]; expected \\[1\\]": (SMALL, {}, {port: np.array(9, np.int32)}),
+    }
 HOST_REFUSALS = {
     "'query_start' must rise": (SMALL, {}, {"query_start": np.array([0, 2], np.int32)}),
     "more than capacity C = 64": (JointCase(past=(64,)), {}, {}),
@@ -294,6 +322,11 @@ HOST_REFUSALS = {
         {},
         {"max_kv_len": np.array([32], np.int32)},
     ),
+    "sequence 1 has 9 tokens in the step, more than input 'max_query_len' = 8": (
+        JointCase(tokens=(1, 9), past=(3, 0)),
+        {},
+        {"max_query_len": np.array([8], np.int32)},
+    ),
     "names page 9": (JointCase(past=(5,), page_slots=16), {}, {"block_table": np.full((1, 4), 9, np.int32)}),
 }
 
@@ -309,8 +342,9 @@ def test_refuses(message, target):
     assert "test/QkvAttention" in str(error.value)
 
 
-def test_refuses_a_bound_of_another_type():
-    feeds = joint_feeds(SMALL) | {"max_kv_len": np.array([9], np.int64)}
-    with pytest.raises(Exception, match=r"max_kv_len|tensor\(int64\)") as error:
+@pytest.mark.parametrize("port", BOUNDS)
+def test_refuses_a_bound_of_another_type(port):
+    feeds = joint_feeds(SMALL) | {port: np.array([9], np.int64)}
+    with pytest.raises(Exception, match=rf"{port}|tensor\(int64\)") as error:
         run_joint(SMALL, feeds)
     assert "test/QkvAttention" in str(error.value)

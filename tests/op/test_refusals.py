@@ -49,6 +49,13 @@ ATTENTION_INPUTS = {
         attention(past_len=np.array([40, 0], np.int32), prefix_end=np.array([41, 0], np.int32)),
         {"window": 8},
     ),
+    "'max_query_len' is -2; it must be at least 0": (attention(max_query_len=np.array([-2], np.int32)), {}),
+    "'max_query_len' has shape [2]; expected [1]": (attention(max_query_len=np.array([9, 9], np.int32)), {}),
+    "'max_query_len' has shape []; expected [1]": (attention(max_query_len=np.array(9, np.int32)), {}),
+    "sequence 0 has 4 tokens in the step, more than input 'max_query_len' = 3; it must be at least the most tokens": (
+        attention(max_query_len=np.array([3], np.int32)),
+        {},
+    ),
 }
 
 
@@ -58,6 +65,12 @@ def test_attention_refuses_inputs(message):
     with pytest.raises(Exception, match="INVALID_ARGUMENT") as error:
         run_op("SwaAttention", feeds, **attributes)
     assert message in str(error.value)
+    assert "test/SwaAttention" in str(error.value)
+
+
+def test_attention_refuses_a_bound_of_another_type():
+    with pytest.raises(Exception, match=r"max_query_len|tensor\(int64\)") as error:
+        run_op("SwaAttention", attention(max_query_len=np.array([4], np.int64)))
     assert "test/SwaAttention" in str(error.value)
 
 

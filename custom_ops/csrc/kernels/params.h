@@ -69,6 +69,7 @@ struct SwaAttentionParams {
   void* output;               // [T, Hq, D]
   float* lse;                 // [Hq, T] or null
   int64_t max_kv_len = 0;     // most tokens of a sequence after the step, by the caller's promise; 0: none
+  int64_t max_query_len = 0;  // the same of its tokens in the step
 };
 
 struct SnapKvCaptureParams {

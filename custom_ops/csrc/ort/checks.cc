@@ -7,6 +7,25 @@ namespace {
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+// What a promise bounds, and what it must be at least, in words.
+struct PromiseWords {
+  const char* of;
+  const char* least;
+};
+
+// Reads what the caller promises that tokens(b) does not pass; 0: nothing.
+template <typename Tokens>
+int64_t read_promise(const Context& context, size_t index, const Packing& packing, const Tokens& tokens,
+                     const PromiseWords& words) {
+  const int64_t most = read_number<int32_t>(context, index);
+  for (int64_t b = 0; most > 0 && context.values_readable() && b < packing.num_sequences; ++b)
+    if (tokens(b) > most)
+      context.node().fail("sequence " + number(b) + " has " + number(tokens(b)) + " " + words.of +
+                          ", more than input '" + context.node().schema->inputs[index].name +
+                          "' = " + number(most) + "; it must be at least " + words.least + ", or 0");
+  return most;
+}
+
 }  // namespace
 
 Packing read_packing(const Context& context, size_t index, int64_t num_tokens) {
@@ -184,18 +203,20 @@ void check_window(const Context& context, const SwaAttentionParams& p) {
     }
 }
 
-void check_promise(const Context& context, const SwaAttentionParams& p, size_t index) {
-  const int64_t most = p.max_kv_len;
-  if (most == 0 || !context.values_readable()) return;
-  for (int64_t b = 0; b < p.packing.num_sequences; ++b)
-    for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h) {
-      const int64_t length = p.past_len.at(b, h) + p.packing.count(b);
-      if (length > most)
-        context.node().fail("sequence " + number(b) + " has " + number(length) +
-                            " tokens, more than input '" + context.node().schema->inputs[index].name +
-                            "' = " + number(most) +
-                            "; it must be at least the longest length after the step, or 0");
-    }
+int64_t read_max_kv_len(const Context& context, size_t index, const SwaAttentionParams& p) {
+  const auto length = [&](int64_t b) {
+    int64_t longest = 0;
+    for (int64_t h = 0; h < p.cache.num_kv_heads && p.packing.count(b) > 0; ++h)
+      longest = std::max(longest, p.past_len.at(b, h) + p.packing.count(b));
+    return longest;
+  };
+  return read_promise(context, index, p.packing, length,
+                      {.of = "tokens", .least = "the longest length after the step"});
+}
+
+int64_t read_max_query_len(const Context& context, size_t index, const Packing& packing) {
+  return read_promise(context, index, packing, [&](int64_t b) { return packing.count(b); },
+                      {.of = "tokens in the step", .least = "the most tokens of a sequence"});
 }
 
 void check_scored_lengths(const Context& context, const SnapKvScoreParams& p, size_t block_table) {

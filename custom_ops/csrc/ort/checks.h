@@ -73,8 +73,11 @@ void check_heads(const Context& context, size_t query_index, const Tensor& query
 const int32_t* read_prefixes(const Context& context, size_t index, const SwaAttentionParams& p);
 void check_window(const Context& context, const SwaAttentionParams& params);
 
-// No sequence that has tokens may hold more than the caller has promised; 0 promises nothing.
-void check_promise(const Context& context, const SwaAttentionParams& params, size_t index);
+// Reads the caller's promise of the most tokens that a sequence with tokens in the step has after it, for any
+// kv head; 0: none. Refuses one that is seen to be false.
+int64_t read_max_kv_len(const Context& context, size_t index, const SwaAttentionParams& params);
+// The same of the most tokens that a sequence has in the step.
+int64_t read_max_query_len(const Context& context, size_t index, const Packing& packing);
 
 // A sequence cannot hold more than its cache has slots.
 void check_scored_lengths(const Context& context, const SnapKvScoreParams& params, size_t block_table);

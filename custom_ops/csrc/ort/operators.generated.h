@@ -67,6 +67,7 @@ inline constexpr Port kSwaAttentionInputs[] = {
     {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
     {.name = "key_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
     {.name = "value_scale", .shape = "[N, Hkv, P]", .type = PortType::kFloat32, .optional = true},
+    {.name = "max_query_len", .shape = "[1]", .type = PortType::kInt32, .optional = true, .on_host = true},
 };
 inline constexpr Port kSwaAttentionOutputs[] = {
     {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
@@ -75,7 +76,7 @@ inline constexpr Port kSwaAttentionOutputs[] = {
 namespace ops {
 struct SwaAttention {
   using Params = SwaAttentionParams;
-  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits, kPrefixEnd, kKeyScale, kValueScale }; };
+  struct In { enum : size_t { kQuery, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kSinkLogits, kPrefixEnd, kKeyScale, kValueScale, kMaxQueryLen }; };
   struct Out { enum : size_t { kOutput, kLse }; };
   struct Attributes {
     int64_t window = -1;
@@ -559,6 +560,7 @@ inline constexpr Port kQkvAttentionInputs[] = {
     {.name = "sink_logits", .shape = "[Hq]", .type = PortType::kFloat32, .optional = true},
     {.name = "prefix_end", .shape = "[B]", .type = PortType::kInt32, .optional = true},
     {.name = "max_kv_len", .shape = "[1]", .type = PortType::kInt32, .optional = true, .on_host = true},
+    {.name = "max_query_len", .shape = "[1]", .type = PortType::kInt32, .optional = true, .on_host = true},
 };
 inline constexpr Port kQkvAttentionOutputs[] = {
     {.name = "output", .shape = "[T, Hq, D]", .type = PortType::kElement},
@@ -572,7 +574,7 @@ inline constexpr Port kQkvAttentionOutputs[] = {
 namespace ops {
 struct QkvAttention {
   using Params = QkvAttentionParams;
-  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale, kSinkLogits, kPrefixEnd, kMaxKvLen }; };
+  struct In { enum : size_t { kQkv, kKeyCache, kValueCache, kQueryStart, kPastLen, kBlockTable, kQueryNormWeight, kKeyNormWeight, kCosine, kSine, kCapture, kCapturePastLen, kKeyScale, kValueScale, kSinkLogits, kPrefixEnd, kMaxKvLen, kMaxQueryLen }; };
   struct Out { enum : size_t { kOutput, kKeyCacheOut, kValueCacheOut, kQuery, kCaptureOut, kKeyScaleOut, kValueScaleOut }; };
   struct Attributes {
     int64_t num_heads = 0;

@@ -109,8 +109,7 @@ QkvAttentionParams read_params(const Call<ops::QkvAttention>& call) {
   attention.key_scale = heads.key_scale;
   attention.value_scale = heads.value_scale;
   read_attention(call, attention);
-  attention.max_kv_len = read_number<int32_t>(call, ops::QkvAttention::In::kMaxKvLen);
-  check_promise(call, attention, ops::QkvAttention::In::kMaxKvLen);
+  attention.max_kv_len = read_max_kv_len(call, ops::QkvAttention::In::kMaxKvLen, attention);
   return params;
 }
 

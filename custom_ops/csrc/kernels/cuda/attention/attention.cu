@@ -206,6 +206,12 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
 
 namespace {
 
+// New tokens of a sequence, at most, as far as the host can be sure.
+int64_t most_new_tokens(const SwaAttentionParams& params) {
+  const int64_t tokens = params.packing.num_tokens, promised = params.max_query_len;
+  return promised > 0 ? std::min(tokens, promised) : tokens;
+}
+
 // Whether a step may have short chunks with a kernel of their own: where all keys are seen, as few keys of a
 // window are not worth splitting.
 bool may_have_short_chunks(const SwaAttentionParams& params, int most_decode) {
@@ -257,7 +263,7 @@ cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launc
   const cudaError_t error = with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
     return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
   });
-  if (error != cudaSuccess || params.packing.num_tokens <= kShortTokens) return error;
+  if (error != cudaSuccess || most_new_tokens(params) <= kShortTokens) return error;
   return prefill_sm90(params, launch, {kShortTokens});
 }
 
@@ -271,43 +277,58 @@ size_t attention_prefill_sm90_workspace(const SwaAttentionParams& params, const 
   });
 }
 
+namespace {
+
+// The kernel families that a step may need; which sequences are whose, only the device knows.
+struct StepPlan {
+  int most_decode;    // new tokens of a sequence that decode takes, at most
+  int most_of_codes;  // new tokens of a sequence whose codes are read as they are, at most
+  bool prefills;      // whether some sequence may have more than most_decode
+  bool decodes;       // whether some sequence may have no more than that
+  bool expands;       // whether some sequence may have more than most_of_codes
+
+  StepPlan(const SwaAttentionParams& params, const Device& device)
+      : most_decode(most_decode_tokens(params, device)),
+        most_of_codes(decodes_codes(params) ? most_decode : 0),
+        prefills(most_new_tokens(params) > most_decode),
+        decodes(params.packing.num_sequences > 1 || !prefills),
+        expands(is_code(params.cache_element) && most_new_tokens(params) > most_of_codes) {}
+};
+
+}  // namespace
+
 size_t swa_attention_workspace(const SwaAttentionParams& params, const Device& device) {
-  const int64_t tokens = params.packing.num_tokens;
-  if (tokens == 0) return 0;
-  const int most_decode = most_decode_tokens(params, device);
-  const bool decodes = params.packing.num_sequences > 1 || tokens <= most_decode;
-  const size_t expanded = expanded_bytes(params, decodes_codes(params) ? most_decode : 0);
+  if (params.packing.num_tokens == 0) return 0;
+  const StepPlan plan(params, device);
+  const size_t expanded = plan.expands ? expanded_bytes(params, plan.most_of_codes) : 0;
   if (params.element == ElementType::kFloat32) return expanded;
   size_t bytes = 0;
-  if (tokens > most_decode && attention_prefill_sm90_takes(dense(params), device))
-    bytes = attention_prefill_sm90_workspace(dense(params), device, most_decode);
-  if (decodes)
+  if (plan.prefills && attention_prefill_sm90_takes(dense(params), device))
+    bytes = attention_prefill_sm90_workspace(dense(params), device, plan.most_decode);
+  if (plan.decodes)
     bytes =
         std::max(bytes, attention_decode_workspace(decodes_codes(params) ? params : dense(params), device));
   return expanded + bytes;
 }
 
 cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch) {
-  const int64_t tokens = params.packing.num_tokens;
-  if (tokens == 0) return cudaSuccess;
+  if (params.packing.num_tokens == 0) return cudaSuccess;
   const int bytes = vector_bytes(16, {params.query, params.key_cache, params.value_cache, params.output});
   if (bytes < (params.element == ElementType::kFloat32 ? 4 : 16)) return cudaErrorMisalignedAddress;
-  const int most_decode = most_decode_tokens(params, launch.device);
-  const bool expands_all = is_code(params.cache_element) && !decodes_codes(params);
+  const StepPlan plan(params, launch.device);
   SwaAttentionParams expanded = params;
   Launch rest = launch;
-  if (is_code(params.cache_element) && (expands_all || tokens > most_decode))
-    if (const cudaError_t error = expand_caches(expanded, rest, expands_all ? 0 : most_decode);
-        error != cudaSuccess)
+  if (plan.expands)
+    if (const cudaError_t error = expand_caches(expanded, rest, plan.most_of_codes); error != cudaSuccess)
       return error;
   if (params.element == ElementType::kFloat32) return attention_float32(expanded, rest);
-  if (tokens > most_decode) {
+  if (plan.prefills) {
     const cudaError_t error = attention_prefill_sm90_takes(expanded, rest.device)
-                                  ? attention_prefill_sm90(expanded, rest, most_decode)
-                                  : attention_prefill_mma(expanded, rest, most_decode);
-    if (error != cudaSuccess || params.packing.num_sequences == 1) return error;
+                                  ? attention_prefill_sm90(expanded, rest, plan.most_decode)
+                                  : attention_prefill_mma(expanded, rest, plan.most_decode);
+    if (error != cudaSuccess || !plan.decodes) return error;
   }
-  return attention_decode(expands_all ? expanded : params, rest);
+  return attention_decode(decodes_codes(params) ? params : expanded, rest);
 }
 
 }  // namespace ortolan::cuda
