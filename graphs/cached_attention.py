@@ -14,10 +14,11 @@ from ortolan.graphs.builder import FLOAT, INT32, INT64, GraphBuilder, Tensor, em
 from ortolan.graphs.config import AttentionConfig, MixerConfig
 from ortolan.graphs.options import GraphOptions
 
-_MAX_KV_LEN_DOC = (
-    "Need not be fed; in CPU memory. After the step, no sequence that has tokens in it is longer in a full-attention "
-    "cache, for any kv head. 0, the default, promises nothing. A true bound changes no result; it may make CUDA faster."
-)
+_PROMISES = {
+    contract.MAX_QUERY_LEN: "No sequence has more tokens in the step.",
+    contract.MAX_KV_LEN: "After the step, no sequence that has tokens in it is longer in a full-attention cache, for "
+    "any kv head.",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,13 @@ def declare_step(
     )
 
 
-def declare_max_kv_len(graph: GraphBuilder) -> Tensor:
-    """Declare the bound of the step's lengths that attention may be told, [1] int32; 0 where it is not fed."""
-    return graph.default_input(contract.MAX_KV_LEN, [0], np.int32, _MAX_KV_LEN_DOC)
+def declare_promise(graph: GraphBuilder, name: str) -> Tensor:
+    """Declare a bound of the step that attention may be told, [1] int32; 0 where it is not fed."""
+    doc_string = (
+        f"Need not be fed; in CPU memory. {_PROMISES[name]} 0, the default, promises nothing. A true bound changes no "
+        "result; it may make CUDA faster."
+    )
+    return graph.default_input(name, [0], np.int32, doc_string)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +159,10 @@ class CachedAttention:
         Returns:
             What attention returns, [T, Hq, D].
         """
-        bound = declare_max_kv_len(self.graph) if self.config.window < 0 else None  # a ring's plan knows its window
-        heads = replace(heads, ports={**heads.ports, "sink_logits": sink_logits, "max_kv_len": bound})
+        sees_all = self.config.window < 0  # a ring's plan knows its window
+        bounds = (contract.MAX_QUERY_LEN, contract.MAX_KV_LEN) if sees_all else (contract.MAX_QUERY_LEN,)
+        promises = {name: declare_promise(self.graph, name) for name in bounds}
+        heads = replace(heads, ports={**heads.ports, "sink_logits": sink_logits, **promises})
         return self._add_joint("QkvAttention", emitters.qkv_attention, heads, 4, captures=True, **_mask(self.config))
 
     def _add_joint(

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import onnx
 
-from ortolan.contract import LOGIT_ROWS, MAX_KV_LEN, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
+from ortolan.contract import LOGIT_ROWS, MAX_KV_LEN, MAX_QUERY_LEN, OPERATOR_DOMAIN, POSITIONS, QUERY_START, TOKEN_IDS
 from ortolan.custom_ops.low_bit_schema import WEIGHT_PORTS
 from ortolan.errors import ContractMismatchError
 from ortolan.graphs.summary import default_inputs
@@ -136,18 +136,19 @@ class _Checker:
     def qkv_attention(self, node: onnx.NodeProto) -> None:
         """Check a QkvAttention.
 
-        No node writes what it may read before the kernel in front of it has ended, and its bound is the graph's input,
-        which need not be fed.
+        No node writes what it may read before the kernel in front of it has ended, and its bounds are the graph's
+        inputs, which need not be fed.
         """
         self.qkv(node)  # caches are inputs
         for port, name in zip(("query_start", "past_len", "block_table"), _ports(node.input, 6)[3:], strict=True):
             if name and name not in self._inputs:
                 raise _mismatch(node, f"{port} '{name}' must be an input of the graph; a node returns it")
-        *_, bound = _ports(node.input, 17)
-        if bound and (bound != MAX_KV_LEN or bound not in self._inputs or self._dims.get(bound) != [1]):
-            raise _mismatch(node, f"max_kv_len is '{bound}', not the graph's input '{MAX_KV_LEN}' with a default [1]")
-        if bound and _attribute(node, "window", -1) > 0:
-            raise _mismatch(node, f"max_kv_len '{bound}' bounds full-attention caches, and the node has a window")
+        bounds = dict(zip((MAX_KV_LEN, MAX_QUERY_LEN), _ports(node.input, 18)[16:], strict=True))
+        for port, bound in bounds.items():
+            if bound and (bound != port or bound not in self._inputs or self._dims.get(bound) != [1]):
+                raise _mismatch(node, f"{port} is '{bound}', not the graph's input '{port}' with a default [1]")
+        if bounds[MAX_KV_LEN] and _attribute(node, "window", -1) > 0:
+            raise _mismatch(node, f"{MAX_KV_LEN} bounds full-attention caches, and the node has a window")
 
     def norm_rope(self, node: onnx.NodeProto) -> None:
         """Check a NormRope: what it multiplies by is a weight."""

@@ -8,6 +8,7 @@ ROPE_VARIANT = "rope_variant"  # [T] int64, only where the manifest lists more t
 LOGIT_ROWS = "logit_rows"  # [R] int64, the packed rows whose logits are computed
 LOGITS = "logits"  # [R, V] float32, of those rows
 MAX_KV_LEN = "max_kv_len"  # [1] int32, in CPU memory: bounds the step's kv lengths; fused graphs only, 0 where not fed
+MAX_QUERY_LEN = "max_query_len"  # the same of a sequence's tokens in the step
 HIDDEN = "hidden"  # [T, features], what the head before this one made of the token before; draft heads only
 HIDDEN_OUT = "hidden_out"  # [T, features], what the model's own head reads, for a draft head
 

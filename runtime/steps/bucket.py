@@ -103,7 +103,7 @@ class CapturedGraph:
         binding: of ONNX Runtime.
         options: of its runs.
         graph_id: its number; NO_GRAPH: it is not captured, and runs kernel by kernel.
-        max_kv_len: [1] int32, which the binding reads.
+        promises: [1] int32 each, which the binding reads.
         generation: of the caches whose addresses it holds.
         thread: that it belongs to.
     """
@@ -111,7 +111,7 @@ class CapturedGraph:
     binding: Any
     options: Any
     graph_id: int
-    max_kv_len: npt.NDArray[np.int32]
+    promises: Sequence[npt.NDArray[np.int32]]
     generation: int
     thread: int = field(default_factory=threading.get_ident)
 
@@ -154,6 +154,11 @@ class Bucket:
             )
         self._sampler = DeviceSampler(device, logits, self.state)
         self.graphs: dict[int, CapturedGraph] = {}
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a sequence, at most."""
+        return self.layout.shape.tokens // self.layout.shape.sequences
 
     @property
     def bytes(self) -> int:

@@ -43,6 +43,7 @@ class _Staging:
 
     host: npt.NDArray[np.uint8]  # pinned, where the step's inputs come from
     hidden: Hidden
+    promises: Sequence[npt.NDArray[np.int32]]
 
 
 class CudaStepper:
@@ -211,8 +212,9 @@ class CudaStepper:
         hidden = Hidden(self._decoder.manifest, shape.tokens, self._device)
         hidden.give(rows)
         hidden.bind(self._binding)
+        promises = self._bind_promises(self._binding, {contract.MAX_QUERY_LEN: max(len(row.tokens) for row in rows)})
         self._run(self._binding, self._eager)
-        return _Staging(host, hidden)
+        return _Staging(host, hidden, promises)
 
     def _run_decode(
         self, rows: Sequence[Row], bucket: Bucket, chosen: tuple[Array, Array] | None, *, goes_on: bool
@@ -237,18 +239,17 @@ class CudaStepper:
         captures = self._captures if self._captures and sequences == 1 else self._empty_captures(sequences)
         with self._device.scope():
             inputs = bucket.layout.named(bucket.block)
-        binding, max_kv_len = self._decoder.session.io_binding(), np.array([limit], np.int32)
+        binding = self._decoder.session.io_binding()
         self._bind_caches(binding)
         self._bind(binding, inputs, captures, bucket.logits)
         bucket.hidden.bind(binding)
-        if limit != NO_LIMIT:
-            self._device.bind_host_input(binding, contract.MAX_KV_LEN, max_kv_len)
+        promised = {contract.MAX_KV_LEN: limit, contract.MAX_QUERY_LEN: bucket.most_tokens}
         graph_id = next(self._decoder.graph_ids) if self.captures_graphs else NO_GRAPH
         bucket.graphs[limit] = CapturedGraph(
             binding=binding,
             options=run_options(graph_id),
             graph_id=graph_id,
-            max_kv_len=max_kv_len,
+            promises=self._bind_promises(binding, promised),
             generation=generation,
         )
         return bucket.graphs[limit]
@@ -277,6 +278,17 @@ class CudaStepper:
         for index, array in captures.items():
             self._device.bind_in_place(binding, contract.capture(index), array)
         self._device.bind_output(binding, contract.LOGITS, logits)
+
+    def _bind_promises(self, binding: Any, promised: Mapping[str, int]) -> Sequence[npt.NDArray[np.int32]]:
+        """Bind what a step promises, as far as the graph can be told; the arrays must outlive the binding's runs."""
+        told = {
+            name: np.array([most], np.int32)
+            for name, most in promised.items()
+            if most != NO_LIMIT and name in self._decoder.inputs
+        }
+        for name, array in told.items():
+            self._device.bind_host_input(binding, name, array)
+        return list(told.values())
 
     def _run(self, binding: Any, options: Any) -> None:
         try:

@@ -31,7 +31,7 @@ def test_json_counts_what_is_fused_and_what_is_left(graphs_dir, capsys):
     assert (counts["FusedLinear"], counts["QkvAttention"], counts["Gemm"]) == (4 * layers + 1, layers, 0)
     assert report["cpu"]["file"] == CPU_FILE
     assert report["fused"]["nodes"] < report["cpu"]["nodes"] < report["nodes"]
-    assert report["fused"]["default_inputs"] == report["cpu"]["default_inputs"] == ["max_kv_len"]
+    assert report["fused"]["default_inputs"] == report["cpu"]["default_inputs"] == ["max_query_len", "max_kv_len"]
     counts = report["cpu"]["operators"]
     assert (counts["FusedLinear"], counts["QkvAttention"], counts["Gemm"]) == (0, layers, 4 * layers + 1)
 
@@ -43,7 +43,7 @@ def test_table_shows_the_fused_graph(graphs_dir, capsys):
     counts = dict(line.split() for line in lines[heading + 3 : heading + 5])
     assert list(counts) == ["FusedLinear", "QkvAttention"]
     assert any(line.startswith("fused graph for CPU: ok (model.cpu.onnx") for line in lines)
-    assert lines.count("inputs that need not be fed: max_kv_len") == 2
+    assert lines.count("inputs that need not be fed: max_query_len, max_kv_len") == 2
 
 
 def test_a_fused_graph_that_is_gone_is_said_to_be_missing(graphs_dir, capsys):

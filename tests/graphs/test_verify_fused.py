@@ -51,12 +51,15 @@ def count_what_a_node_returned(model):
 
 
 def bound_a_ring(model):
-    node = find(model, "layers.0/attention/QkvAttention")
-    node.input.extend([""] * (16 - len(node.input)) + ["max_kv_len"])
+    find(model, "layers.0/attention/QkvAttention").input[16] = "max_kv_len"
 
 
 def bound_by_another_input(model):
     find(model, "layers.1/attention/QkvAttention").input[16] = "past_len"
+
+
+def bound_tokens_by_another_bound(model):
+    find(model, "layers.0/attention/QkvAttention").input[17] = "max_kv_len"
 
 
 def bound_without_a_default(model):
@@ -68,7 +71,7 @@ def bound_by_a_constant(model):
 
 
 def drop_capture(model):
-    node = next(node for node in model.graph.node if node.op_type == "QkvAttention" and len(node.input) > 10)
+    node = next(node for node in model.graph.node if node.op_type == "QkvAttention" and node.input[10])
     node.input[10] = ""
 
 
@@ -150,6 +153,7 @@ def narrow_norm_add(model):
         (count_what_a_node_returned, "rule 7.*QkvAttention: past_len 'counted' must be an input of the graph"),
         (bound_a_ring, "rule 7.*layers.0/attention/QkvAttention.*the node has a window"),
         (bound_by_another_input, "rule 7.*max_kv_len is 'past_len', not the graph's input 'max_kv_len'"),
+        (bound_tokens_by_another_bound, "rule 7.*max_query_len is 'max_kv_len', not the graph's input 'max_query_len'"),
         (bound_without_a_default, "rule 7.*max_kv_len is 'max_kv_len', not the graph's input.*with a default"),
         (bound_by_a_constant, "rule 7.*max_kv_len is 'max_kv_len', not the graph's input.*with a default"),
         (drop_capture, "rule 7.*QkvAttention: capture, capture_past_len and capture_out belong together"),

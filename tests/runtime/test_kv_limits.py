@@ -29,7 +29,8 @@ class Recording:
     """A session of ONNX Runtime that notes the graph id of each run, which graphs are let go, and their limits."""
 
     def __init__(self, ort_session, device, monkeypatch) -> None:
-        self._session, self._limits, self._bind = ort_session, {}, device.bind_host_input
+        self._session, self._bind = ort_session, device.bind_host_input
+        self.told: dict[tuple[int, str], int] = {}  # by binding and input
         self.runs: list[tuple[str, int]] = []  # graph ids and limits
         self.released: list[int] = []
         monkeypatch.setattr(device, "bind_host_input", self.bind)
@@ -38,13 +39,13 @@ class Recording:
         return getattr(self._session, name)
 
     def bind(self, binding, name, array) -> None:
-        assert (name, array.shape, array.dtype) == (contract.MAX_KV_LEN, (1,), np.int32)
-        self._limits[id(binding)] = int(array[0])
+        assert (array.shape, array.dtype) == ((1,), np.int32)
+        self.told[id(binding), name] = int(array[0])
         self._bind(binding, name, array)
 
     def run_with_iobinding(self, binding, options) -> None:
         graph = options.get_run_config_entry("gpu_graph_id")
-        self.runs.append((graph, self._limits.get(id(binding), NO_LIMIT)))
+        self.runs.append((graph, self.told.get((id(binding), contract.MAX_KV_LEN), NO_LIMIT)))
         self._session.run_with_iobinding(binding, options)
 
     def release_captured_graph(self, graph_id) -> None:
@@ -216,34 +217,40 @@ def test_graphs_of_replaced_caches_are_let_go(endless_full, monkeypatch, draw_to
     assert recording.released == [int(graph) for graph, _ in decoded]
 
 
-@pytest.fixture
-def older_folder(full_folder, tmp_path):
-    """A folder from before there were limits: its graphs lack the input."""
+BOUNDS = (contract.MAX_KV_LEN, contract.MAX_QUERY_LEN)
+
+
+@pytest.fixture(params=[BOUNDS, BOUNDS[1:]], ids=["no-bounds", "no-bound-of-tokens"])
+def older_folder(request, full_folder, tmp_path):
+    """A folder from before there were limits, or bounds of tokens: its graphs lack the inputs."""
     folder = tmp_path / "older"
     shutil.copytree(full_folder, folder)
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     for name in (FUSED_FILE, CPU_FILE):
         model = onnx.load(folder / name, load_external_data=False)
-        for values in (model.graph.input, model.graph.initializer):
-            values.remove(next(value for value in values if value.name == contract.MAX_KV_LEN))
+        for bound in request.param:
+            for values in (model.graph.input, model.graph.initializer):
+                values.remove(next(value for value in values if value.name == bound))
         for node in model.graph.node:
-            if contract.MAX_KV_LEN in node.input:
-                node.input.remove(contract.MAX_KV_LEN)  # its last one
+            while node.input and node.input[-1] in request.param:
+                node.input.pop()
         onnx.save(model, folder / name)
         manifest["files"][name] = (folder / name).stat().st_size
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     return folder
 
 
-def test_an_older_graph_is_told_nothing(older_folder, full_model, monkeypatch, draw_tokens):
+def test_an_older_graph_is_told_what_it_can_be(older_folder, full_model, monkeypatch, draw_tokens):
     model = ortolan.load(older_folder, device="cpu", num_threads=1)
-    assert contract.MAX_KV_LEN not in model.decoder.inputs
+    known = model.decoder.inputs & set(BOUNDS)
+    assert contract.MAX_QUERY_LEN not in known
     model, recording = place(model, monkeypatch)
     session = model.session()
     expected = list(full_model.session().generate(draw_tokens(30), 150))
     assert list(session.generate(draw_tokens(30), 150)) == expected
-    assert session.stats.graph_captures <= 1
-    assert {limit for _, limit in recording.runs} == {NO_LIMIT}
+    assert {name for _, name in recording.told} == known
+    assert (session.stats.graph_captures <= 1) == (not known)
+    assert ({limit for _, limit in recording.runs} == {NO_LIMIT}) == (not known)
 
 
 def test_pages_have_limits(paged_model, monkeypatch, draw_tokens):

@@ -8,6 +8,7 @@ from fake_cuda import on_fake_cuda
 from parity import relative_difference
 from tolerances import LOGPROBS, SAME_LOGITS
 
+from ortolan import contract
 from ortolan.runtime.generate.draw import Draw
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.steps.cuda import MOST_STEP_TOKENS
@@ -168,3 +169,29 @@ def test_rows_of_several_sequences_share_a_captured_step(request, monkeypatch, d
     three, two, *again = model.decoder.session.graph_ids
     assert again == [three, two]
     assert len({three, two, NO_GRAPH}) == 3
+
+
+def test_steps_are_told_the_most_tokens_of_a_sequence(request, monkeypatch, draw_tokens):
+    """A captured step is told the most that it may have; the CPU's operators refuse less than a sequence has."""
+    model = on_fake_cuda(request.getfixturevalue("paged_mixed_model"), monkeypatch)
+    told, bind = [], model.device.cuda.bind_host_input
+
+    def note(binding, name, array):
+        if name == contract.MAX_QUERY_LEN:
+            told.append(int(array[0]))
+        bind(binding, name, array)
+
+    monkeypatch.setattr(model.device.cuda, "bind_host_input", note)
+    plan = model.plan_engine(2, chunk_tokens=64)
+    _, stepper = model.pool_stepper(plan)
+    pages = [{kind.name: list(range(b, 6, 2)) for kind in plan.kinds} for b in range(2)]
+    lengths = [0, 0]
+    for counts in ((20, 5), (3, 9), (4, 4), (4, 4), (1, 1)):
+        drawn = counts[0] == counts[1]
+        rows = [
+            Row(tokens=draw_tokens(count), logical=length, pages=held, draws=(None,) * (count if drawn else 1))
+            for count, length, held in zip(counts, lengths, pages, strict=True)
+        ]
+        stepper.run(rows).tokens()
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    assert told == [20, 9, 4, 1]
