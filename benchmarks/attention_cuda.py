@@ -4,7 +4,8 @@
 
 Every case is checked on fresh random inputs against float64 before it is timed, by turns with its peers. Prefill is
 counted in visible pairs of a query and a key, whatever a kernel really computes; decode runs in a CUDA graph over
-rotating caches that do not fit into the L2 cache. The peers come with PyTorch; one that cannot run a case is left out
+rotating caches that do not fit into the L2 cache. Where several sequences have a few tokens each, SwaAttention is told
+how many at most, as the runtime tells it. The peers come with PyTorch; one that cannot run a case is left out
 of its line.
 """
 
@@ -185,6 +186,8 @@ class Inputs:
             "query_start": starts,
             "past_len": torch.full((case.sequences,), case.past, device="cuda", dtype=torch.int32),
         }
+        if case.decode and case.sequences > 1 and case.tokens > 1:
+            self.tensors["max_query_len"] = torch.tensor([case.tokens], dtype=torch.int32)  # on the host
 
     def ordered(self, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query [B, Hq, T, D], and keys and values [B, Hkv, L, D] in order of position, for the peers."""

@@ -18,7 +18,7 @@ L2_BYTES = 64 << 20  # rotated buffers hold more than this, so that a run does n
 
 
 class DeviceSession:
-    """A session whose inputs and outputs are torch tensors that stay where they are.
+    """A session whose inputs and outputs are torch tensors that stay where they are, on the GPU or the host.
 
     Runs on torch's current stream, which must not be the default one (`use_own_stream`). With `graph` the nodes are
     captured at the first run and replayed after it.
@@ -44,7 +44,7 @@ class DeviceSession:
         self._binding = self._session.io_binding()
         for bind, tensors in ((self._binding.bind_input, inputs), (self._binding.bind_output, outputs)):
             for name, tensor in tensors.items():
-                bind(name, "cuda", 0, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
+                bind(name, tensor.device.type, 0, ONNX_TYPES[tensor.dtype], list(tensor.shape), tensor.data_ptr())
         self._options = ort.RunOptions()
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._options.add_run_config_entry("gpu_graph_id", "1" if graph else "-1")
