@@ -262,11 +262,11 @@ def attend(
     Returns:
         [T, Hq, D].
     """
-    inputs = {"query": query, **cache.updated_ports}
+    promise = declare_promise(cache.graph, contract.MAX_QUERY_LEN) if cache.options.fused else None
     (attended,) = cache.graph.operator(
         f"{path}/SwaAttention",
         emitters.swa_attention,
-        inputs | {"sink_logits": sink_logits},
+        {"query": query, **cache.updated_ports, "sink_logits": sink_logits, contract.MAX_QUERY_LEN: promise},
         sink=cache.options.sink,
         **_mask(config),
     )

@@ -29,6 +29,7 @@ def check_fused_operators(graph: onnx.GraphProto) -> None:
         "LowBitLinear": checker.low_bit_linear,
         "QkvRopeAppend": checker.qkv,
         "QkvAttention": checker.qkv_attention,
+        "SwaAttention": checker.swa_attention,
         "NormRope": checker.norm_rope,
         "RopeAngles": checker.angles,
         "RmsNormAdd": checker.norm_add,
@@ -143,12 +144,19 @@ class _Checker:
         for port, name in zip(("query_start", "past_len", "block_table"), _ports(node.input, 6)[3:], strict=True):
             if name and name not in self._inputs:
                 raise _mismatch(node, f"{port} '{name}' must be an input of the graph; a node returns it")
-        bounds = dict(zip((MAX_KV_LEN, MAX_QUERY_LEN), _ports(node.input, 18)[16:], strict=True))
-        for port, bound in bounds.items():
-            if bound and (bound != port or bound not in self._inputs or self._dims.get(bound) != [1]):
-                raise _mismatch(node, f"{port} is '{bound}', not the graph's input '{port}' with a default [1]")
-        if bounds[MAX_KV_LEN] and _attribute(node, "window", -1) > 0:
+        longest, most_tokens = _ports(node.input, 18)[16:]
+        self._expect_promise(node, MAX_KV_LEN, longest)
+        self._expect_promise(node, MAX_QUERY_LEN, most_tokens)
+        if longest and _attribute(node, "window", -1) > 0:
             raise _mismatch(node, f"{MAX_KV_LEN} bounds full-attention caches, and the node has a window")
+
+    def swa_attention(self, node: onnx.NodeProto) -> None:
+        """Check a SwaAttention: its bound is the graph's input, which need not be fed."""
+        self._expect_promise(node, MAX_QUERY_LEN, _ports(node.input, 11)[10])
+
+    def _expect_promise(self, node: onnx.NodeProto, port: str, given: str) -> None:
+        if given and (given != port or given not in self._inputs or self._dims.get(given) != [1]):
+            raise _mismatch(node, f"{port} is '{given}', not the graph's input '{port}' with a default [1]")
 
     def norm_rope(self, node: onnx.NodeProto) -> None:
         """Check a NormRope: what it multiplies by is a weight."""

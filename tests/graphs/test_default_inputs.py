@@ -75,10 +75,16 @@ def test_all_attention_reads_the_bound_of_tokens_and_rings_none_of_lengths(folde
         np.testing.assert_array_equal(onnx.numpy_helper.to_array(default), np.zeros(1, np.int32))
 
 
-def test_graphs_without_the_operator_have_no_bound(folder):
+def test_plain_graphs_have_no_bound(folder):
     assert summarize_model(folder / MODEL_FILE).default_inputs == ()
-    for family in ("ministral3", "olmo2"):  # something is done to queries, or to projections, before they attend
-        assert summarize_model(export(family) / FUSED_FILE).default_inputs == ()
+
+
+@pytest.mark.parametrize("family", ["ministral3", "olmo2"])
+def test_where_attention_stands_apart_it_reads_the_bound_of_tokens_alone(family):
+    # Something is done to queries, or to projections, before they attend.
+    graph = onnx.load(export(family) / FUSED_FILE, load_external_data=False).graph
+    assert default_inputs(graph) == (contract.MAX_QUERY_LEN,)
+    assert set(readers(graph, contract.MAX_QUERY_LEN).values()) == {"SwaAttention"}
 
 
 def test_paged_graphs_have_it_too():

@@ -198,6 +198,10 @@ def drop_query(model):
     second.output[0] = ""
 
 
+def bound_tokens_by_a_length(model):
+    find(model, "layers.0/attention/SwaAttention").input[10] = "past_len"
+
+
 def no_heads_of_an_append(model):
     attribute(find(model, "QkvRopeAppend"), "num_heads").i = 0
 
@@ -208,6 +212,7 @@ def no_heads_of_an_append(model):
         (read_old_cache, r"rule 5.*layers.0/attention/SwaAttention.*layer.0.key_cache"),
         (swap_caches, "rule 5.*as key cache"),
         (drop_query, "rule 1.*layers.1/attention/QkvRopeAppend.*output 0"),
+        (bound_tokens_by_a_length, "rule 7.*SwaAttention: max_query_len is 'past_len', not the graph's input"),
         (no_heads_of_an_append, "rule 7.*QkvRopeAppend.*num_heads 0"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
