@@ -63,7 +63,7 @@ constexpr int kShortHead = 64;
 // it reads keys once for up to 64 of them. Where one sequence has short or few keys, reading them again from
 // L2 takes less time; and the table of sequences must leave room in shared memory.
 bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device) {
-  constexpr int64_t kFewKeys = 1024, kMostPairs = 4096;
+  constexpr int64_t kFewKeys = 1024, kMostPairs = 2048;
   const bool is_short = params.cache.head_size <= kShortHead;
   const int mma_rows = (is_short ? 2 : 1) * kDecodeTileRows;
   const bool reads_again = params.packing.num_sequences == 1 && (is_short || most_keys(params) <= kFewKeys);
