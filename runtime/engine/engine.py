@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ortolan.errors import ConfigError, ContextLengthError, file_path, finite_number, truth, whole_number
+from ortolan.errors import ConfigError, finite_number, truth, whole_number
 from ortolan.manifest import Manifest
 from ortolan.policies import Eviction
 from ortolan.runtime.caches.page_archive import PageArchive
-from ortolan.runtime.caches.plan import CachePlan, context_advice
+from ortolan.runtime.caches.plan import CachePlan
 from ortolan.runtime.engine.archive import PrefixArchive
 from ortolan.runtime.engine.archive_options import DISK_CACHE_BYTES, ArchiveOptions
+from ortolan.runtime.engine.beginnings import Beginnings
 from ortolan.runtime.engine.core import EngineCore
 from ortolan.runtime.engine.memory import EngineMemory, count_memory
 from ortolan.runtime.engine.pool_caches import PoolCaches
@@ -30,11 +30,10 @@ from ortolan.runtime.engine.worker import Worker
 from ortolan.runtime.eviction.graphs import check_eviction, one_eviction
 from ortolan.runtime.eviction.second_reader import room_behind
 from ortolan.runtime.generate.stops import Stops
-from ortolan.runtime.generate.turn import Shown, Turn, TurnOptions
+from ortolan.runtime.generate.turn import TurnOptions
 from ortolan.runtime.model import Model
 from ortolan.runtime.options import Sampling
 from ortolan.runtime.saved.fingerprint import Fingerprint
-from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.speculation.drafter import Drafter, Speculator, token_cost
 from ortolan.runtime.speculation.options import Speculation, check_speculation
 from ortolan.runtime.speculation.pools import DraftLimits, DraftPools
@@ -158,7 +157,9 @@ class Engine:
     def _start(self, parts: EngineParts, overcommit: float, max_draft_bytes: int | None = None) -> None:
         self.plan = parts.plan
         self._parts = parts
-        self._numbers = itertools.count()
+        self._beginnings = Beginnings(
+            manifest=parts.manifest, plan=parts.plan, identify=parts.identify, detokenize=parts.detokenize
+        )
         self._drafts = DraftPools(parts.plan.max_context, DraftLimits.of(parts.plan, max_draft_bytes))
         scheduler, archive = Scheduler(parts.plan, overcommit), None
         if parts.archive is not None:
@@ -211,7 +212,7 @@ class Engine:
         self._check_eviction(options)
         speculator = self._speculator(speculation)
         given: list[int] = check_token_ids(token_ids, self._parts.manifest.vocab_size).tolist()
-        turn = self._turn(
+        turn = self._beginnings.turn(
             TurnOptions(
                 sampling=sampling,
                 max_new_tokens=max_new_tokens,
@@ -221,8 +222,8 @@ class Engine:
                 context=given,
             )
         )
-        saved = None if session is None else self._open(session)
-        sequence = self._sequence(given, options, saved)
+        saved = None if session is None else self._beginnings.open(session)
+        sequence = self._beginnings.sequence(given, options, saved)
         request = Request(
             sequence=sequence,
             turn=turn,
@@ -256,24 +257,24 @@ class Engine:
         if max_new_tokens is not None:
             max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         speculator = self._speculator(speculation)
-        saved = self._open(path)
+        saved = self._beginnings.open(path)
         try:
-            turn, sequence, outbox, text = self._take_up(saved, path, max_new_tokens)
+            taken = self._beginnings.take_up(saved, path, max_new_tokens)
         except BaseException:
             saved.close()
             raise
-        if outbox.is_ended:
+        if taken.outbox.is_ended:
             saved.close()
-            return Stream(outbox, 0, text, lambda: None, lambda path: None, None)
+            return Stream(taken.outbox, 0, taken.text, lambda: None, lambda path: None, None)
         request = Request(
-            sequence=sequence,
-            turn=turn,
+            sequence=taken.sequence,
+            turn=taken.turn,
             max_context=self.plan.max_context,
-            outbox=outbox,
+            outbox=taken.outbox,
             saved=saved,
             speculator=speculator,
         )
-        return self._submit(request, 0, text)
+        return self._submit(request, 0, taken.text)
 
     def stats(self) -> EngineStats:
         """Return what was done so far."""
@@ -329,66 +330,6 @@ class Engine:
             token_cost(self._parts.stepper, self.plan.max_sequences),
         )
 
-    def _turn(self, options: TurnOptions) -> Turn:
-        return Turn(options, self._parts.manifest.vocab_size, self._parts.detokenize)
-
-    def _open(self, path: str | Path) -> SavedSequence:
-        saved = SavedSequence(file_path("path", path))
-        try:
-            saved.check_model(self._parts.identify(), self._parts.manifest)
-        except BaseException:
-            saved.close()
-            raise
-        return saved
-
-    def _sequence(self, given: list[int], options: Eviction | None, saved: SavedSequence | None) -> TokenSequence:
-        """Describe a sequence whose last tokens are the given ones; closes the file where that fails."""
-        sequence = TokenSequence(number=next(self._numbers), prompt_length=0, max_length=0, eviction=options)
-        context = self.plan.max_context
-        try:
-            if saved is not None:
-                saved.load_state(sequence, self.plan, self._parts.manifest)
-                sequence.is_stored = True
-                sequence.is_unrepeatable = sequence.evicted_at > 0 or self.plan.cuts.by_family
-            sequence.tokens += given
-            sequence.prompt_length = len(sequence.tokens) if given else 0
-            if len(sequence.tokens) > context:
-                raise ContextLengthError(
-                    f"the prompt has {len(sequence.tokens)} tokens, more than max_context = {context}; shorten it, or "
-                    f"{context_advice(context, self._parts.manifest, 'engine')}"
-                )
-        except BaseException:
-            if saved is not None:
-                saved.close()
-            raise
-        return sequence
-
-    def _take_up(
-        self, saved: SavedSequence, path: str | Path, max_new_tokens: int | None
-    ) -> tuple[Turn, TokenSequence, Outbox, TextSoFar]:
-        """Rebuild a saved generation, hand on what it had chosen and not shown, and take up its text."""
-        described, outbox = saved.generation, Outbox()
-        if described is None:
-            raise _nothing_to_restore(path)
-        turn = Turn.from_description(described["turn"], self._parts.manifest.vocab_size, self._parts.detokenize)
-        sequence, context = self._sequence([], saved.eviction, saved), self.plan.max_context
-        ready = [Shown.from_list(each) for each in described["ready"]]
-        shown = turn.shown_tokens
-        text = turn.start_text(shown[: len(shown) - len(ready)])
-        outbox.put(ready, turn.stop_text)
-        if described["chosen"] is not None:
-            token, logprobs = Shown.from_list(described["chosen"])
-            outbox.put(turn.accept(token, sequence.fed + 1, context, logprobs), turn.stop_text)
-            sequence.tokens.append(token)
-        if turn.can_go_on and sequence.pending:
-            longest = turn.max_new_tokens if max_new_tokens is None else turn.count + max_new_tokens
-            turn.reopen(longest, len(sequence.tokens), context)
-        if turn.finish_reason is not None:
-            outbox.finish(turn.finish_reason)
-        elif not sequence.pending:
-            raise _nothing_to_restore(path)
-        return turn, sequence, outbox, text
-
     def _submit(self, request: Request, prompt_tokens: int, text: TextSoFar) -> Stream:
         sequence, turn = request.sequence, request.turn
         sequence.max_length = min(len(sequence.tokens) + turn.max_new_tokens - turn.count - 1, self.plan.max_context)
@@ -414,9 +355,3 @@ def _prepare_drafter(speculation: Speculation, model: Model, drafts: DraftPools)
     """Check a drafter now, and return what makes it: in the thread that drafts, once its request has started."""
     speculation.check(model)
     return lambda: speculation.join(model, drafts)
-
-
-def _nothing_to_restore(path: str | Path) -> ConfigError:
-    return ConfigError(
-        f"{path} does not contain a generation that can go on; submit a prompt with session={str(path)!r}"
-    )

@@ -19,7 +19,7 @@ from ortolan.errors import (
     EngineClosedError,
     SessionFileError,
 )
-from ortolan.runtime.engine import engine as engine_module
+from ortolan.runtime.engine import beginnings
 from ortolan.runtime.saved.file import CHECKSUM_BYTES
 from ortolan.runtime.saved.reader import SavedSequence
 from ortolan.runtime.steps import cuda
@@ -57,7 +57,7 @@ def opened(monkeypatch):
             files[self] = True
             super().close()
 
-    monkeypatch.setattr(engine_module, "SavedSequence", Noted)
+    monkeypatch.setattr(beginnings, "SavedSequence", Noted)
     return files
 
 
