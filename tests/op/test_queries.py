@@ -4,7 +4,7 @@ import ctypes
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ortolan.custom_ops import library_info
@@ -44,6 +44,8 @@ def test_many_long_sequences_are_counted_to_the_byte():
     tokens=st.tuples(st.integers(1, 700), st.integers(1, 700)),
     shared_bytes=st.sampled_from([H200, RTX_4090]),
 )
+@example(group=4, kv_heads=8, head_size=128, sequences=(254, 318), tokens=(4675, 6830), shared_bytes=H200)
+@example(group=3, kv_heads=1, head_size=96, sequences=(1791, 2801), tokens=(22878, 32163), shared_bytes=H200)
 def test_the_largest_step_has_room_for_every_smaller_one(group, kv_heads, head_size, sequences, tokens, shared_bytes):
     """The answer for a step counts that step itself, so a larger answer for larger steps covers it."""
 

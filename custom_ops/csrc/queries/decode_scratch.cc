@@ -12,6 +12,7 @@ namespace {
 
 using ortolan::ElementType;
 using ortolan::SwaAttentionParams;
+using ortolan::cuda::kMostFewPairs;
 using ortolan::cuda::kShortTokens;
 
 // Plain fields of 8 bytes each, as custom_ops/queries.py declares them.
@@ -67,9 +68,9 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_query_bytes() { return sizeof
 // Bytes that the largest of all steps asks for, in which every sequence has a token; -1 where no kernel
 // computes in the element type.
 //
-// For tiles of as many rows, and from kShortTokens tokens on, the bytes rise with the tokens and
-// with the sequences. So the largest steps of each size of tiles stand for all, beside the few steps of fewer
-// tokens.
+// For tiles of as many rows, and from kShortTokens tokens on, the bytes rise with the tokens and with the
+// sequences, but for one fall: behind kMostFewPairs tiles have fewer rows. So the largest steps of each size
+// of tiles stand for all, beside the few steps of fewer tokens.
 ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScratchQuery* query) {
   const std::optional<ElementType> element = find_element(query->element);
   const std::optional<ElementType> cache_element = find_element(query->cache_element);
@@ -87,12 +88,15 @@ ORTOLAN_EXPORT int64_t ortolan_cuda_decode_scratch_bytes(const OrtolanDecodeScra
   for (int64_t tokens = 1; tokens <= std::min<int64_t>(most_tokens, kShortTokens); ++tokens)
     for (int64_t sequences = 1; sequences <= std::min(most_sequences, tokens); ++sequences)
       take(sequences, tokens);
-  take(most_sequences, most_tokens);
-  // How many rows a tile has follows from the tokens that a sequence has on average, rounded up.
-  for (int64_t each = 1; each <= kShortTokens; ++each) {
-    take(most_sequences, std::min(most_tokens, most_sequences * each));
-    take(std::clamp<int64_t>((most_tokens - 1) / each, 1, most_sequences), most_tokens);
-    take(std::clamp<int64_t>((most_tokens + each - 1) / each, 1, most_sequences), most_tokens);
+  const int64_t before_fall = std::clamp<int64_t>(kMostFewPairs / query->num_kv_heads, 1, most_sequences);
+  for (const int64_t sequences : {most_sequences, before_fall}) {
+    take(sequences, most_tokens);
+    // How many rows a tile has follows from the tokens that a sequence has on average, rounded up.
+    for (int64_t each = 1; each <= kShortTokens; ++each) {
+      take(sequences, std::min(most_tokens, sequences * each));
+      take(std::clamp<int64_t>((most_tokens - 1) / each, 1, sequences), most_tokens);
+      take(std::clamp<int64_t>((most_tokens + each - 1) / each, 1, sequences), most_tokens);
+    }
   }
   return static_cast<int64_t>(most);
 }

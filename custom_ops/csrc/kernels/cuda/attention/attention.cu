@@ -63,13 +63,13 @@ constexpr int kShortHead = 64;
 // it reads keys once for up to 64 of them. Where one sequence has short or few keys, reading them again from
 // L2 takes less time; and the table of sequences must leave room in shared memory.
 bool decodes_few_by_wgmma(const SwaAttentionParams& params, const Device& device) {
-  constexpr int64_t kFewKeys = 1024, kMostPairs = 2048;
+  constexpr int64_t kFewKeys = 1024;
   const bool is_short = params.cache.head_size <= kShortHead;
   const int mma_rows = (is_short ? 2 : 1) * kDecodeTileRows;
   const bool reads_again = params.packing.num_sequences == 1 && (is_short || most_keys(params) <= kFewKeys);
   return device.compute_capability == 90 && params.cache.head_size <= 256 && !decodes_codes(params) &&
          expected_rows(params, kDecodeTokens) > mma_rows && !reads_again &&
-         params.packing.num_sequences * params.cache.num_kv_heads <= kMostPairs;
+         params.packing.num_sequences * params.cache.num_kv_heads <= kMostFewPairs;
 }
 
 // The parameters as dense kernels see them once caches are expanded, for what sizes follow from.

@@ -55,6 +55,8 @@ struct OwnTokens {
 // two.
 constexpr int kDecodeTileRows = 8;
 constexpr int kSm90DecodeRows = 64;  // of one product by wgmma
+// Sequences times kv heads, at most, where heads of up to 256 columns take such products.
+constexpr int64_t kMostFewPairs = 2048;
 
 // The kernel families behind swa_attention: every sequence goes to the decode kernel or to a prefill kernel
 // by its own token count, so that what a sequence gets does not depend on what else is in the batch. Each
