@@ -1,7 +1,6 @@
-// wgmma of 64 rows and 16, 32 or 64 columns, both operands in shared memory: sum[64 x columns] (+)= a[64 x
-// 16]
-// * b[16 x columns], b contiguous along the axis that is summed over. `products`: a is, too (keys); `sums`: a
-// is contiguous along its rows (columns of values).
+// wgmma of 64 rows and 16, 32 or 64 columns, both operands in shared memory: sum[64 x columns] (+)=
+// a[64 x 16] * b[16 x columns], b contiguous along the axis that is summed over. `products`: a is, too
+// (keys); `sums`: a is contiguous along its rows (columns of values).
 #pragma once
 
 #include "wgmma.cuh"

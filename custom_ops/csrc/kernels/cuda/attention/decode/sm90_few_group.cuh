@@ -95,6 +95,8 @@ struct Sm90FewGroup {
   __device__ __forceinline__ int warp() const { return thread / 32; }
   // Of a sum of a product: its row in the warpgroup.
   __device__ __forceinline__ int row(int n) const { return n / 4 * 8 + thread % 4 * 2 + n % 2; }
+  // A row of an eight for each of the first 8 lanes, as fold_pair leaves them.
+  __device__ __forceinline__ int lane_row(int octet) const { return octet * 8 + lane() % 4 * 2 + lane() / 4; }
   // The warpgroup's first row among the entry's, and its first column.
   __device__ __forceinline__ int first_row() const { return group % Shape::kRowParts * kGroupRows; }
   __device__ __forceinline__ int first_column() const { return group % Shape::kColumnParts * kColumns; }

@@ -115,9 +115,8 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
       }
       const float total = fold_pair(sums[0], sums[1], Add(), lane());
       if (lane() < 8) {
-        const int row = n * 8 + lane() % 4 * 2 + lane() / 4;
-        factors().maxima[row][part] = maximum;
-        factors().totals[row][part] = total;
+        factors().maxima[this->lane_row(n)][part] = maximum;
+        factors().totals[this->lane_row(n)][part] = total;
       }
     }
     store_weights(packed, part);

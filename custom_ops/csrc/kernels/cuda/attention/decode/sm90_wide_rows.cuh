@@ -104,9 +104,8 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
 
   // Row of the query that one of the warpgroup's own logits belongs to.
   __device__ __forceinline__ int own_row(int n) const { return group * (kRows / 2) + row(n); }
-  // A row of an eight for each of the first 8 lanes, as fold_pair leaves them.
-  __device__ __forceinline__ int lane_row(int octet) const {
-    return group * (kRows / 2) + octet * 8 + lane() % 4 * 2 + lane() / 4;
+  __device__ __forceinline__ int own_lane_row(int octet) const {
+    return group * (kRows / 2) + this->lane_row(octet);
   }
 
   // In units of log2, -inf where the query does not see the key.
@@ -132,7 +131,7 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
 #pragma unroll
     for (int octet = 0; octet < kOwnOctets; ++octet) {
       const float value = fold_pair(own[octet][0], own[octet][1], operation, lane());
-      if (lane() < 8) of_warp[lane_row(octet)] = value;
+      if (lane() < 8) of_warp[own_lane_row(octet)] = value;
     }
   }
   // The step's, of two rows that are neighbours.
@@ -241,9 +240,9 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
     if (thread < 8) {
 #pragma unroll
       for (int octet = 0; octet < kOwnOctets; ++octet) {
-        const auto total = [&](int of_warp) { return factors().totals[of_warp][lane_row(octet)]; };
-        factors().states[lane_row(octet)] = {lane() / 4 ? maxima[octet][1] : maxima[octet][0],
-                                             (total(0) + total(1)) + (total(2) + total(3))};
+        const auto total = [&](int of_warp) { return factors().totals[of_warp][own_lane_row(octet)]; };
+        factors().states[own_lane_row(octet)] = {lane() / 4 ? maxima[octet][1] : maxima[octet][0],
+                                                 (total(0) + total(1)) + (total(2) + total(3))};
       }
     }
     this->sync_sharers();
