@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime
-from model_shapes import make_checkpoint, save_float32
+from random_checkpoints import make_checkpoint, save_float32
 
 import ortolan
 from ortolan.retrieval import shipped_model

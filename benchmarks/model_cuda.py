@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model_shapes import SHAPES, make_checkpoint, save_bfloat16, shape_config, text_config, write_config
+from model_shapes import SHAPES, shape_config, text_config
+from random_checkpoints import make_checkpoint, save_bfloat16, write_config
 
 import ortolan
 

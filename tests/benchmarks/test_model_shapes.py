@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from model_shapes import SHAPES, make_checkpoint, shape_config, text_config
+from model_shapes import SHAPES, shape_config, text_config
+from random_checkpoints import make_checkpoint
 
 
 def text_of(config):
