@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class TakenUp:
 class Beginnings:
     """Makes what requests of one engine begin with, and numbers their sequences.
 
+    Where a method fails, it closes the file that it was given, or has opened.
+
     Attributes:
         manifest: of the model.
         plan: of the pools.
@@ -59,44 +62,28 @@ class Beginnings:
         return Turn(options, self.manifest.vocab_size, self.detokenize)
 
     def open(self, path: str | Path) -> SavedSequence:
-        """Open a saved sequence of this model; whoever asks closes it."""
+        """Open a saved sequence of this model."""
         saved = SavedSequence(file_path("path", path))
-        try:
+        with _closed_on_failure(saved):
             saved.check_model(self.identify(), self.manifest)
-        except BaseException:
-            saved.close()
-            raise
         return saved
 
     def sequence(self, given: list[int], options: Eviction | None, saved: SavedSequence | None) -> TokenSequence:
-        """Describe a sequence whose last tokens are the given ones; closes the file where that fails."""
-        sequence = TokenSequence(number=next(self._numbers), prompt_length=0, max_length=0, eviction=options)
-        context = self.plan.max_context
-        try:
-            if saved is not None:
-                saved.load_state(sequence, self.plan, self.manifest)
-                sequence.is_stored = True
-                sequence.is_unrepeatable = sequence.evicted_at > 0 or self.plan.cuts.by_family
-            sequence.tokens += given
-            sequence.prompt_length = len(sequence.tokens) if given else 0
-            if len(sequence.tokens) > context:
-                raise ContextLengthError(
-                    f"the prompt has {len(sequence.tokens)} tokens, more than max_context = {context}; shorten it, or "
-                    f"{context_advice(context, self.manifest, 'engine')}"
-                )
-        except BaseException:
-            if saved is not None:
-                saved.close()
-            raise
-        return sequence
+        """Describe a sequence whose last tokens are the given ones."""
+        with _closed_on_failure(saved):
+            return self._describe(given, options, saved)
 
     def take_up(self, saved: SavedSequence, path: str | Path, max_new_tokens: int | None) -> TakenUp:
         """Rebuild a saved generation, hand on what it had chosen and not shown, and take up its text."""
+        with _closed_on_failure(saved):
+            return self._rebuild(saved, path, max_new_tokens)
+
+    def _rebuild(self, saved: SavedSequence, path: str | Path, max_new_tokens: int | None) -> TakenUp:
         described, outbox = saved.generation, Outbox()
         if described is None:
             raise _nothing_to_restore(path)
         turn = Turn.from_description(described["turn"], self.manifest.vocab_size, self.detokenize)
-        sequence, context = self.sequence([], saved.eviction, saved), self.plan.max_context
+        sequence, context = self._describe([], saved.eviction, saved), self.plan.max_context
         ready = [Shown.from_list(each) for each in described["ready"]]
         shown = turn.shown_tokens
         text = turn.start_text(shown[: len(shown) - len(ready)])
@@ -113,6 +100,32 @@ class Beginnings:
         elif not sequence.pending:
             raise _nothing_to_restore(path)
         return TakenUp(turn, sequence, outbox, text)
+
+    def _describe(self, given: list[int], options: Eviction | None, saved: SavedSequence | None) -> TokenSequence:
+        sequence = TokenSequence(number=next(self._numbers), prompt_length=0, max_length=0, eviction=options)
+        context = self.plan.max_context
+        if saved is not None:
+            saved.load_state(sequence, self.plan, self.manifest)
+            sequence.is_stored = True
+            sequence.is_unrepeatable = sequence.evicted_at > 0 or self.plan.cuts.by_family
+        sequence.tokens += given
+        sequence.prompt_length = len(sequence.tokens) if given else 0
+        if len(sequence.tokens) > context:
+            raise ContextLengthError(
+                f"the prompt has {len(sequence.tokens)} tokens, more than max_context = {context}; shorten it, or "
+                f"{context_advice(context, self.manifest, 'engine')}"
+            )
+        return sequence
+
+
+@contextmanager
+def _closed_on_failure(saved: SavedSequence | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if saved is not None:
+            saved.close()
+        raise
 
 
 def _nothing_to_restore(path: str | Path) -> ConfigError:

@@ -258,11 +258,7 @@ class Engine:
             max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         speculator = self._speculator(speculation)
         saved = self._beginnings.open(path)
-        try:
-            taken = self._beginnings.take_up(saved, path, max_new_tokens)
-        except BaseException:
-            saved.close()
-            raise
+        taken = self._beginnings.take_up(saved, path, max_new_tokens)
         if taken.outbox.is_ended:
             saved.close()
             return Stream(taken.outbox, 0, taken.text, lambda: None, lambda path: None, None)
