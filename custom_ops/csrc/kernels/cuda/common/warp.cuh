@@ -61,4 +61,20 @@ __device__ __forceinline__ Value inclusive_sum(Value value, int lane) {
   return value;
 }
 
+// A thread has one column of four rows, and its three neighbours have the next ones: leaves it four columns
+// of row lane % 4. Vector: float4 or uint4.
+template <typename Vector>
+__device__ __forceinline__ Vector transpose_quad(const Vector& column) {
+  const int lane = threadIdx.x;
+  const bool odd = lane & 1, high = lane & 2;
+  const auto even_row = __shfl_xor_sync(~0u, odd ? column.x : column.y, 1);
+  const auto odd_row = __shfl_xor_sync(~0u, odd ? column.z : column.w, 1);
+  // Rows lane % 2 and + 2, of columns lane / 2 % 2 * 2 and + 1.
+  const auto first = odd ? even_row : column.x, first_next = odd ? column.y : even_row;
+  const auto second = odd ? odd_row : column.z, second_next = odd ? column.w : odd_row;
+  const auto other = __shfl_xor_sync(~0u, high ? first : second, 2);
+  const auto other_next = __shfl_xor_sync(~0u, high ? first_next : second_next, 2);
+  return high ? Vector{other, other_next, second, second_next} : Vector{first, first_next, other, other_next};
+}
+
 }  // namespace ortolan::cuda

@@ -78,19 +78,4 @@ struct ReceivedUnit {
   __device__ __forceinline__ uint32_t sum(int tile) const { return all.sum(tile, turn, column); }
 };
 
-// A thread has one column of four rows, and its three neighbours have the next ones: leaves it four columns
-// of row lane % 4.
-__device__ __forceinline__ float4 transpose_quad(const float4& column) {
-  const int lane = threadIdx.x;
-  const bool odd = lane & 1, high = lane & 2;
-  const float even_row = __shfl_xor_sync(~0u, odd ? column.x : column.y, 1);
-  const float odd_row = __shfl_xor_sync(~0u, odd ? column.z : column.w, 1);
-  // Rows lane % 2 and + 2, of columns lane / 2 % 2 * 2 and + 1.
-  const float2 first = odd ? make_float2(even_row, column.y) : make_float2(column.x, even_row);
-  const float2 second = odd ? make_float2(odd_row, column.w) : make_float2(column.z, odd_row);
-  const float2 given = high ? first : second, own = high ? second : first;
-  const float2 other{__shfl_xor_sync(~0u, given.x, 2), __shfl_xor_sync(~0u, given.y, 2)};
-  return high ? float4{other.x, other.y, own.x, own.y} : float4{own.x, own.y, other.x, other.y};
-}
-
 }  // namespace ortolan::cuda

@@ -67,11 +67,9 @@ struct Sm90Group {
     rows.weigh(logits.factor);
   }
 
-  // Key tiles begin .. end, all of which some of the group's rows see.
-  __device__ __forceinline__ void run(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries,
-                                      int32_t begin, int32_t end) {
-    const int32_t first = work.first + group * chunks.tokens();
-    const SeenPositions common = work.visibility.of_each(first, first + chunks.tokens() - 1);
+  // Key tiles begin .. end, all of which some of the group's rows see; but for the values of the last.
+  __device__ __forceinline__ void run(Rows& rows, const Sm90Work<Shape>& work, const SeenPositions& common,
+                                      uint32_t queries, int32_t begin, int32_t end) {
     shared.keys.wait_full(key_at);
     turns.take();
     rows.start_keys(queries, key_tile());
@@ -96,6 +94,8 @@ struct Sm90Group {
       shared.values.release(value_at);
       rows.round_weights();
     }
+  }
+  __device__ __forceinline__ void end_run(Rows& rows) {
     shared.values.wait_full(value_at);
     rows.start_values(value_tile());
     rows.wait_values();
@@ -107,11 +107,11 @@ struct Sm90Group {
     return min(chunks.tokens(), work.tile.count - group * chunks.tokens());
   }
 
-  // Tiles of a work, in ascending order.
-  __device__ __forceinline__ void visit(Rows& rows, const Sm90Work<Shape>& work, const KeyTiles& visits,
-                                        uint32_t queries) {
-    const int count = count_tokens(work);
-    KeyTiles own = count > 0 ? work.of_tokens(group * chunks.tokens(), count) : KeyTiles{};
+  // Tiles of a work, in ascending order. Returns whether a run is left to be ended: queries are read no more.
+  __device__ __forceinline__ bool visit(Rows& rows, const Sm90Work<Shape>& work, const Sm90OwnKeys& own_keys,
+                                        const KeyTiles& visits, uint32_t queries) {
+    const SeenPositions common = own_keys.common;
+    KeyTiles own = own_keys.tiles;
     if (Shape::kIsShort) own.end = min(own.end, visits.end);
     const bool has_gap = own.sink_end < own.begin;
     for (int n = 0; n < visits.count();) {
@@ -122,9 +122,12 @@ struct Sm90Group {
         continue;
       }
       const int32_t end = has_gap && tile < own.sink_end ? own.sink_end : own.end;
-      run(rows, work, queries, tile, end);
+      run(rows, work, common, queries, tile, end);
       n += end - tile;
+      if (n == visits.count()) return true;
+      end_run(rows);
     }
+    return false;
   }
 
   // The thread's place among sums in memory.
@@ -153,7 +156,8 @@ struct Sm90Group {
   }
 
   // The spans of a short chunk's work; returns whether the rows are whole then.
-  __device__ __forceinline__ bool visit_spans(Rows& rows, const Sm90Work<Shape>& work, uint32_t queries) {
+  __device__ __forceinline__ bool visit_spans(Rows& rows, const Sm90Work<Shape>& work,
+                                              const Sm90OwnKeys& own_keys, uint32_t queries) {
     using Spans = KeySpans<Shape::kKeys>;
     const SpanOfKeys& span = work.span;
     const bool has_others = span.count > 1 && count_tokens(work) > 0;
@@ -161,7 +165,7 @@ struct Sm90Group {
     for (int number = span.number; visits.begin < work.visits.end; ++number, visits.begin = visits.end) {
       visits.end = min(Spans::first(number + 1), work.visits.end);
       rows.clear();
-      visit(rows, work, visits, queries);
+      if (visit(rows, work, own_keys, visits, queries)) end_run(rows);
       if (!span.is_alone && has_others) join(rows, number, span.count);
     }
     return !span.is_alone || !has_others || merge_spans(rows, span);
@@ -201,15 +205,18 @@ struct Sm90Group {
       if (work.tile.sequence < 0) break;
       shared.queries.wait_full(query_at);
       const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
+      const Sm90OwnKeys& own_keys = shared.own_keys[work_at.place][group];
       bool is_whole = true;
       if constexpr (Shape::kIsShort) {
-        is_whole = visit_spans(rows, work, own_queries);
+        is_whole = visit_spans(rows, work, own_keys, own_queries);
+        shared.queries.release(query_at);
       } else {
         rows.clear();
-        visit(rows, work, work.visits, own_queries);
+        const bool is_open = visit(rows, work, own_keys, work.visits, own_queries);
+        shared.queries.release(query_at);
+        if (is_open) end_run(rows);
       }
-      if (is_whole) rows.store(params, chunks, work, group, first_column, logits.factor, own_queries);
-      shared.queries.release(query_at);
+      if (is_whole) rows.store(params, chunks, work, group, first_column, logits.factor);
       shared.handed_works.release(work_at);
     }
     turns.end();

@@ -56,7 +56,8 @@ struct Sm90Loader {
                  work.head, work.tile.first + group * tokens, full);
   }
 
-  // Which works are the block's: found while others are loaded, as lengths take long to read.
+  // Which works are the block's, and what each warpgroup sees of their keys: found while others are loaded,
+  // as lengths take long to read.
   __device__ __forceinline__ void find_works(Shared& shared, const WorkQueue& queue) const {
     const int lane = threadIdx.x % 32;
     const auto works = Sm90WorkList<Shape>::of(params, chunks, queue.own);
@@ -72,11 +73,10 @@ struct Sm90Loader {
         work = {};
         is_found = !exists || works.find(params, chunks, queue, number, work);
       }
-      if (lane == 0) {
-        shared.works[work_at.place] = work;
-        shared.handed_works.full[work_at.place].arrive();
-      }
+      if (lane == 0) shared.works[work_at.place] = work;
+      if (lane < Shape::kGroups) shared.own_keys[work_at.place][lane] = work.own_keys(lane, chunks.tokens());
       __syncwarp();
+      if (lane == 0) shared.handed_works.full[work_at.place].arrive();
       if (!exists || work.visits.count() <= Shared::kTilesAhead) continue;
       shared.wants_work.wait(wanted_parity);
       wanted_parity ^= 1;

@@ -199,54 +199,37 @@ struct Sm90Rows {
     }
   }
 
-  // Divides and writes the rows. They pass through `scratch`, the group's rows of the queries, so that a warp
-  // writes whole rows. `first_column`: of the block.
+  // Divides and writes the rows. The four lanes that share some change columns for blocks of columns: each
+  // writes whole pieces of 16 bytes. `first_column`: of the block.
   __device__ __forceinline__ void store(const SwaAttentionParams& params,
                                         const typename Shape::Chunks& chunks, const Sm90Work<Shape>& work,
-                                        int group, int first_column, float factor, uint32_t scratch) {
+                                        int group, int first_column, float factor) const {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
     const int tokens = min(work.tile.count - group * chunks.tokens(), chunks.tokens());
     const int count = tokens * chunks.heads() - warp_row;  // of the warp's rows
     const int64_t first = work.tile.first + group * chunks.tokens();
-    float inverse[2];
+    const int head_size = static_cast<int>(params.cache.head_size), column = first_column + lane % 4 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + half * 8;
       const int head = work.head + chunks.head(warp_row + row);
+      const int64_t token = first + chunks.token(warp_row + row);
       const Denominator denominator = Denominator::of(quad_sum(totals[half]), __fmul_rn(maxima[half], factor),
                                                       params.sink_logits, row < count ? head : 0);
-      inverse[half] = denominator.inverse;
       if (params.lse && lane % 4 == 0 && row < count && first_column == 0)
-        params.lse[head * params.packing.num_tokens + first + chunks.token(warp_row + row)] = denominator.lse;
-    }
-    sync_warps<128>(Turns<Shape>::kFirstBarrier + Shape::kGroups + group);  // all have read the queries
+        params.lse[head * params.packing.num_tokens + token] = denominator.lse;
+      auto* to =
+          static_cast<Element*>(params.output) + (token * params.num_heads + head) * head_size + column;
 #pragma unroll
-    for (int n = 0; n < kColumns / 16; ++n) {
-      uint32_t tile[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        tile[e] = Half<Element>::pack(sums[n * 8 + 2 * e] * inverse[e % 2],
-                                      sums[n * 8 + 2 * e + 1] * inverse[e % 2]);
-      store_matrix_x4(swizzled_place(scratch, Shape::kRows, warp_row + lane % 16, n * 2 + lane / 16), tile);
-    }
-    fence_async_shared();  // before the next queries arrive there
-    __syncwarp();
-    constexpr int kRowPieces = kColumns / 8;
-    uint4 parts[kRowPieces / 2];
-#pragma unroll
-    for (int n = 0; n < kRowPieces / 2; ++n)
-      parts[n] = load_shared_16(swizzled_place(scratch, Shape::kRows, warp_row + (n * 32 + lane) / kRowPieces,
-                                               (n * 32 + lane) % kRowPieces));
-    const int head_size = static_cast<int>(params.cache.head_size);
-    auto* output = static_cast<Element*>(params.output) + (first * params.num_heads + work.head) * head_size +
-                   first_column;
-    const int64_t stride = params.num_heads * head_size;
-#pragma unroll
-    for (int n = 0; n < kRowPieces / 2; ++n) {
-      const int row = (n * 32 + lane) / kRowPieces, column = (n * 32 + lane) % kRowPieces * 8;
-      if (row < count && first_column + column < head_size)
-        *reinterpret_cast<uint4*>(output + chunks.token(warp_row + row) * stride +
-                                  chunks.head(warp_row + row) * head_size + column) = parts[n];
+      for (int block = 0; block < kColumns / 32; ++block) {
+        const auto pair = [&](int eight) {
+          const float* own = sums + (block * 4 + eight) * 4 + half * 2;
+          return Half<Element>::pack(own[0] * denominator.inverse, own[1] * denominator.inverse);
+        };
+        const uint4 piece = transpose_quad(uint4{pair(0), pair(1), pair(2), pair(3)});
+        if (row < count && column + block * 32 < head_size)
+          *reinterpret_cast<uint4*>(to + block * 32) = piece;
+      }
     }
   }
 };

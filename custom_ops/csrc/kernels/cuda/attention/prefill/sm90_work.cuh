@@ -78,6 +78,12 @@ struct WorkQueue {
   }
 };
 
+// The keys of a work that a warpgroup's rows see.
+struct Sm90OwnKeys {
+  KeyTiles tiles;        // that some of them see
+  SeenPositions common;  // what each of them sees, sinks apart
+};
+
 // One tile of tokens and the keys it meets; the same for all warps.
 template <typename Shape>
 struct Sm90Work {
@@ -105,6 +111,12 @@ struct Sm90Work {
   // Key tiles of some of the tokens.
   __device__ __forceinline__ KeyTiles of_tokens(int begin, int count) const {
     return KeyTiles::of(visibility.of_queries(first + begin, first + begin + count - 1), Shape::kKeys);
+  }
+  // Of a warpgroup; `tokens`: as many as one has at most.
+  __device__ __forceinline__ Sm90OwnKeys own_keys(int group, int tokens) const {
+    const int begin = group * tokens, count = min(tokens, tile.count - begin);
+    return {count > 0 ? of_tokens(begin, count) : KeyTiles{},
+            visibility.of_each(first + begin, first + begin + tokens - 1)};
   }
 };
 
@@ -166,7 +178,7 @@ struct Sm90WorkList {
 
 template <typename Shape>
 struct Sm90Shared {
-  static constexpr int kWorks = 2;  // the one under way and the next
+  static constexpr int kWorks = 3;  // the one under way and the next two: short ones end while two are found
   // A longer work is loaded but for so many tiles when the next one is taken: what one block has taken, no
   // other can begin.
   static constexpr int kTilesAhead = 4;
@@ -177,6 +189,7 @@ struct Sm90Shared {
   Handover<Shape::kStages> keys, values;
   Sm90Exchange<Shape> exchange;
   Sm90Work<Shape> works[kWorks];
+  Sm90OwnKeys own_keys[kWorks][Shape::kGroups];
 
   __device__ __forceinline__ void init() {
     handed_works.init(Shape::kGroups * 4 + 2);
