@@ -260,11 +260,12 @@ cudaError_t prefill_sm90(const SwaAttentionParams& params, const Launch& launch,
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   if (!may_have_short_chunks(params, most_decode)) return prefill_sm90(params, launch, {most_decode});
-  const cudaError_t error = with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
+  if (most_new_tokens(params) > kShortTokens)
+    if (const cudaError_t error = prefill_sm90(params, launch, {kShortTokens}); error != cudaSuccess)
+      return error;
+  return with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
     return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
   });
-  if (error != cudaSuccess || most_new_tokens(params) <= kShortTokens) return error;
-  return prefill_sm90(params, launch, {kShortTokens});
 }
 
 size_t attention_prefill_sm90_workspace(const SwaAttentionParams& params, const Device& device,

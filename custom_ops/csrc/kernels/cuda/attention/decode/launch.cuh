@@ -159,8 +159,10 @@ cudaError_t combine_rows(const SwaAttentionParams& params, const DecodeShape& sh
   const int warps = std::min(kCombiningWarps, shape.entry_rows * kWarps);
   const int rows_at_once = std::min(shape.entry_rows, warps / kWarps * kRowsOfWarp);
   const int groups = divide_up(shape.entry_rows, rows_at_once);
-  // There may be far fewer entries than the host must expect where strips are counted.
-  const int resident = divide_up(16 * launch.device.num_multiprocessors, groups);
+  // A multiprocessor has two blocks at a time. Where strips are counted there may be far fewer entries than
+  // the host must expect, or none, and then blocks behind the first would be in vain.
+  const int blocks = (shape.counted_strips ? 4 : 16) * launch.device.num_multiprocessors;
+  const int resident = divide_up(blocks, groups);
   const dim3 grid(static_cast<unsigned>(std::min(shape.entries, resident)), static_cast<unsigned>(groups));
   return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>, grid, dim3(warps * 32), 0, launch,
                            params, shape, workspace, rows_at_once);
