@@ -102,11 +102,6 @@ struct Sm90Group {
     shared.values.release(value_at);
   }
 
-  // Of the work's tokens, how many the group has.
-  __device__ __forceinline__ int count_tokens(const Sm90Work<Shape>& work) const {
-    return min(chunks.tokens(), work.tile.count - group * chunks.tokens());
-  }
-
   // Tiles of a work, in ascending order. Returns whether a run is left to be ended: queries are read no more.
   __device__ __forceinline__ bool visit(Rows& rows, const Sm90Work<Shape>& work, const Sm90OwnKeys& own_keys,
                                         const KeyTiles& visits, uint32_t queries) {
@@ -160,7 +155,7 @@ struct Sm90Group {
                                               const Sm90OwnKeys& own_keys, uint32_t queries) {
     using Spans = KeySpans<Shape::kKeys>;
     const SpanOfKeys& span = work.span;
-    const bool has_others = span.count > 1 && count_tokens(work) > 0;
+    const bool has_others = span.count > 1 && work.count_tokens(group, chunks.tokens()) > 0;
     KeyTiles visits = work.visits;
     for (int number = span.number; visits.begin < work.visits.end; ++number, visits.begin = visits.end) {
       visits.end = min(Spans::first(number + 1), work.visits.end);
@@ -206,16 +201,15 @@ struct Sm90Group {
       shared.queries.wait_full(query_at);
       const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
       const Sm90OwnKeys& own_keys = shared.own_keys[work_at.place][group];
-      bool is_whole = true;
+      bool is_whole = true, is_open = false;
       if constexpr (Shape::kIsShort) {
         is_whole = visit_spans(rows, work, own_keys, own_queries);
-        shared.queries.release(query_at);
       } else {
         rows.clear();
-        const bool is_open = visit(rows, work, own_keys, work.visits, own_queries);
-        shared.queries.release(query_at);
-        if (is_open) end_run(rows);
+        is_open = visit(rows, work, own_keys, work.visits, own_queries);
       }
+      shared.queries.release(query_at);
+      if (is_open) end_run(rows);
       if (is_whole) rows.store(params, chunks, work, group, first_column, logits.factor);
       shared.handed_works.release(work_at);
     }

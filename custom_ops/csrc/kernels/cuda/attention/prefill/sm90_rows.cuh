@@ -205,7 +205,7 @@ struct Sm90Rows {
                                         const typename Shape::Chunks& chunks, const Sm90Work<Shape>& work,
                                         int group, int first_column, float factor) const {
     const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-    const int tokens = min(work.tile.count - group * chunks.tokens(), chunks.tokens());
+    const int tokens = work.count_tokens(group, chunks.tokens());
     const int count = tokens * chunks.heads() - warp_row;  // of the warp's rows
     const int64_t first = work.tile.first + group * chunks.tokens();
     const int head_size = static_cast<int>(params.cache.head_size), column = first_column + lane % 4 * 8;

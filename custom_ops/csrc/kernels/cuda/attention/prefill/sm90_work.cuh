@@ -112,9 +112,12 @@ struct Sm90Work {
   __device__ __forceinline__ KeyTiles of_tokens(int begin, int count) const {
     return KeyTiles::of(visibility.of_queries(first + begin, first + begin + count - 1), Shape::kKeys);
   }
-  // Of a warpgroup; `tokens`: as many as one has at most.
+  // Of a warpgroup, how many of the tokens; none may be left for it. `tokens`: as many as one has at most.
+  __device__ __forceinline__ int count_tokens(int group, int tokens) const {
+    return min(tokens, tile.count - group * tokens);
+  }
   __device__ __forceinline__ Sm90OwnKeys own_keys(int group, int tokens) const {
-    const int begin = group * tokens, count = min(tokens, tile.count - begin);
+    const int begin = group * tokens, count = count_tokens(group, tokens);
     return {count > 0 ? of_tokens(begin, count) : KeyTiles{},
             visibility.of_each(first + begin, first + begin + tokens - 1)};
   }
