@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "barriers.cuh"
 
@@ -55,6 +56,37 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
   return policy;
+}
+
+// Stores a value of 2, 4, 8 or 16 bytes that is soon read, and then written over: it leaves L2 after all
+// else. A byte that has to go to memory takes as long as some ten that a stream brings, and none has to where
+// the stream is the first to leave.
+template <typename Value>
+__device__ __forceinline__ void store_kept(Value* target, const Value& value) {
+  constexpr int kBytes = sizeof(Value);
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;\n" : "=l"(policy));
+  if constexpr (kBytes == 2) {
+    uint16_t word;
+    memcpy(&word, &value, kBytes);
+    asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;\n" ::"l"(target), "h"(word), "l"(policy)
+                 : "memory");
+  } else {
+    uint32_t words[kBytes / 4];
+    memcpy(words, &value, kBytes);
+    if constexpr (kBytes == 4)
+      asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;\n" ::"l"(target), "r"(words[0]), "l"(policy)
+                   : "memory");
+    else if constexpr (kBytes == 8)
+      asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;\n" ::"l"(target), "r"(words[0]),
+                   "r"(words[1]), "l"(policy)
+                   : "memory");
+    else
+      asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;\n" ::"l"(target),
+                   "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "l"(policy)
+                   : "memory");
+  }
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }

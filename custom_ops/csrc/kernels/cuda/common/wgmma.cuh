@@ -59,9 +59,17 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state))
       : "memory");
 }
-
-// The same, to the same place in each block of the cluster that `blocks` has a bit for; there the barrier in
-// the same place counts its bytes.
+// The same, with a policy for what it leaves in L2.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
+                                         int32_t z, Barrier& barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state)), "l"(policy)
+      : "memory");
+}
+// Without one, to the same place in each block of the cluster that `blocks` has a bit for; there the barrier
+// in the same place counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
                                          int32_t z, Barrier& barrier, uint16_t blocks) {
   asm volatile(
@@ -70,13 +78,13 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(&barrier.state)), "h"(blocks)
       : "memory");
 }
-// Copies a box of a four-dimensional tensor.
+// Copies a box of a four-dimensional tensor, with a policy.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int32_t x, int32_t y,
-                                         int32_t z, int32_t w, Barrier& barrier) {
+                                         int32_t z, int32_t w, Barrier& barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
-      "%5}], [%6];\n" ::"r"(target),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(&barrier.state))
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, %3, %4, %5}], [%6], %7;\n" ::"r"(target),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(&barrier.state)), "l"(policy)
       : "memory");
 }
 // Copies a box from shared memory, in this thread's open group; what lies outside the tensor is left out.

@@ -120,7 +120,7 @@ struct FewWeights {
       for (int tile = 0; tile < kTiles; ++tile)
         copy_box(shared_address(buffers + place * kCopyBytes + tile * FewStream::kTileBytes), p.weight, 0,
                  first_output(next.unit.group) + tile * kTileOutputs, 0, first / (2 * FewStream::kColumns),
-                 full[place]);
+                 full[place], evict_first_policy());
     }
     next.advance(steps(next.unit.slice), of_warp, slices);
   }

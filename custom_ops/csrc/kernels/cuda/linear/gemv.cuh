@@ -161,9 +161,9 @@ __device__ __forceinline__ void store_output(const FusedLinearParams& p, int64_t
         (p.factor ? to_float(beside) : factor + (bias ? to_float(bias[p.num_outputs + output]) : 0.0f));
   if (p.residual) y += to_float(beside);
   if (p.output_float32)
-    static_cast<float*>(p.output)[index] = y;
+    store_kept(static_cast<float*>(p.output) + index, y);
   else
-    static_cast<Element*>(p.output)[index] = Element(y);
+    store_kept(static_cast<Element*>(p.output) + index, Element(y));
 }
 
 // `kOutputs` per warp and turn; a gated layer reads two rows for each.

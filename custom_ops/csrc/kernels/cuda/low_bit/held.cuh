@@ -87,7 +87,8 @@ struct HeldLoader {
         __syncwarp();
         if (exists)
           copy_box(codes + (at.place * plan.warps() + warp) * HeldPlan::kCodesBytes, p.codes,
-                   number * HeldPlan::kRowBytes / 2, (first_tile + team) * plan.outputs(), 0, full);
+                   number * HeldPlan::kRowBytes / 2, (first_tile + team) * plan.outputs(), 0, full,
+                   evict_first_policy());
         const uint32_t target = words + at.place * plan.words_bytes();
         if (plan.copy_bytes == 16)
           copy_words<16>(target, first_tile, first_unit);

@@ -133,15 +133,16 @@ struct HeldOutputs {
 #pragma unroll
       for (int n = 0; n < 4; ++n) y[n] += to_float(residuals.values[n]);
     if (p.linear.output_float32) {
-      each(at, [&](int n) { static_cast<float*>(p.linear.output)[index_of(at) + n] = y[n]; });
+      auto* target = static_cast<float*>(p.linear.output) + index_of(at);
+      each(at, [&](int n) { store_kept(target + n, y[n]); });
       return;
     }
     auto* target = static_cast<Element*>(p.linear.output) + index_of(at);
     if (is_wide(at))
-      *reinterpret_cast<uint2*>(target) =
-          make_uint2(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3]));
+      store_kept(reinterpret_cast<uint2*>(target),
+                 make_uint2(Half<Element>::pack(y[0], y[1]), Half<Element>::pack(y[2], y[3])));
     else
-      each(at, [&](int n) { target[n] = Element(y[n]); });
+      each(at, [&](int n) { store_kept(target + n, Element(y[n])); });
   }
   __device__ __forceinline__ const float* sums_of(int turn) const {
     return warp_sums + turn % 2 * p.plan.warps() * HeldPlan::kSums;

@@ -151,8 +151,10 @@ struct DecodeMerge {
       const int64_t target = place * workspace.rows + row;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        workspace.sums[target * kHeadSize + column(c)] = reinterpret_cast<const float*>(&values[c])[r];
-      if (column(0) == 0) workspace.states[target] = {factors.maximum[row], factors.total[row]};
+        store_kept(workspace.sums + target * kHeadSize + column(c),
+                   reinterpret_cast<const float*>(&values[c])[r]);
+      if (column(0) == 0)
+        store_kept(workspace.states + target, SoftmaxState{factors.maximum[row], factors.total[row]});
     }
   }
 

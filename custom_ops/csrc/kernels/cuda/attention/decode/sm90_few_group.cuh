@@ -198,11 +198,17 @@ struct Sm90FewGroup {
   __device__ __forceinline__ bool stores_states() const { return thread < 8 && first_column() == 0; }
   __device__ __forceinline__ void store_partial(const RowSums& sums, const SoftmaxState* states,
                                                 int64_t place) const {
+    const auto store = [](auto* to, const auto& value) {
+      if constexpr (kHeadSize <= 256)
+        store_kept(to, value);
+      else  // sums are as many bytes as keys, too many to stay
+        *to = value;
+    };
     each_row(sums, states, [&](int row, const SoftmaxState& state, const auto& each) {
       const int64_t target = place * workspace.rows + row;
-      if (stores_states()) workspace.states[target] = state;
+      if (stores_states()) store(workspace.states + target, state);
       float* to = workspace.sums + target * kHeadSize;
-      each([&](int column, const float2& pair) { *reinterpret_cast<float2*>(to + column) = pair; });
+      each([&](int column, const float2& pair) { store(reinterpret_cast<float2*>(to + column), pair); });
     });
   }
   // Of a span that is all there is to the entry, which needs no combining, or of some tiles.

@@ -5,7 +5,7 @@
 // page becomes zeros. A box at the end of what is written also brings rows that nobody sees: products with
 // such keys are masked, such values become zeros before they are multiplied. Boxes without any seen row read
 // nothing. Where a box would run over the wrap of a ring or the end of a page, rows are copied one by one.
-// Copies have no policy for L2 and the maps no promotion: both cost a tenth of the bus.
+// Maps promote nothing in L2: that costs a tenth of the bus.
 #pragma once
 
 #include "cursor.cuh"
@@ -75,9 +75,10 @@ struct Sm90DecodeLoad {
   }
   __device__ __forceinline__ void copy_boxes(uint32_t target, const CUtensorMap& map, int first_column,
                                              const Box& box, Barrier& full) const {
+    const uint64_t policy = evict_first_policy();
 #pragma unroll
     for (int n = 0; n < Shape::kBoxes; ++n)
-      copy_box(target + n * Shape::kKeys * 128, map, first_column + n * 64, box.row, box.plane, full);
+      copy_box(target + n * Shape::kKeys * 128, map, first_column + n * 64, box.row, box.plane, full, policy);
   }
   __device__ __forceinline__ void copy_rows(uint32_t target, const KeyRows& rows, const SeenPositions& seen,
                                             const Element* source, int first_column, int32_t first,
