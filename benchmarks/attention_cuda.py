@@ -4,9 +4,9 @@
 
 Every case is checked on fresh random inputs against float64 before it is timed, by turns with its peers. Prefill is
 counted in visible pairs of a query and a key, whatever a kernel really computes; decode runs in a CUDA graph over
-rotating caches that do not fit into the L2 cache. Where several sequences have a few tokens each, SwaAttention is told
-how many at most, as the runtime tells it. The peers come with PyTorch; one that cannot run a case is left out
-of its line.
+rotating caches that do not fit into the L2 cache. Where several sequences decode, SwaAttention is told how many
+tokens one has at most, as the runtime tells it. The peers come with PyTorch; one that cannot run a case is left
+out of its line.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Inputs:
             "query_start": starts,
             "past_len": torch.full((case.sequences,), case.past, device="cuda", dtype=torch.int32),
         }
-        if case.decode and case.sequences > 1 and case.tokens > 1:
+        if case.decode and case.sequences > 1:
             self.tensors["max_query_len"] = torch.tensor([case.tokens], dtype=torch.int32)  # on the host
 
     def ordered(self, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -206,12 +206,6 @@ bool attention_prefill_sm90_takes(const SwaAttentionParams& params, const Device
 
 namespace {
 
-// New tokens of a sequence, at most, as far as the host can be sure.
-int64_t most_new_tokens(const SwaAttentionParams& params) {
-  const int64_t tokens = params.packing.num_tokens, promised = params.max_query_len;
-  return promised > 0 ? std::min(tokens, promised) : tokens;
-}
-
 // Whether a step may have short chunks with a kernel of their own: where all keys are seen, as few keys of a
 // window are not worth splitting.
 bool may_have_short_chunks(const SwaAttentionParams& params, int most_decode) {

@@ -8,6 +8,12 @@
 
 namespace ortolan::cuda {
 
+// New tokens of a sequence, at most, as far as the host can be sure.
+inline int64_t most_new_tokens(const SwaAttentionParams& params) {
+  const int64_t tokens = params.packing.num_tokens, promised = params.max_query_len;
+  return promised > 0 ? std::min(tokens, promised) : tokens;
+}
+
 // Query rows that a sequence is expected to bring for each kv head, in whole eights; one that brings more
 // takes several entries.
 inline int expected_rows(const SwaAttentionParams& params, int64_t most_tokens) {

@@ -38,6 +38,39 @@ struct PartialSum {
   }
 };
 
+// Factors that merge the tiles of a span one after another, those of Merge: for whole groups of
+// kMostSpanTiles lanes, each of which has one tile's state, or kNoKeys.
+struct SpanFactors {
+  static constexpr int kLanes = kMostSpanTiles;
+
+  unsigned lanes;  // of the group
+  SoftmaxState tile;
+  float highest;  // of tiles so far
+  float kept, added;
+
+  static __device__ __forceinline__ int own() { return static_cast<int>(threadIdx.x) % kLanes; }
+  static __device__ __forceinline__ SpanFactors of(SoftmaxState tile) {
+    SpanFactors factors;
+    factors.lanes = ((1u << kLanes) - 1) << (threadIdx.x % 32 - own());
+    factors.tile = tile;
+    factors.highest = tile.maximum;
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2)
+      factors.highest = fmaxf(factors.highest, __shfl_up_sync(factors.lanes, factors.highest, step, kLanes));
+    const float before = __shfl_up_sync(factors.lanes, factors.highest, 1, kLanes);
+    const float base = finite_max(factors.highest);
+    factors.kept = own() ? fast_exp2(before - base) : 0;
+    factors.added = fast_exp2(tile.maximum - base);
+    return factors;
+  }
+  // Of tile t with those before; the same in all lanes, and so are the states.
+  __device__ __forceinline__ Merge merge(int t) const {
+    return {__shfl_sync(lanes, kept, t, kLanes), __shfl_sync(lanes, added, t, kLanes), {}};
+  }
+  __device__ __forceinline__ float total(int t) const { return __shfl_sync(lanes, tile.total, t, kLanes); }
+  __device__ __forceinline__ float maximum() const { return __shfl_sync(lanes, highest, kLanes - 1, kLanes); }
+};
+
 // One row of an entry, as its partial sums were left.
 template <int kHeadSize, typename Line>
 struct PartialRow {
@@ -80,32 +113,22 @@ struct PartialRow {
     if (span.begin < span.end) load(sum, workspace.span_place(entry, number));
     return sum;
   }
-  // The same where all tiles' sums were sent to this block. For whole groups of kMostSpanTiles lanes: each
-  // finds the factors of one tile, those of Merge, and all take them from there.
+  // The same where all tiles' sums were sent to this block; for whole groups of kMostSpanTiles lanes.
   __device__ __forceinline__ PartialSum sum_received_span(const SpanTiles& span) const {
-    constexpr int kLanes = kMostSpanTiles;
-    const int lane = threadIdx.x % 32, own = lane % kLanes;
-    const unsigned lanes = ((1u << kLanes) - 1) << (lane - own);
-    const int count = span.end - span.begin;
-    float4 parts[kLanes];
+    const int count = span.end - span.begin, own = SpanFactors::own();
+    float4 parts[kMostSpanTiles];
 #pragma unroll
-    for (int t = 0; t < kLanes; ++t)
+    for (int t = 0; t < kMostSpanTiles; ++t)
       parts[t] = t < count ? load_shared_quad(received.sum(span.begin + t)) : float4{};
-    const SoftmaxState state = own < count ? received.state(span.begin + own) : kNoKeys;
-    float highest = state.maximum;  // of tiles so far
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2)
-      highest = fmaxf(highest, __shfl_up_sync(lanes, highest, step, kLanes));
-    const float before = __shfl_up_sync(lanes, highest, 1, kLanes), base = finite_max(highest);
-    const float kept = own ? fast_exp2(before - base) : 0, added = fast_exp2(state.maximum - base);
+    const auto factors = SpanFactors::of(own < count ? received.state(span.begin + own) : kNoKeys);
     PartialSum sum;
 #pragma unroll
-    for (int t = 0; t < kLanes; ++t) {
-      const Merge merge{__shfl_sync(lanes, kept, t, kLanes), __shfl_sync(lanes, added, t, kLanes), {}};
-      sum.state.total = merge.apply(sum.state.total, __shfl_sync(lanes, state.total, t, kLanes));
+    for (int t = 0; t < kMostSpanTiles; ++t) {
+      const Merge merge = factors.merge(t);
+      sum.state.total = merge.apply(sum.state.total, factors.total(t));
       sum.apply(merge, parts[t]);
     }
-    sum.state.maximum = __shfl_sync(lanes, highest, kLanes - 1, kLanes);
+    sum.state.maximum = factors.maximum();
     return sum;
   }
   // Spans of both kinds, whole and not, are loaded at once: threads of a warp have some of each.

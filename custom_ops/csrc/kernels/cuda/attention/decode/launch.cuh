@@ -54,7 +54,7 @@ inline bool can_guess(const SwaAttentionParams& params, const Device& device) {
 inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& device, int most_tokens,
                                 int most_rows, int tile_keys, PowerOfTwo span_tiles) {
   const auto kv_heads = static_cast<int>(params.cache.num_kv_heads);
-  const auto tokens = static_cast<int>(std::min<int64_t>(params.packing.num_tokens, most_tokens));
+  const auto tokens = static_cast<int>(std::min<int64_t>(most_new_tokens(params), most_tokens));
   DecodeShape shape{};
   shape.most_tokens = most_tokens;
   shape.kv_heads = kv_heads;
@@ -159,18 +159,24 @@ cudaError_t combine_rows(const SwaAttentionParams& params, const DecodeShape& sh
   const int warps = std::min(kCombiningWarps, shape.entry_rows * kWarps);
   const int rows_at_once = std::min(shape.entry_rows, warps / kWarps * kRowsOfWarp);
   const int groups = divide_up(shape.entry_rows, rows_at_once);
-  // A multiprocessor has two blocks at a time. Where strips are counted there may be far fewer entries than
-  // the host must expect, or none, and then blocks behind the first would be in vain.
-  const int blocks = (shape.counted_strips ? 4 : 16) * launch.device.num_multiprocessors;
-  const int resident = divide_up(blocks, groups);
-  const dim3 grid(static_cast<unsigned>(std::min(shape.entries, resident)), static_cast<unsigned>(groups));
+  // Blocks count where most of them start before the kernel in front has ended. Else, or where there may be
+  // far fewer entries than the host must expect, more blocks than a multiprocessor has at a time would be in
+  // vain.
+  const int resident = divide_up(4 * launch.device.num_multiprocessors, groups);
+  const bool counts = CountedEntry::can_count(params, shape) &&
+                      int64_t{shape.entries} * groups * warps <= 32 * launch.device.num_multiprocessors;
+  const int blocks = counts ? shape.entries : std::min(shape.entries, resident);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
   return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>, grid, dim3(warps * 32), 0, launch,
-                           params, shape, workspace, rows_at_once);
+                           params, shape, workspace, rows_at_once, counts);
 }
 
 // Whether a row is merged by a warp and not by a block: where rows are many, and more so where spans are not
-// handed on whole. One token of each sequence has too few rows in an entry.
-inline bool combines_by_warps(const SwaAttentionParams& params, const DecodeShape& shape) {
+// handed on whole and entries have several tiles of rows.
+inline bool combines_by_warps(const SwaAttentionParams& params, const DecodeShape& shape,
+                              const Device& device) {
+  if (!shape.counted_strips && shape.row_tiles == 1)
+    return int64_t{shape.entries} * shape.entry_rows > 4 * device.num_multiprocessors;
   const int64_t rows = params.packing.num_tokens * params.num_heads;
   return params.packing.num_tokens > params.packing.num_sequences &&
          rows >= (shape.snaps_from == kNeverSnaps ? 4096 : 2048);
@@ -179,7 +185,7 @@ inline bool combines_by_warps(const SwaAttentionParams& params, const DecodeShap
 template <typename Element, int kHeadSize>
 cudaError_t combine_decode(const SwaAttentionParams& params, const DecodeShape& shape,
                            const DecodeWorkspace& workspace, const Launch& launch) {
-  if (combines_by_warps(params, shape))
+  if (combines_by_warps(params, shape, launch.device))
     return combine_rows<Element, kHeadSize>(params, shape, workspace, launch);
   // A window's spans may lie anywhere in their rounds.
   const int spans = params.window < 0 ? std::min(kRoundSpans, shape.max_spans) : kRoundSpans;

@@ -1,0 +1,92 @@
+"""CUDA decode merges partial sums by blocks or by warps, whichever takes less: to the same bits."""
+
+import devices
+import numpy as np
+import pytest
+from attention_cases import Feeds, Shape, run_attention
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
+
+
+def draw_feeds(shape: Shape) -> Feeds:
+    """Draw a step over full caches."""
+    rng = np.random.default_rng(0)
+
+    def draw(*sizes: int) -> np.ndarray:
+        return rng.standard_normal(sizes, np.float32).astype(shape.dtype)
+
+    pool = (len(shape.tokens), shape.kv_heads, shape.slots, shape.head_size)
+    return {
+        "query": draw(sum(shape.tokens), shape.heads, shape.head_size),
+        "query_start": np.cumsum([0, *shape.tokens]).astype(np.int32),
+        "past_len": np.array(shape.per_head_past or shape.past, np.int32),
+        "key_cache": draw(*pool),
+        "value_cache": draw(*pool),
+    }
+
+
+def assert_same_when_told(shape: Shape, feeds: Feeds) -> None:
+    """Only a step that is told how many tokens a sequence has at most knows that rows fit into one tile each."""
+    told = {**feeds, "max_query_len": np.array([max(shape.tokens)], np.int32)}
+    for actual, expected in zip(run_attention(shape, told), run_attention(shape, feeds), strict=True):
+        devices.assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 1100, "sink": 5}], ids=["all keys", "window"])
+@pytest.mark.parametrize("lengths", ["short", "even", "random", "per head"])
+@pytest.mark.parametrize(
+    ("head_size", "group", "sequences", "capacity"),
+    [(64, 16, 40, 18432), (96, 8, 80, 2304), (128, 8, 80, 4608), (128, 16, 40, 9216), (256, 16, 40, 4608)],
+)
+def test_one_token_of_many_sequences(head_size, group, sequences, capacity, lengths, options):
+    """Up to nine spans of keys, whole or cut in up to three; some sequences have no token, one has all slots."""
+    rng = np.random.default_rng(1)
+    most = {"short": 600}.get(lengths, capacity - 1)
+    past = [most] * sequences if lengths == "even" else rng.integers(0, most, sequences).tolist()
+    tokens = [1] * sequences if lengths == "even" else [int(b % 9 != 4) for b in range(sequences)]
+    shape = Shape(
+        tokens=tokens,
+        past=[most, *past[1:]],
+        per_head_past=[[n] for n in past] if lengths == "per head" else None,
+        heads=group,
+        kv_heads=1,
+        head_size=head_size,
+        capacity=capacity,
+        **options,
+    )
+    assert_same_when_told(shape, draw_feeds(shape))
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_a_few_tokens_of_many_sequences(head_size, tokens):
+    rng = np.random.default_rng(2)
+    counts = [tokens, *rng.integers(0, tokens + 1, 39).tolist()]
+    shape = Shape(
+        tokens=counts,
+        past=rng.integers(0, 2304 - 16, 40).tolist(),
+        heads=8,
+        kv_heads=2,
+        head_size=head_size,
+        capacity=2304,
+    )
+    assert_same_when_told(shape, draw_feeds(shape))
+
+
+def test_more_spans_than_a_round_holds():
+    """Rows of 16 tokens, which warps merge, are those of a token at a time, which a cluster's blocks merge."""
+    past = 65 * 512  # spans have 512 keys
+    shape = Shape(tokens=[16], past=[past], heads=36, kv_heads=9, head_size=256, capacity=past + 16)
+    feeds = draw_feeds(shape)
+    output, lse = run_attention(shape, feeds)
+    for token in (0, 7, 15):
+        one = Shape(tokens=[1], past=[past + token], heads=36, kv_heads=9, head_size=256, capacity=past + 16)
+        alone = {
+            **feeds,
+            "query": feeds["query"][token : token + 1],
+            "query_start": np.array([0, 1], np.int32),
+            "past_len": np.array([past + token], np.int32),
+        }
+        actual, actual_lse = run_attention(one, alone)
+        devices.assert_same_bits(actual, output[token : token + 1])
+        devices.assert_same_bits(actual_lse, lse[:, token : token + 1])
