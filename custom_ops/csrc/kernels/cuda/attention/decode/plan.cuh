@@ -11,9 +11,10 @@
 // device: the cuts move as the context grows, the bits of the result do not.
 //
 // An entry is a strip and a kv head; a strip is a row tile of a sequence. The host knows how many tokens
-// there are, but not whose. Where each sequence has at most one row tile, or there is one sequence, strips
-// are numbered row tile * sequences + sequence. Else only row tiles that hold rows are numbered, in order of
-// sequences: the device counts them, and a table says that other number, the holder, of each.
+// there are, and may have been told how many a sequence has at most, but not whose they are. Where each
+// sequence has at most one row tile, or there is one sequence, strips are numbered row tile * sequences +
+// sequence. Else only row tiles that hold rows are numbered, in order of sequences: the device counts them,
+// and a table says that other number, the holder, of each.
 #pragma once
 
 #include <cuda_bf16.h>
