@@ -15,7 +15,7 @@ struct LaneColumns {
   };
 };
 
-// What it finds of an entry's spans serves all of its rows.
+// A warp of one entry: where its spans' sums lie serves all of its rows.
 template <int kHeadSize>
 struct CombiningWarp {
   using Columns = LaneColumns<kHeadSize>;
@@ -105,12 +105,12 @@ struct CombiningWarp {
     return *reinterpret_cast<const Vector*>(workspace.sums + (place * workspace.rows + row) * kHeadSize +
                                             column);
   }
-  // Of the lane's span, unless it is one of the first kAtOnce and shared.
+  // Of the lane's span; none of the first kAtOnce if it is shared, which load_shared finds.
   __device__ __forceinline__ SoftmaxState find_state(int half, int row) const {
     if (places[half] == kNowhere) return kNoKeys;
     if (!shared_tiles[half]) return load_state(places[half], row);
+    if (half == 0 && lane < kAtOnce) return kNoKeys;
     SoftmaxState parts[kMostSpanTiles], state = kNoKeys;
-    if (half == 0 && lane < kAtOnce) return state;
 #pragma unroll
     for (int t = 0; t < kMostSpanTiles; ++t)
       parts[t] = shared_tiles[half] >> t & 1 ? load_state(places[half] + t, row) : kNoKeys;
