@@ -4,6 +4,7 @@
 #pragma once
 
 #include "combine_warp.cuh"
+#include "kernels/cuda/common/ptx.cuh"
 
 namespace ortolan::cuda {
 
@@ -62,8 +63,7 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 2)
     if (first >= end) continue;
     const CountedEntry counted =
         counts ? CountedEntry::count(params, shape, entry) : CountedEntry::read(shape, workspace, index);
-    const bool snaps = static_cast<int>(counted.cut.quotient) >= shape.snaps_from;
-    CombiningWarp<kHeadSize> self(shape, workspace, entry.tiles, counted.cut, snaps, counted.start, index);
+    CombiningWarp<kHeadSize> self(shape, workspace, entry.tiles, counted.cut, counted.start, index);
     if (self.is_stored()) continue;
     self.find_places(self.first_round());
     wait_for_previous_kernel();

@@ -1,7 +1,7 @@
 // A warp that merges a row's partial sums of decode attention, as combine.cuh does, in the same order.
 #pragma once
 
-#include "combine.cuh"
+#include "spans.cuh"
 
 namespace ortolan::cuda {
 
@@ -40,13 +40,12 @@ struct CombiningWarp {
   bool has_shared;
 
   __device__ __forceinline__ CombiningWarp(const DecodeShape& shape, const DecodeWorkspace& workspace,
-                                           const KeyTiles& tiles, const EvenCut& cut, bool snaps, int start,
-                                           int entry)
+                                           const KeyTiles& tiles, const EvenCut& cut, int start, int entry)
       : shape(shape),
         workspace(workspace),
         tiles(tiles),
         cut(cut),
-        snaps(snaps),
+        snaps(cut.snaps(shape)),
         start(start),
         entry(entry),
         lane(static_cast<int>(threadIdx.x) % 32),
@@ -60,10 +59,10 @@ struct CombiningWarp {
   __device__ __forceinline__ bool is_stored() const {
     return is_only() && is_whole({0, tiles.count()}, snaps ? 0 : cut.owner(start));
   }
-  __device__ __forceinline__ int first_span() const { return tiles.at(0) / workspace.span_tiles; }
   // Whether the entry visits no other span.
   __device__ __forceinline__ bool is_only() const {
-    return SpanTiles::of(tiles, first_span(), workspace.span_tiles).end == tiles.count();
+    const int first = tiles.at(0) / workspace.span_tiles;
+    return SpanTiles::of(tiles, first, workspace.span_tiles).end == tiles.count();
   }
   __device__ __forceinline__ int first_round() const { return visited.next_round(-1); }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "combine.cuh"
 #include "combine_rows.cuh"
 #include "decode.cuh"
 #include "kernels/cuda/attention/instances.h"

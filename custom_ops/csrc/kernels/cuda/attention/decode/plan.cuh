@@ -205,6 +205,10 @@ struct EvenCut {
     const int quotient = shape.by_line.divide(tiles);
     return {static_cast<unsigned>(quotient), static_cast<unsigned>(tiles - quotient * pieces)};
   }
+  // Whether pieces are long enough to end where spans do; see DecodeLine.
+  __device__ __forceinline__ bool snaps(const DecodeShape& shape) const {
+    return static_cast<int>(quotient) >= shape.snaps_from;
+  }
   __device__ __forceinline__ int begin(unsigned piece) const {
     return static_cast<int>(piece * quotient + min(piece, remainder));
   }
@@ -231,7 +235,7 @@ struct DecodeLine {
       : starts(starts),
         entries(shape.entries),
         cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
-        snaps(static_cast<int>(cut.quotient) >= shape.snaps_from) {}
+        snaps(cut.snaps(shape)) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
