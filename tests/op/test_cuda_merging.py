@@ -1,5 +1,7 @@
 """CUDA decode merges partial sums by blocks or by warps, whichever takes less: to the same bits."""
 
+import dataclasses
+
 import devices
 import numpy as np
 import pytest
@@ -71,6 +73,27 @@ def test_a_few_tokens_of_many_sequences(head_size, tokens):
         capacity=2304,
     )
     assert_same_when_told(shape, draw_feeds(shape))
+
+
+@pytest.mark.parametrize("tokens", [3, 7, 16])  # rows of an entry: 12, 28, 64
+@pytest.mark.parametrize("lengths", ["short", "even", "random"])
+@pytest.mark.parametrize("sequences", [66, 132, 140, 200])
+def test_pieces_of_whole_spans(sequences, lengths, tokens):
+    """Where spans can be shared out evenly, a block's piece ends where one does: to the bits of a sequence alone."""
+    capacity = {"short": 700, "even": 1000, "random": 2304}[lengths]
+    most = capacity - tokens
+    rng = np.random.default_rng(3)
+    past = rng.integers(0, most, sequences).tolist() if lengths == "random" else [most] * sequences
+    shape = Shape(tokens=[tokens] * sequences, past=past, heads=4, kv_heads=1, head_size=128, capacity=capacity)
+    feeds = draw_feeds(shape) | {"max_query_len": np.array([tokens], np.int32)}
+    output, lse = run_attention(shape, feeds)
+    for b in (0, sequences // 2, sequences - 1):
+        rows, own = slice(b * tokens, (b + 1) * tokens), slice(b, b + 1)
+        alone = {"query": feeds["query"][rows], "query_start": np.array([0, tokens], np.int32)}
+        alone |= {name: feeds[name][own] for name in ("past_len", "key_cache", "value_cache")}
+        one = dataclasses.replace(shape, tokens=[tokens], past=past[own])
+        for actual, expected in zip(run_attention(one, alone), (output[rows], lse[:, rows]), strict=True):
+            devices.assert_same_bits(actual, expected)
 
 
 def test_more_spans_than_a_round_holds():

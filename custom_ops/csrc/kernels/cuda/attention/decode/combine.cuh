@@ -280,8 +280,8 @@ struct CombinedRow {
   }
 };
 
-// One row and kColumns columns of it; for a whole block.
-template <typename Element, int kHeadSize, int kColumns>
+// One row and kColumns columns of it; for a whole block. `kLoops`: see below.
+template <typename Element, int kHeadSize, int kColumns, bool kLoops>
 __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, const DecodeShape& shape,
                                             const DecodeWorkspace& workspace, CombinedRow own,
                                             const SpanRound& spans, int spans_at_once, bool by_token) {
@@ -294,14 +294,15 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
     return;
   }
   const DecodeEntry& entry = own.entry;
-  const bool counts = counts_again(shape);
-  if (counts) count_tiles(params, shape, counted);
+  const bool counts = !kLoops && counts_again(shape);
+  bool snap = counts && count_tiles(params, shape, counted).snap;
   const SpanTiles first_span =
       SpanTiles::of(entry.tiles, entry.tiles.at(0) / shape.span_tiles, shape.span_tiles);
   wait_for_previous_kernel();
   if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
 
-  const DecodeLine line(counts ? counted : workspace.starts, shape);
+  if (!counts && shape.may_snap) snap = *workspace.snaps;
+  const DecodeLine line(counts ? counted : workspace.starts, shape, snap);
   const PartialRow<kHeadSize, DecodeLine> partial{
       workspace, line,    entry.tiles,
       own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
@@ -326,14 +327,16 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   if constexpr (!kLoops) {  // until the wait only what the kernel before had waited for is read
     const CombinedRow own = by_token ? CombinedRow::of_token(params, shape, blockIdx.x, row)
                                      : CombinedRow::of_entry(params, shape, holders, blockIdx.x, row);
-    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, by_token);
+    combine_own<Element, kHeadSize, kColumns, kLoops>(params, shape, workspace, own, spans, spans_at_once,
+                                                      by_token);
     return;
   }
   wait_for_previous_kernel();
   for (auto index = static_cast<int>(blockIdx.x); index < shape.entries; index += gridDim.x) {
     if (holders[shape.by_kv_heads.divide(index)] < 0) return;  // numbers have no gaps
     const CombinedRow own = CombinedRow::of_entry(params, shape, holders, index, row);
-    combine_own<Element, kHeadSize, kColumns>(params, shape, workspace, own, spans, spans_at_once, false);
+    combine_own<Element, kHeadSize, kColumns, kLoops>(params, shape, workspace, own, spans, spans_at_once,
+                                                      false);
     __syncthreads();  // what the row has read may be overwritten
   }
 }

@@ -12,6 +12,7 @@ namespace ortolan::cuda {
 struct CountedEntry {
   int start;
   EvenCut cut;
+  bool snaps;  // as LineCounts says
 
   // Whether a warp can tell from what the kernel in front was given: the kv heads of a sequence have the same
   // length, and strips are sequences.
@@ -20,21 +21,24 @@ struct CountedEntry {
   }
   static __device__ __forceinline__ CountedEntry count(const SwaAttentionParams& params,
                                                        const DecodeShape& shape, const DecodeEntry& entry) {
-    int before = 0, all = 0;
+    int before = 0, all = 0, spans = 0;
     for (auto sequence = static_cast<int>(threadIdx.x) % 32; sequence < shape.sequences; sequence += 32) {
-      const int tiles = DecodeEntry::of(params, shape, sequence, 0, 0).tiles.count();
-      all += tiles;
-      if (sequence < entry.sequence) before += tiles;
+      const KeyTiles tiles = DecodeEntry::of(params, shape, sequence, 0, 0).tiles;
+      all += tiles.count();
+      if (sequence < entry.sequence) before += tiles.count();
+      spans += VisitedSpans::of(tiles, shape.span_tiles).count();
     }
-    before = fold_lanes<1, 16>(before, Add());
-    all = fold_lanes<1, 16>(all, Add());
+    before = __reduce_add_sync(~0u, before);
+    all = __reduce_add_sync(~0u, all) * shape.kv_heads;
+    spans = __reduce_add_sync(~0u, spans) * shape.kv_heads;
     return {before * shape.kv_heads + entry.kv_head * entry.tiles.count(),
-            EvenCut::of(shape, all * shape.kv_heads, shape.blocks)};
+            EvenCut::of(shape, all, shape.blocks), LineCounts{all, spans}.snap(shape)};
   }
   // Once that kernel has ended.
   static __device__ __forceinline__ CountedEntry read(const DecodeShape& shape,
                                                       const DecodeWorkspace& workspace, int index) {
-    return {workspace.starts[index], EvenCut::of(shape, workspace.starts[shape.entries], shape.blocks)};
+    return {workspace.starts[index], EvenCut::of(shape, workspace.starts[shape.entries], shape.blocks),
+            shape.may_snap && *workspace.snaps};
   }
 };
 
@@ -63,7 +67,8 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 2)
     if (first >= end) continue;
     const CountedEntry counted =
         counts ? CountedEntry::count(params, shape, entry) : CountedEntry::read(shape, workspace, index);
-    CombiningWarp<kHeadSize> self(shape, workspace, entry.tiles, counted.cut, counted.start, index);
+    CombiningWarp<kHeadSize> self(shape, workspace, entry.tiles, counted.cut, counted.snaps, counted.start,
+                                  index);
     if (self.is_stored()) continue;
     self.find_places(self.first_round());
     wait_for_previous_kernel();

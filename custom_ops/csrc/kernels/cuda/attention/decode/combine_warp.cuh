@@ -27,7 +27,7 @@ struct CombiningWarp {
   const DecodeWorkspace& workspace;
   const KeyTiles& tiles;
   EvenCut cut;  // of the line
-  bool snaps;   // see DecodeLine
+  bool snaps;   // as LineCounts says
   int start;    // of the entry on the line
   int entry;
   int lane;
@@ -40,12 +40,13 @@ struct CombiningWarp {
   bool has_shared;
 
   __device__ __forceinline__ CombiningWarp(const DecodeShape& shape, const DecodeWorkspace& workspace,
-                                           const KeyTiles& tiles, const EvenCut& cut, int start, int entry)
+                                           const KeyTiles& tiles, const EvenCut& cut, bool snaps, int start,
+                                           int entry)
       : shape(shape),
         workspace(workspace),
         tiles(tiles),
         cut(cut),
-        snaps(cut.snaps(shape)),
+        snaps(snaps),
         start(start),
         entry(entry),
         lane(static_cast<int>(threadIdx.x) % 32),

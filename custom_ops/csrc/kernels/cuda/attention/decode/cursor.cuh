@@ -3,7 +3,7 @@
 
 #include "kernels/cuda/common/ptx.cuh"
 #include "kernels/cuda/common/warp.cuh"
-#include "plan.cuh"
+#include "spans.cuh"
 
 namespace ortolan::cuda {
 
@@ -52,28 +52,58 @@ __device__ __forceinline__ int count_strips(const SwaAttentionParams& params, co
   return counted;
 }
 
-// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block. Returns
-// the number of strips that have rows, where strips are counted.
-__device__ __forceinline__ int count_tiles(const SwaAttentionParams& params, const DecodeShape& shape,
-                                           int* starts) {
+// The sum of a value that each thread has; for a whole block, in two steps with a barrier between.
+struct BlockSum {
+  int* of_warps;  // [32], in shared memory
+
+  __device__ __forceinline__ void add(int value) const {
+    value = __reduce_add_sync(~0u, value);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  }
+  __device__ __forceinline__ int sum() const {
+    const int lane = threadIdx.x % 32;
+    return __reduce_add_sync(~0u, lane < static_cast<int>(blockDim.x) / 32 ? of_warps[lane] : 0);
+  }
+};
+
+struct CountedTiles {
+  int strips;  // that have rows, where strips are counted
+  bool snap;   // see LineCounts
+};
+
+// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block.
+__device__ __forceinline__ CountedTiles count_tiles(const SwaAttentionParams& params,
+                                                    const DecodeShape& shape, int* starts) {
+  __shared__ int spans_of_warps[32];
+  const BlockSum spans{spans_of_warps};
   int* holders = starts + shape.entries + 1;
   const int strips = shape.counted_strips ? count_strips(params, shape, holders) : 0;
   const int entries = shape.counted_strips ? strips * shape.kv_heads : shape.entries;
+  int own_spans = 0;
   sum_up(
-      entries, [&](int index) { return DecodeEntry::of(params, shape, index, holders).tiles.count(); },
+      entries,
+      [&](int index) {
+        const KeyTiles tiles = DecodeEntry::of(params, shape, index, holders).tiles;
+        if (shape.may_snap) own_spans += VisitedSpans::of(tiles, shape.span_tiles).count();
+        return tiles.count();
+      },
       [&](int index, int, int sum) { starts[index + 1] = sum; });
+  if (shape.may_snap) spans.add(own_spans);
   if (threadIdx.x == 0) starts[0] = 0;
   __syncthreads();
   const int total = starts[entries];
   for (int index = entries + threadIdx.x; index < shape.entries; index += blockDim.x)
     starts[index + 1] = total;
+  const bool snap = shape.may_snap && LineCounts{total, spans.sum()}.snap(shape);
   __syncthreads();
-  return strips;
+  return {strips, snap};
 }
 
 // Leaves what a block has counted to the combine kernel; for a whole block.
 __device__ __forceinline__ void store_counts(const DecodeShape& shape, const DecodeWorkspace& workspace,
-                                             const int* starts, int strips) {
+                                             const int* starts, const CountedTiles& counted) {
+  const int strips = counted.strips;
+  if (threadIdx.x == 0) *workspace.snaps = counted.snap;
   for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = starts[i];
   for (int strip = threadIdx.x; strip < shape.counted_strips; strip += blockDim.x) {
     const int place = shape.entries + 1 + strip, holder = strip < strips ? starts[place] : -1;

@@ -246,10 +246,10 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
     decode_cluster<Rows, kRowTiles>(params, shape, workspace, shared);
   } else {
     wait_for_previous_kernel();
-    const int strips = count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, strips);
-    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, DecodeLine(shared.starts, shape),
-                               [] { return true; });
+    const CountedTiles counted = count_tiles(params, shape, shared.starts);
+    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, counted);
+    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared,
+                               DecodeLine(shared.starts, shape, counted.snap), [] { return true; });
   }
 }
 

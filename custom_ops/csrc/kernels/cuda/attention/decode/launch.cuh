@@ -74,7 +74,6 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   shape.max_spans = static_cast<int>(tiles >> span_tiles.shift) + 4;
   shape.blocks = static_cast<int>(std::min<int64_t>(device.num_multiprocessors, shape.entries * tiles));
   while (1 << shape.tile_shift < tile_keys) ++shape.tile_shift;
-  shape.snaps_from = kNeverSnaps;
   shape.guesses = can_guess(params, device);
   shape.by_group = Divisor::of(shape.group);
   shape.by_kv_heads = Divisor::of(kv_heads);
@@ -180,7 +179,7 @@ inline bool combines_by_warps(const SwaAttentionParams& params, const DecodeShap
     return int64_t{shape.entries} * shape.entry_rows > 4 * device.num_multiprocessors;
   const int64_t rows = params.packing.num_tokens * params.num_heads;
   return params.packing.num_tokens > params.packing.num_sequences &&
-         rows >= (shape.snaps_from == kNeverSnaps ? 4096 : 2048);
+         rows >= (shape.may_snap || shape.span_tiles.shift == 0 ? 2048 : 4096);
 }
 
 template <typename Element, int kHeadSize>

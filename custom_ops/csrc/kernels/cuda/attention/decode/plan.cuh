@@ -32,7 +32,6 @@
 namespace ortolan::cuda {
 
 constexpr int kMostSpanTiles = 8;
-constexpr int kNeverSnaps = 1 << 30;
 
 // Row tiles of all sequences together, at most: a sequence of n tokens has divide_up(n * group, rows), and
 // one of more than `most_tokens` has none.
@@ -75,7 +74,7 @@ struct DecodeShape {
   int received;  // bytes of a block's shared memory before sums that others send; 0: none. See received.cuh
   int received_tiles;  // whose sums have room there
   int max_spans;       // per entry
-  int snaps_from;      // tiles of a piece from which on cuts move to the ends of spans; see DecodeLine
+  bool may_snap;       // pieces may end where spans do; see LineCounts
   bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_page;  // its slots, for token.cuh
@@ -205,10 +204,6 @@ struct EvenCut {
     const int quotient = shape.by_line.divide(tiles);
     return {static_cast<unsigned>(quotient), static_cast<unsigned>(tiles - quotient * pieces)};
   }
-  // Whether pieces are long enough to end where spans do; see DecodeLine.
-  __device__ __forceinline__ bool snaps(const DecodeShape& shape) const {
-    return static_cast<int>(quotient) >= shape.snaps_from;
-  }
   __device__ __forceinline__ int begin(unsigned piece) const {
     return static_cast<int>(piece * quotient + min(piece, remainder));
   }
@@ -220,22 +215,36 @@ struct EvenCut {
   }
 };
 
+// Of all entries together.
+struct LineCounts {
+  int tiles;
+  int spans;
+
+  // Whether pieces end where spans do, so that every span is handed on whole. Partial sums of many rows are
+  // long, and are merged sooner then; but spans may be too few to share them out evenly. The longest piece
+  // may be as much longer than an even one as merging shared spans takes, by measurements on an H200.
+  __device__ __forceinline__ bool snap(const DecodeShape& shape) const {
+    constexpr int kMoreTiles = 3, kMoreEighths = 1;
+    if (!shape.may_snap) return false;
+    const int64_t most = shape.by_line.divide(spans + shape.blocks - 1);                 // spans of a piece
+    const int64_t longest = most * tiles * shape.blocks, even = int64_t{tiles} * spans;  // * blocks * spans
+    return 8 * longest <= (8 + kMoreEighths) * even + int64_t{8 * kMoreTiles} * shape.blocks * spans;
+  }
+};
+
 // The line of all tiles, cut for all blocks.
-//
-// Partial sums of many rows are long: where rows are many, a piece ends where a span does, so that every span
-// is handed on whole.
 struct DecodeLine {
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
   EvenCut cut;
-  bool snaps;
+  bool snaps;                                // as LineCounts says
   static constexpr bool kOfCluster = false;  // and so of one entry
 
-  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape)
+  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape, bool snaps)
       : starts(starts),
         entries(shape.entries),
         cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
-        snaps(cut.snaps(shape)) {}
+        snaps(snaps) {}
   __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
   __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
@@ -298,6 +307,7 @@ __device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, Powe
 struct DecodeWorkspace {
   int* starts;        // [entries + 1]: tiles before each entry; holders of strips behind it, -1: none
   int* first_strips;  // [sequences], where strips are counted
+  int* snaps;         // whether pieces end where spans do
   SoftmaxState* states;
   float* sums;
   int rows;  // of an entry
@@ -306,7 +316,7 @@ struct DecodeWorkspace {
   int64_t first_tile;  // place of the first tile's sums; spans' come before
 
   static size_t starts_bytes(const DecodeShape& shape) {
-    return (shape.table_size() + shape.sequences) * sizeof(int) + 255 & ~size_t{255};
+    return (shape.table_size() + shape.sequences + 1) * sizeof(int) + 255 & ~size_t{255};
   }
   static size_t states_bytes(const DecodeShape& shape) {
     return shape.partials() * shape.entry_rows * sizeof(SoftmaxState);
@@ -317,8 +327,10 @@ struct DecodeWorkspace {
   }
   static DecodeWorkspace of(void* memory, const DecodeShape& shape) {
     auto* states = static_cast<unsigned char*>(memory) + starts_bytes(shape);
-    return {static_cast<int*>(memory),
-            static_cast<int*>(memory) + shape.table_size(),
+    auto* counts = static_cast<int*>(memory);
+    return {counts,
+            counts + shape.table_size(),
+            counts + shape.table_size() + shape.sequences,
             reinterpret_cast<SoftmaxState*>(states),
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,

@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kSm90DecodeThreads, 1)
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Element)>(params, shape);
   wait_for_previous_kernel();
   int* starts = shared.starts(shape);
-  const int strips = count_tiles(params, shape, starts);
-  if (blockIdx.x == 0) store_counts(shape, workspace, starts, strips);
-  sum_piece_sm90<Rows>(params, shape, workspace, maps, shared, DecodeLine(starts, shape));
+  const CountedTiles counted = count_tiles(params, shape, starts);
+  if (blockIdx.x == 0) store_counts(shape, workspace, starts, counted);
+  sum_piece_sm90<Rows>(params, shape, workspace, maps, shared, DecodeLine(starts, shape, counted.snap));
 #else
   refuse_architecture();
 #endif

@@ -61,7 +61,6 @@ struct Sm90FewShape {
   static constexpr int kMostTokens = kDecodeTokens;
   // By turns, who waits for a tile must know that what had its place before was there: two tiles back.
   static constexpr int kLeastStages = kTakesTurns ? 4 : 2;
-  static constexpr int kSnapsFrom = 1 << kSpanTiles.shift;
   using Factors = FewFactors<kParts, kGroupRows>;
   static_assert(sizeof(Factors) <= kFactorBytes);
 };

@@ -16,7 +16,7 @@ DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& dev
                    expected_rows(params, Shape::kMostTokens), Shape::kTileKeys, Shape::kSpanTiles);
   shape.warps = 8;
   shape.buffers = 1;
-  if (shape.entry_rows > kDecodeTileRows) shape.snaps_from = Shape::kSnapsFrom;
+  shape.may_snap = shape.entry_rows > kDecodeTileRows && shape.span_tiles.shift > 0;
   for (shape.stages = kMostStages; shape.stages > 0; --shape.stages)
     if (Sm90DecodeShared::bytes<Shape>(shape) + kStaticBytes <= device.shared_bytes_per_block) break;
   return shape;

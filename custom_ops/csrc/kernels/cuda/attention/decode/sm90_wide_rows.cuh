@@ -44,7 +44,6 @@ struct Sm90WideShape {
   static constexpr int kFrontBytes = kLogitPlace + 2 * kLogitBytes;
   static constexpr int kMostTokens = kShortTokens;
   static constexpr int kLeastStages = 2;
-  static constexpr int kSnapsFrom = 0;  // every tile is a span
 };
 
 template <typename Element_, int kHeadSize, int kRows>

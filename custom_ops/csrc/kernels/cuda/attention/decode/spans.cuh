@@ -20,6 +20,7 @@ struct VisitedSpans {
     const int sink_end = divide_up(tiles.sink_end, span_tiles);
     return {sink_end, max(tiles.begin / span_tiles, sink_end), divide_up(tiles.end, span_tiles)};
   }
+  __device__ __forceinline__ int count() const { return sink_end + max(end - begin, 0); }
   __device__ __forceinline__ bool hold(int span) const {
     return span < end && (span < sink_end || span >= begin);
   }
