@@ -26,7 +26,7 @@ struct CountedEntry {
       const KeyTiles tiles = DecodeEntry::of(params, shape, sequence, 0, 0).tiles;
       all += tiles.count();
       if (sequence < entry.sequence) before += tiles.count();
-      spans += VisitedSpans::of(tiles, shape.span_tiles).count();
+      if (shape.may_snap) spans += VisitedSpans::of(tiles, shape.span_tiles).count();
     }
     before = __reduce_add_sync(~0u, before);
     all = __reduce_add_sync(~0u, all) * shape.kv_heads;
