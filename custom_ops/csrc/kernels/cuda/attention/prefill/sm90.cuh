@@ -23,8 +23,9 @@ struct Sm90Group {
   const SwaAttentionParams& params;
   const typename Shape::Chunks& chunks;
   Sm90Shared<Shape>& shared;
-  uint32_t keys;  // addresses of the rings
-  uint32_t values;
+  uint64_t keys;  // first tiles of the rings
+  uint64_t values;
+  uint32_t exchanged;  // see Sm90Exchange
   int first_column;
   int group;
   Logits logits;
@@ -32,9 +33,11 @@ struct Sm90Group {
   Ring<Shape::kStages> key_at, value_at;
   uint32_t exchange_parity = 0;
 
-  __device__ __forceinline__ uint32_t key_tile() const { return keys + key_at.place * Shape::kTileBytes; }
-  __device__ __forceinline__ uint32_t value_tile() const {
-    return values + value_at.place * Shape::kTileBytes;
+  __device__ __forceinline__ uint64_t key_tile() const {
+    return moved_tile(keys, key_at.place * Shape::kTileBytes);
+  }
+  __device__ __forceinline__ uint64_t value_tile() const {
+    return moved_tile(values, value_at.place * Shape::kTileBytes);
   }
 
   static __device__ __forceinline__ int row_of_thread() {
@@ -54,8 +57,7 @@ struct Sm90Group {
   // Products with tile `tile` become weights. `common`: what all of the group's rows see.
   __device__ __forceinline__ void weigh(Rows& rows, const Sm90Work<Shape>& work, const SeenPositions& common,
                                         int32_t tile) {
-    if constexpr (Shape::kBlocks > 1)
-      shared.exchange.add_others(rows.z, values + Shape::kStages * Shape::kTileBytes, group, exchange_parity);
+    if constexpr (Shape::kBlocks > 1) shared.exchange.add_others(rows.z, exchanged, group, exchange_parity);
     if (logits.mapped) logits.map(rows.z);
     const int32_t first_key = tile * Shape::kKeys, first = work.first + group * chunks.tokens();
     const int32_t row = first + chunks.token(row_of_thread());
@@ -67,32 +69,34 @@ struct Sm90Group {
     rows.weigh(logits.factor);
   }
 
-  // Key tiles begin .. end, all of which some of the group's rows see; but for the values of the last.
+  // Key tiles begin .. end, all of which some of the group's rows see; but for the values of the last. The
+  // first goes through the same code as the others: short works wait for instructions. So products that are
+  // none stand for the values in front of it, and a barrier on which nobody waits is told that they are read.
   __device__ __forceinline__ void run(Rows& rows, const Sm90Work<Shape>& work, const SeenPositions& common,
-                                      uint32_t queries, int32_t begin, int32_t end) {
+                                      uint64_t queries, int32_t begin, int32_t end) {
     shared.keys.wait_full(key_at);
     turns.take();
     rows.start_keys(queries, key_tile());
+    wgmma_commit();
     turns.pass();
-    rows.template wait_keys<0>();
-    shared.keys.release(key_at);
-    weigh(rows, work, common, begin);
-    if (rows.is_rescaled()) rows.rescale_sums();
-    rows.round_weights();
+    Barrier* values_read = &shared.nobody;
 #pragma unroll 1
-    for (int32_t tile = begin + 1; tile < end; ++tile) {
+    for (int32_t tile = begin;;) {
+      rows.template wait_keys<1>();
+      shared.keys.release(key_at);
+      weigh(rows, work, common, tile);
+      rows.finish_values();
+      values_read->arrive_once(threadIdx.x % 32);
+      rows.round_weights();
+      if (++tile == end) return;
       shared.keys.wait_full(key_at);
       turns.take();
       rows.start_keys(queries, key_tile());
       shared.values.wait_full(value_at);
       rows.start_values(value_tile());
       turns.pass();
-      rows.template wait_keys<1>();
-      shared.keys.release(key_at);
-      weigh(rows, work, common, tile);
-      rows.finish_values();
-      shared.values.release(value_at);
-      rows.round_weights();
+      values_read = &shared.values.empty[value_at.place];
+      value_at.advance();
     }
   }
   __device__ __forceinline__ void end_run(Rows& rows) {
@@ -104,7 +108,7 @@ struct Sm90Group {
 
   // Tiles of a work, in ascending order. Returns whether a run is left to be ended: queries are read no more.
   __device__ __forceinline__ bool visit(Rows& rows, const Sm90Work<Shape>& work, const Sm90OwnKeys& own_keys,
-                                        const KeyTiles& visits, uint32_t queries) {
+                                        const KeyTiles& visits, uint64_t queries) {
     const SeenPositions common = own_keys.common;
     KeyTiles own = own_keys.tiles;
     if (Shape::kIsShort) own.end = min(own.end, visits.end);
@@ -152,7 +156,7 @@ struct Sm90Group {
 
   // The spans of a short chunk's work; returns whether the rows are whole then.
   __device__ __forceinline__ bool visit_spans(Rows& rows, const Sm90Work<Shape>& work,
-                                              const Sm90OwnKeys& own_keys, uint32_t queries) {
+                                              const Sm90OwnKeys& own_keys, uint64_t queries) {
     using Spans = KeySpans<Shape::kKeys>;
     const SpanOfKeys& span = work.span;
     const bool has_others = span.count > 1 && work.count_tokens(group, chunks.tokens()) > 0;
@@ -199,7 +203,8 @@ struct Sm90Group {
       const Sm90Work<Shape>& work = shared.works[work_at.place];
       if (work.tile.sequence < 0) break;
       shared.queries.wait_full(query_at);
-      const uint32_t own_queries = queries + query_at.place * Shape::kQueryBytes + group * 64 * 128;
+      const uint64_t own_queries =
+          Rows::rows_tile(queries + query_at.place * Shape::kQueryBytes + group * 64 * 128);
       const Sm90OwnKeys& own_keys = shared.own_keys[work_at.place][group];
       bool is_whole = true, is_open = false;
       if constexpr (Shape::kIsShort) {
@@ -245,11 +250,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (warp == 2) loader.find_works(shared, queue);
   } else {
     raise_registers<Shape::kComputeRegisters>();
+    using Rows = Sm90Rows<Element, Shape>;
     Sm90Group<Element, Shape> computing{params,
                                         chunks,
                                         shared,
-                                        keys,
-                                        values,
+                                        Rows::rows_tile(keys),
+                                        Rows::values_tile(values),
+                                        values + Shape::kStages * Shape::kTileBytes,
                                         first_column,
                                         group,
                                         Logits::of(params.scale, params.softcap),

@@ -24,21 +24,24 @@ struct Sm90Rows {
     totals[0] = totals[1] = 0;
   }
 
-  __device__ __forceinline__ void start_keys(uint32_t queries, uint32_t keys) {
-    const uint64_t a = wgmma_tile(queries, 16), b = wgmma_tile(keys, 16);
+  // Tiles as wgmma reads them.
+  static __device__ __forceinline__ uint64_t rows_tile(uint32_t address) { return wgmma_tile(address, 16); }
+  static __device__ __forceinline__ uint64_t values_tile(uint32_t address) {
+    return wgmma_tile(address, kKeys * 128);
+  }
+  __device__ __forceinline__ void start_keys(uint64_t queries, uint64_t keys) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kColumns / 16; ++k)
-      Wgmma<Element, kKeys>::products(z, moved_tile(a, k / 4 * Shape::kRows * 128 + k % 4 * 32),
-                                      moved_tile(b, k / 4 * kKeys * 128 + k % 4 * 32), k > 0);
+      Wgmma<Element, kKeys>::products(z, moved_tile(queries, k / 4 * Shape::kRows * 128 + k % 4 * 32),
+                                      moved_tile(keys, k / 4 * kKeys * 128 + k % 4 * 32), k > 0);
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_values(uint32_t values) {
-    const uint64_t b = wgmma_tile(values, kKeys * 128);
+  __device__ __forceinline__ void start_values(uint64_t values) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k)
-      Wgmma<Element, kColumns>::sums(sums, weights[k], moved_tile(b, k * 2048));
+      Wgmma<Element, kColumns>::sums(sums, weights[k], moved_tile(values, k * 2048));
     wgmma_commit();
   }
   // Waits for products, the newest `kPending` apart.

@@ -186,7 +186,7 @@ struct Sm90Shared {
   // other can begin.
   static constexpr int kTilesAhead = 4;
   Handover<kWorks> handed_works;
-  Barrier wants_work, landed;
+  Barrier wants_work, landed, nobody;
   bool is_last[Shape::kGroups];  // of those that share a short chunk's keys
   Handover<Shape::kQueryStages> queries;
   Handover<Shape::kStages> keys, values;
@@ -198,6 +198,7 @@ struct Sm90Shared {
     handed_works.init(Shape::kGroups * 4 + 2);
     wants_work.init(1);
     landed.init(1);
+    nobody.init(1);
     queries.init(Shape::kGroups * 4);
     keys.init(Shape::kGroups * 4);
     values.init(Shape::kGroups * 4);
