@@ -34,6 +34,25 @@ def assert_same_when_told(shape: Shape, feeds: Feeds) -> None:
         devices.assert_same_bits(actual, expected)
 
 
+def assert_as_alone(shape: Shape, feeds: Feeds, sequences: list[int]) -> None:
+    """Compare some sequences of a step, of equally many tokens each, with steps of their own."""
+    tokens = shape.tokens[0]
+    output, lse = run_attention(shape, feeds)
+    for b in sequences:
+        rows, own = slice(b * tokens, (b + 1) * tokens), slice(b, b + 1)
+        alone = {"query": feeds["query"][rows], "query_start": np.array([0, tokens], np.int32)}
+        alone |= {name: feeds[name][own] for name in ("past_len", "key_cache", "value_cache")}
+        one = dataclasses.replace(shape, tokens=[tokens], past=shape.past[own])
+        for actual, expected in zip(run_attention(one, alone), (output[rows], lse[:, rows]), strict=True):
+            devices.assert_same_bits(actual, expected)
+
+
+def multiprocessors() -> int:
+    import cupy
+
+    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 1100, "sink": 5}], ids=["all keys", "window"])
 @pytest.mark.parametrize("lengths", ["short", "even", "random", "per head"])
 @pytest.mark.parametrize(
@@ -86,14 +105,29 @@ def test_pieces_of_whole_spans(sequences, lengths, tokens):
     past = rng.integers(0, most, sequences).tolist() if lengths == "random" else [most] * sequences
     shape = Shape(tokens=[tokens] * sequences, past=past, heads=4, kv_heads=1, head_size=128, capacity=capacity)
     feeds = draw_feeds(shape) | {"max_query_len": np.array([tokens], np.int32)}
-    output, lse = run_attention(shape, feeds)
-    for b in (0, sequences // 2, sequences - 1):
-        rows, own = slice(b * tokens, (b + 1) * tokens), slice(b, b + 1)
-        alone = {"query": feeds["query"][rows], "query_start": np.array([0, tokens], np.int32)}
-        alone |= {name: feeds[name][own] for name in ("past_len", "key_cache", "value_cache")}
-        one = dataclasses.replace(shape, tokens=[tokens], past=past[own])
-        for actual, expected in zip(run_attention(one, alone), (output[rows], lse[:, rows]), strict=True):
-            devices.assert_same_bits(actual, expected)
+    assert_as_alone(shape, feeds, [0, sequences // 2, sequences - 1])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(1000, 1000), (300, 300), (1, 1), (800, 1000), (1, 1000), (1025, 1025), (900, 1100)],
+    ids=lambda lengths: f"{lengths[0]} to {lengths[1]}",
+)
+@pytest.mark.parametrize(("head_size", "kv_heads"), [(64, 2), (96, 1), (128, 1), (128, 3), (256, 2)])
+@pytest.mark.parametrize("blocks", [0.95, 1, 1.02, 1.9, 2])
+def test_blocks_of_whole_entries(blocks, head_size, kv_heads, lengths):
+    """Where each sequence has one span of keys, of about the same length, a block has whole ones to itself."""
+    sequences = round(blocks * multiprocessors() / kv_heads)
+    past = np.random.default_rng(4).integers(lengths[0] - 1, lengths[1], sequences).tolist()
+    shape = Shape(
+        tokens=[1] * sequences,
+        past=past,
+        heads=4 * kv_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        capacity=lengths[1] + 100,
+    )
+    assert_as_alone(shape, draw_feeds(shape), [0, 1, sequences // 2, sequences - 1])
 
 
 def test_more_spans_than_a_round_holds():

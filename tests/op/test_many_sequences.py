@@ -28,6 +28,9 @@ PACKINGS = {
     "a token each": [1] * 40,
     "16 tokens each": [16] * 40,
     "behind a chunk": [1, 300, 0, 5, 16, 2, 64],
+    "chunks alone": [70, 0, 129],
+    "chunks and short ones": [65, 0, 40, 90],
+    "chunks and a token": [130, 0, 1],
 }
 
 

@@ -254,11 +254,14 @@ cudaError_t prefill_sm90(const SwaAttentionParams& params, const Launch& launch,
 
 cudaError_t attention_prefill_sm90(const SwaAttentionParams& params, const Launch& launch, int most_decode) {
   if (!may_have_short_chunks(params, most_decode)) return prefill_sm90(params, launch, {most_decode});
-  if (most_new_tokens(params) > kShortTokens)
+  Launch rest = launch;
+  if (most_new_tokens(params) > kShortTokens) {
     if (const cudaError_t error = prefill_sm90(params, launch, {kShortTokens}); error != cudaSuccess)
       return error;
+    rest.is_behind = true;
+  }
   return with_short_instance(params, [&]<typename Element, int kHeadSize, int kKeyRows>() {
-    return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, launch, {most_decode, kShortTokens});
+    return launch_sm90_short<Element, kHeadSize, kKeyRows>(params, rest, {most_decode, kShortTokens});
   });
 }
 
@@ -322,6 +325,7 @@ cudaError_t swa_attention(const SwaAttentionParams& params, const Launch& launch
                                   ? attention_prefill_sm90(expanded, rest, plan.most_decode)
                                   : attention_prefill_mma(expanded, rest, plan.most_decode);
     if (error != cudaSuccess || !plan.decodes) return error;
+    rest.is_behind = true;
   }
   return attention_decode(decodes_codes(params) ? params : expanded, rest);
 }

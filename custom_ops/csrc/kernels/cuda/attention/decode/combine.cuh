@@ -242,6 +242,7 @@ __device__ __forceinline__ int find_sequence(const Packing& packing, int64_t tok
   };
   if (holds(token)) return static_cast<int>(token);
   const int lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int first = 0; first < packing.num_sequences; first += 32)
     if (const unsigned found = __ballot_sync(~0u, holds(first + lane))) return first + __ffs(found) - 1;
   return -1;
@@ -295,14 +296,15 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
   }
   const DecodeEntry& entry = own.entry;
   const bool counts = !kLoops && counts_again(shape);
-  bool snap = counts && count_tiles(params, shape, counted).snap;
+  Cut cut = counts ? count_tiles(params, shape, counted).cut : Cut::kAnywhere;
   const SpanTiles first_span =
       SpanTiles::of(entry.tiles, entry.tiles.at(0) / shape.span_tiles, shape.span_tiles);
+  if (cut == Cut::kWithEntries && blockIdx.x + blockIdx.y + blockIdx.z > 0) return;  // all are stored
   wait_for_previous_kernel();
   if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
 
-  if (!counts && shape.may_snap) snap = *workspace.snaps;
-  const DecodeLine line(counts ? counted : workspace.starts, shape, snap);
+  if (!counts) cut = workspace.read_cut(shape);
+  const DecodeLine line(counts ? counted : workspace.starts, shape, cut);
   const PartialRow<kHeadSize, DecodeLine> partial{
       workspace, line,    entry.tiles,
       own.index, own.row, first_column + static_cast<int>(threadIdx.x) % kSpanThreads * 4};
@@ -320,6 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
                           const __grid_constant__ DecodeWorkspace workspace, int spans_at_once,
                           bool by_token) {
   launch_dependents();  // who comes next waits for this kernel, and so for the one before
+  if (is_in_vain(params, shape)) return;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const SpanRound spans = SpanRound::of(shared_memory, spans_at_once, kColumns);
   const int* holders = workspace.starts + shape.entries + 1;

@@ -12,33 +12,31 @@ namespace ortolan::cuda {
 struct CountedEntry {
   int start;
   EvenCut cut;
-  bool snaps;  // as LineCounts says
+  bool snaps;  // pieces end where spans do
 
-  // Whether a warp can tell from what the kernel in front was given: the kv heads of a sequence have the same
-  // length, and strips are sequences.
-  static bool can_count(const SwaAttentionParams& params, const DecodeShape& shape) {
-    return !shape.counted_strips && shape.row_tiles == 1 && params.past_len.head_stride == 0;
-  }
+  // From what the kernel in front was given, where kv heads are alike.
   static __device__ __forceinline__ CountedEntry count(const SwaAttentionParams& params,
                                                        const DecodeShape& shape, const DecodeEntry& entry) {
-    int before = 0, all = 0, spans = 0;
+    int before = 0;
+    LineCounts counts{};
+#pragma unroll 1
     for (auto sequence = static_cast<int>(threadIdx.x) % 32; sequence < shape.sequences; sequence += 32) {
       const KeyTiles tiles = DecodeEntry::of(params, shape, sequence, 0, 0).tiles;
-      all += tiles.count();
       if (sequence < entry.sequence) before += tiles.count();
-      if (shape.may_snap) spans += VisitedSpans::of(tiles, shape.span_tiles).count();
+      counts.add(shape, tiles, shape.kv_heads);
     }
     before = __reduce_add_sync(~0u, before);
-    all = __reduce_add_sync(~0u, all) * shape.kv_heads;
-    spans = __reduce_add_sync(~0u, spans) * shape.kv_heads;
+    counts.tiles = __reduce_add_sync(~0u, counts.tiles);
+    counts.spans = __reduce_add_sync(~0u, counts.spans);
+    counts.most_tiles = __reduce_max_sync(~0u, counts.most_tiles);
     return {before * shape.kv_heads + entry.kv_head * entry.tiles.count(),
-            EvenCut::of(shape, all, shape.blocks), LineCounts{all, spans}.snap(shape)};
+            EvenCut::of(shape, counts.tiles, shape.blocks), counts.cut(shape) != Cut::kAnywhere};
   }
   // Once that kernel has ended.
   static __device__ __forceinline__ CountedEntry read(const DecodeShape& shape,
                                                       const DecodeWorkspace& workspace, int index) {
     return {workspace.starts[index], EvenCut::of(shape, workspace.starts[shape.entries], shape.blocks),
-            shape.may_snap && *workspace.snaps};
+            workspace.read_cut(shape) != Cut::kAnywhere};
   }
 };
 
@@ -54,6 +52,7 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 2)
                                bool counts) {
   using Columns = LaneColumns<kHeadSize>;
   launch_dependents();  // who comes next waits for this kernel, and so for the one before
+  if (is_in_vain(params, shape)) return;
   if (!counts) wait_for_previous_kernel();
   const auto thread = static_cast<int>(threadIdx.x),
              rows_of_block = static_cast<int>(blockDim.x) / 32 / Columns::kWarps;

@@ -27,7 +27,7 @@ struct CombiningWarp {
   const DecodeWorkspace& workspace;
   const KeyTiles& tiles;
   EvenCut cut;  // of the line
-  bool snaps;   // as LineCounts says
+  bool snaps;   // pieces end where spans do
   int start;    // of the entry on the line
   int entry;
   int lane;

@@ -14,6 +14,7 @@ __device__ __forceinline__ void sum_up(int items, const Count& count, const Stor
   __shared__ int warp_totals[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   int before = 0;
+#pragma unroll 1
   for (int first = 0; first < items; first += blockDim.x) {
     const bool one_warp = items - first <= 32;
     if (one_warp && warp > 0) break;
@@ -45,6 +46,7 @@ __device__ __forceinline__ int count_strips(const SwaAttentionParams& params, co
   sum_up(shape.sequences, row_tiles, [&](int sequence, int tiles, int sum) {
     const int end = min(sum, shape.counted_strips);
     int holder = sequence;
+#pragma unroll 1
     for (int strip = sum - tiles; strip < end; ++strip, holder += shape.sequences) holders[strip] = holder;
     if (sequence == shape.sequences - 1) counted = end;
   });
@@ -52,65 +54,87 @@ __device__ __forceinline__ int count_strips(const SwaAttentionParams& params, co
   return counted;
 }
 
-// The sum of a value that each thread has; for a whole block, in two steps with a barrier between.
-struct BlockSum {
+// A fold of values that each thread has; for a whole block, in two steps with a barrier between.
+struct BlockFold {
   int* of_warps;  // [32], in shared memory
+  bool is_sum;    // else the largest, of values that are not negative
 
+  __device__ __forceinline__ int of_warp(int value) const {
+    return is_sum ? __reduce_add_sync(~0u, value) : __reduce_max_sync(~0u, value);
+  }
   __device__ __forceinline__ void add(int value) const {
-    value = __reduce_add_sync(~0u, value);
+    value = of_warp(value);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   }
-  __device__ __forceinline__ int sum() const {
+  __device__ __forceinline__ int result() const {
     const int lane = threadIdx.x % 32;
-    return __reduce_add_sync(~0u, lane < static_cast<int>(blockDim.x) / 32 ? of_warps[lane] : 0);
+    return of_warp(lane < static_cast<int>(blockDim.x) / 32 ? of_warps[lane] : 0);
   }
 };
 
 struct CountedTiles {
   int strips;  // that have rows, where strips are counted
-  bool snap;   // see LineCounts
+  Cut cut;
 };
 
 // Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block.
 __device__ __forceinline__ CountedTiles count_tiles(const SwaAttentionParams& params,
                                                     const DecodeShape& shape, int* starts) {
-  __shared__ int spans_of_warps[32];
-  const BlockSum spans{spans_of_warps};
+  __shared__ int of_warps[32];
+  const BlockFold fold{of_warps, !shape.own_entries};
   int* holders = starts + shape.entries + 1;
   const int strips = shape.counted_strips ? count_strips(params, shape, holders) : 0;
   const int entries = shape.counted_strips ? strips * shape.kv_heads : shape.entries;
-  int own_spans = 0;
+  LineCounts own{};  // of the thread's entries
   sum_up(
       entries,
       [&](int index) {
         const KeyTiles tiles = DecodeEntry::of(params, shape, index, holders).tiles;
-        if (shape.may_snap) own_spans += VisitedSpans::of(tiles, shape.span_tiles).count();
+        own.add(shape, tiles, 1);
         return tiles.count();
       },
       [&](int index, int, int sum) { starts[index + 1] = sum; });
-  if (shape.may_snap) spans.add(own_spans);
+  if (shape.cuts()) fold.add(shape.own_entries ? own.most_tiles : own.spans);
   if (threadIdx.x == 0) starts[0] = 0;
   __syncthreads();
   const int total = starts[entries];
+#pragma unroll 1
   for (int index = entries + threadIdx.x; index < shape.entries; index += blockDim.x)
     starts[index + 1] = total;
-  const bool snap = shape.may_snap && LineCounts{total, spans.sum()}.snap(shape);
+  Cut cut = Cut::kAnywhere;
+  if (shape.cuts()) {
+    const int result = fold.result();
+    cut = LineCounts{total, result, result}.cut(shape);
+  }
   __syncthreads();
-  return {strips, snap};
+  return {strips, cut};
 }
 
 // Leaves what a block has counted to the combine kernel; for a whole block.
 __device__ __forceinline__ void store_counts(const DecodeShape& shape, const DecodeWorkspace& workspace,
                                              const int* starts, const CountedTiles& counted) {
   const int strips = counted.strips;
-  if (threadIdx.x == 0) *workspace.snaps = counted.snap;
+  if (threadIdx.x == 0) *workspace.cut = counted.cut;
+#pragma unroll 1
   for (int i = threadIdx.x; i <= shape.entries; i += blockDim.x) workspace.starts[i] = starts[i];
+#pragma unroll 1
   for (int strip = threadIdx.x; strip < shape.counted_strips; strip += blockDim.x) {
     const int place = shape.entries + 1 + strip, holder = strip < strips ? starts[place] : -1;
     workspace.starts[place] = holder;
     if (strip < strips && holder < shape.sequences)
       workspace.first_strips[holder] = strip;  // its first row tile
   }
+}
+
+// Counts tiles once what the step was given is there, and waits for the kernel in front; for a whole block.
+__device__ __forceinline__ CountedTiles wait_and_count(const SwaAttentionParams& params,
+                                                       const DecodeShape& shape,
+                                                       const DecodeWorkspace& workspace, int* starts) {
+  if (!shape.is_behind) wait_for_previous_kernel();
+  const CountedTiles counted = count_tiles(params, shape, starts);
+  if (shape.is_behind) wait_for_previous_kernel();
+  if (blockIdx.x == 0) store_counts(shape, workspace, starts, counted);
+  return counted;
 }
 
 // A place on the line of tiles, the stage that holds the tile and the buffer of its sums; all move forward.

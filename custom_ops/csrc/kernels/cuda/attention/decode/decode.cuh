@@ -192,8 +192,11 @@ __device__ __forceinline__ void clear_short_rows(const SwaAttentionParams& param
   using Stage = DecodeStage<Rows>;
   constexpr int kPiece = 16 / static_cast<int>(sizeof(typename Rows::Stored));
   const int pieces = static_cast<int>(params.cache.head_size) / kPiece, tile_rows = 2 * shape.tile_keys;
+#pragma unroll 1
   for (int stage = 0; stage < shape.stages; ++stage)
+#pragma unroll 1
     for (auto row = static_cast<int>(threadIdx.x); row < tile_rows; row += static_cast<int>(blockDim.x))
+#pragma unroll 1
       for (int piece = pieces; piece < Rows::kHeadSize / kPiece; ++piece)
         store_shared_16(
             shared_address(shared.stages) + stage * Stage::bytes(shape.tile_keys) + Stage::place(row, piece),
@@ -225,6 +228,7 @@ template <typename Rows, int kRowTiles, bool kClusters>
 __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, const DecodeShape& shape,
                                              const DecodeWorkspace& workspace) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
+  if (!kClusters && is_in_vain(params, shape)) return;
   const DecodeShared shared = DecodeShared::of<Rows>(shared_memory, shape, kDecodeTileRows * kRowTiles);
   if (threadIdx.x < shape.stages) {
     shared.loaded[threadIdx.x].init(kLoadWarps<Rows> * 32);
@@ -245,11 +249,9 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
   if constexpr (kClusters) {
     decode_cluster<Rows, kRowTiles>(params, shape, workspace, shared);
   } else {
-    wait_for_previous_kernel();
-    const CountedTiles counted = count_tiles(params, shape, shared.starts);
-    if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, counted);
+    const CountedTiles counted = wait_and_count(params, shape, workspace, shared.starts);
     sum_piece<Rows, kRowTiles>(params, shape, workspace, shared,
-                               DecodeLine(shared.starts, shape, counted.snap), [] { return true; });
+                               DecodeLine(shared.starts, shape, counted.cut), [] { return true; });
   }
 }
 

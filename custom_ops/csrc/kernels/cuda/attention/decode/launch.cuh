@@ -68,6 +68,7 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
                                                            most_tokens, shape.group, shape.entry_rows));
   shape.entries =
       kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
+  shape.heads_alike = !shape.counted_strips && shape.row_tiles == 1 && params.past_len.head_stride == 0;
   shape.tile_keys = tile_keys;
   shape.span_tiles = span_tiles;
   const int64_t tiles = params.cache.capacity / tile_keys + 4;  // of an entry, at most
@@ -82,12 +83,19 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   return shape;
 }
 
+// Entries of a block where each may have whole ones: as many as keep nine tenths of the blocks busy.
+inline int own_entries(const DecodeShape& shape) {
+  const int each = divide_up(shape.entries, shape.blocks);
+  return shape.heads_alike && 10 * shape.entries >= 9 * each * shape.blocks ? each : 0;
+}
+
 template <typename Rows, int kRowTiles>
 DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) {
   const int warps = decode_warps<Rows>(device);
   DecodeShape shape = plan_entries(params, device, decode_tokens(params, kDecodeTokens),
                                    kDecodeTileRows * kRowTiles, warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
+  shape.own_entries = own_entries(shape);
   fill_shared<Rows, kRowTiles>(shape, device);
   return shape;
 }
@@ -163,8 +171,8 @@ cudaError_t combine_rows(const SwaAttentionParams& params, const DecodeShape& sh
   // far fewer entries than the host must expect, more blocks than a multiprocessor has at a time would be in
   // vain.
   const int resident = divide_up(4 * launch.device.num_multiprocessors, groups);
-  const bool counts = CountedEntry::can_count(params, shape) &&
-                      int64_t{shape.entries} * groups * warps <= 32 * launch.device.num_multiprocessors;
+  const bool counts =
+      shape.heads_alike && int64_t{shape.entries} * groups * warps <= 32 * launch.device.num_multiprocessors;
   const int blocks = counts ? shape.entries : std::min(shape.entries, resident);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
   return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>, grid, dim3(warps * 32), 0, launch,
@@ -278,7 +286,8 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
     if (shape.cluster)
       return DecodeLaunch<Rows, 1>(shape).enqueue(decode_kernel<Rows, 1, true>, params, shape, launch);
   }
-  const DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
+  DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
+  shape.is_behind = launch.is_behind;
   if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   constexpr auto kernel = decode_kernel<Rows, kRowTiles, false>;
   cudaError_t error = allow_shared_memory<kernel>(launch.device);

@@ -23,6 +23,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "kernels/cuda/attention/in_vain.cuh"
 #include "kernels/cuda/attention/key_tiles.cuh"
 #include "kernels/cuda/common/divisor.cuh"
 #include "kernels/cuda/common/kernels.h"
@@ -74,8 +75,11 @@ struct DecodeShape {
   int received;  // bytes of a block's shared memory before sums that others send; 0: none. See received.cuh
   int received_tiles;  // whose sums have room there
   int max_spans;       // per entry
+  bool heads_alike;    // a sequence's kv heads have the same tiles, and strips are sequences
   bool may_snap;       // pieces may end where spans do; see LineCounts
+  int own_entries;     // that a block has to itself where pieces end with entries; 0: they never do
   bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
+  bool is_behind;      // as Launch says
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_page;  // its slots, for token.cuh
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
@@ -83,6 +87,8 @@ struct DecodeShape {
   // Numbers of a table of tiles before each entry, [entries + 1], and holders of strips behind it,
   // [counted_strips].
   __host__ __device__ int table_size() const { return entries + 1 + counted_strips; }
+  // Whether lines may be cut otherwise than anywhere.
+  __device__ bool cuts() const { return may_snap || own_entries; }
   __host__ __device__ int64_t partials() const {
     return static_cast<int64_t>(entries) * max_spans + (static_cast<int64_t>(blocks) << span_tiles.shift);
   }
@@ -96,6 +102,11 @@ __device__ __forceinline__ void store_output(const SwaAttentionParams& params, i
     store_output<__half>(params, index, value);
   else
     store_output<__nv_bfloat16>(params, index, value);
+}
+
+// Whether the step has no rows; see in_vain.cuh.
+__device__ __forceinline__ bool is_in_vain(const SwaAttentionParams& params, const DecodeShape& shape) {
+  return shape.is_behind && is_in_vain(params.packing, {0, shape.most_tokens});
 }
 
 // What an entry asks of memory.
@@ -215,38 +226,28 @@ struct EvenCut {
   }
 };
 
-// Of all entries together.
-struct LineCounts {
-  int tiles;
-  int spans;
-
-  // Whether pieces end where spans do, so that every span is handed on whole. Partial sums of many rows are
-  // long, and are merged sooner then; but spans may be too few to share them out evenly. The longest piece
-  // may be as much longer than an even one as merging shared spans takes, by measurements on an H200.
-  __device__ __forceinline__ bool snap(const DecodeShape& shape) const {
-    constexpr int kMoreTiles = 3, kMoreEighths = 1;
-    if (!shape.may_snap) return false;
-    const int64_t most = shape.by_line.divide(spans + shape.blocks - 1);                 // spans of a piece
-    const int64_t longest = most * tiles * shape.blocks, even = int64_t{tiles} * spans;  // * blocks * spans
-    return 8 * longest <= (8 + kMoreEighths) * even + int64_t{8 * kMoreTiles} * shape.blocks * spans;
-  }
-};
+// Where the pieces of a line end.
+enum class Cut : int { kAnywhere, kWithSpans, kWithEntries };
 
 // The line of all tiles, cut for all blocks.
 struct DecodeLine {
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
-  EvenCut cut;
-  bool snaps;                                // as LineCounts says
+  int own_entries;  // of a block, where pieces end with them
+  EvenCut even;
+  bool snaps;                                // pieces end where spans do
   static constexpr bool kOfCluster = false;  // and so of one entry
 
-  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape, bool snaps)
+  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape, Cut cut)
       : starts(starts),
         entries(shape.entries),
-        cut(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
-        snaps(snaps) {}
-  __device__ __forceinline__ int begin(int block) const { return cut.begin(block); }
-  __device__ __forceinline__ int owner(int tile) const { return cut.owner(tile); }
+        own_entries(cut == Cut::kWithEntries ? shape.own_entries : 0),
+        even(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
+        snaps(cut != Cut::kAnywhere) {}
+  __device__ __forceinline__ int begin(int block) const {
+    return own_entries ? starts[min(block * own_entries, entries)] : even.begin(block);
+  }
+  __device__ __forceinline__ int owner(int tile) const { return even.owner(tile); }
   __device__ __forceinline__ int first(int entry) const { return starts[entry]; }
   __device__ __forceinline__ int end(int entry) const { return starts[entry + 1]; }
   __device__ __forceinline__ DecodeEntry entry(const SwaAttentionParams& params, const DecodeShape& shape,
@@ -307,7 +308,7 @@ __device__ __forceinline__ int span_number(const KeyTiles& tiles, int span, Powe
 struct DecodeWorkspace {
   int* starts;        // [entries + 1]: tiles before each entry; holders of strips behind it, -1: none
   int* first_strips;  // [sequences], where strips are counted
-  int* snaps;         // whether pieces end where spans do
+  Cut* cut;           // of the line
   SoftmaxState* states;
   float* sums;
   int rows;  // of an entry
@@ -330,13 +331,17 @@ struct DecodeWorkspace {
     auto* counts = static_cast<int*>(memory);
     return {counts,
             counts + shape.table_size(),
-            counts + shape.table_size() + shape.sequences,
+            reinterpret_cast<Cut*>(counts + shape.table_size() + shape.sequences),
             reinterpret_cast<SoftmaxState*>(states),
             reinterpret_cast<float*>(states + states_bytes(shape)),
             shape.entry_rows,
             shape.max_spans,
             shape.span_tiles,
             static_cast<int64_t>(shape.entries) * shape.max_spans};
+  }
+  // Once the kernel that cuts has ended.
+  __device__ __forceinline__ Cut read_cut(const DecodeShape& shape) const {
+    return shape.cuts() ? *cut : Cut::kAnywhere;
   }
   __device__ __forceinline__ int64_t span_place(int entry, int number) const {
     return static_cast<int64_t>(entry) * max_spans + number;

@@ -22,8 +22,12 @@ __device__ __forceinline__ void sum_piece_sm90(const SwaAttentionParams& params,
                                                const Sm90DecodeShared& shared, const DecodeLine& line) {
   using Shape = typename Rows::Shape;
   const auto block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const int begin = snapped_begin(params, shape, line, block);
-  const int end = snapped_begin(params, shape, line, block + 1);
+  int begin = 0, end = 0;
+#pragma unroll 1  // so that the code is fetched once
+  for (int next = block; next <= block + 1; ++next) {
+    begin = end;
+    end = snapped_begin(params, shape, line, next);
+  }
   __syncwarp();
   const int warp = __shfl_sync(~0u, thread / 32, 0);  // known to be uniform
   if (warp < 8) {
@@ -52,6 +56,7 @@ __global__ void __launch_bounds__(kSm90DecodeThreads, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Shape = typename Rows::Shape;
   extern __shared__ __align__(128) unsigned char memory[];
+  if (is_in_vain(params, shape)) return;
   const Sm90DecodeShared shared = Sm90DecodeShared::of<Shape>(memory, shape);
   constexpr int kReaders = 4 * Shape::kRowParts;  // warps, of a buffer
   if (threadIdx.x < 2 * shape.stages + Sm90DecodeShared::kTurns) {
@@ -61,11 +66,9 @@ __global__ void __launch_bounds__(kSm90DecodeThreads, 1)
   }
   __syncthreads();
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Element)>(params, shape);
-  wait_for_previous_kernel();
   int* starts = shared.starts(shape);
-  const CountedTiles counted = count_tiles(params, shape, starts);
-  if (blockIdx.x == 0) store_counts(shape, workspace, starts, counted);
-  sum_piece_sm90<Rows>(params, shape, workspace, maps, shared, DecodeLine(starts, shape, counted.snap));
+  const CountedTiles counted = wait_and_count(params, shape, workspace, starts);
+  sum_piece_sm90<Rows>(params, shape, workspace, maps, shared, DecodeLine(starts, shape, counted.cut));
 #else
   refuse_architecture();
 #endif

@@ -25,7 +25,8 @@ DecodeShape plan_sm90_decode(const SwaAttentionParams& params, const Device& dev
 template <typename Rows>
 cudaError_t launch_sm90_decode(const SwaAttentionParams& params, const Launch& launch) {
   using Shape = typename Rows::Shape;
-  const DecodeShape shape = plan_sm90_decode<Shape>(params, launch.device);
+  DecodeShape shape = plan_sm90_decode<Shape>(params, launch.device);
+  shape.is_behind = launch.is_behind;
   if (shape.stages < Shape::kLeastStages)
     return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   Sm90DecodeMaps maps;

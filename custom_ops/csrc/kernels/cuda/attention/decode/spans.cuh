@@ -31,6 +31,43 @@ struct VisitedSpans {
   }
 };
 
+// Of all entries together, and how to cut their line. But for tiles, what decides: spans where these may end
+// pieces, the longest entry where entries may.
+struct LineCounts {
+  static constexpr int kSeveralSpans = 1 << 20;
+  int tiles;
+  int spans;
+  int most_tiles;  // of an entry, or kSeveralSpans
+
+  // Of so many entries with the same tiles.
+  __device__ __forceinline__ void add(const DecodeShape& shape, const KeyTiles& visited, int entries) {
+    tiles += visited.count() * entries;
+    if (!shape.cuts()) return;
+    const int of_entry = VisitedSpans::of(visited, shape.span_tiles).count();
+    spans += of_entry * entries;
+    most_tiles = max(most_tiles, of_entry > 1 ? kSeveralSpans : visited.count());
+  }
+  // By measurements on an H200.
+  __device__ __forceinline__ Cut cut(const DecodeShape& shape) const {
+    if (shape.own_entries && fit_blocks(shape)) return Cut::kWithEntries;
+    return shape.may_snap && fit_spans(shape) ? Cut::kWithSpans : Cut::kAnywhere;
+  }
+  // Entries of one span, none much longer than others, leave nothing to merge where each is one block's.
+  __device__ __forceinline__ bool fit_blocks(const DecodeShape& shape) const {
+    constexpr int kMoreTiles = 2;
+    return most_tiles * shape.own_entries - shape.by_line.divide(tiles) <= kMoreTiles;
+  }
+  // Partial sums of many rows are long, and are merged sooner where every span is handed on whole; but spans
+  // may be too few to share them out evenly. The longest piece may be as much longer than an even one as
+  // merging shared spans takes.
+  __device__ __forceinline__ bool fit_spans(const DecodeShape& shape) const {
+    constexpr int kMoreTiles = 3, kMoreEighths = 1;
+    const int64_t most = shape.by_line.divide(spans + shape.blocks - 1);                 // spans of a piece
+    const int64_t longest = most * tiles * shape.blocks, even = int64_t{tiles} * spans;  // * blocks * spans
+    return 8 * longest <= (8 + kMoreEighths) * even + int64_t{8 * kMoreTiles} * shape.blocks * spans;
+  }
+};
+
 // Maximum and denominator of a round's spans, and the weights of each lane's two: its own number's and that
 // of the lane 32 later.
 __device__ __forceinline__ SoftmaxState weigh_spans(float (&weights)[2], SoftmaxState low,

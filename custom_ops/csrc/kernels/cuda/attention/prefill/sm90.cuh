@@ -11,6 +11,7 @@
 // with the keys. Source of the schedule: Shah et al., FlashAttention-3 (arXiv 2407.08608).
 #pragma once
 
+#include "kernels/cuda/attention/in_vain.cuh"
 #include "sm90_load.cuh"
 #include "sm90_rows.cuh"
 
@@ -230,6 +231,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char shared_memory[];
   __shared__ Sm90Shared<Shape> shared;
+  if constexpr (Shape::kIsShort)
+    if (queue.is_behind && is_in_vain(params.packing, queue.own)) return;
   const uint32_t queries = (shared_address(shared_memory) + 1023) & ~1023u;
   const uint32_t keys = queries + Shape::kQueryStages * Shape::kQueryBytes;
   const uint32_t values = keys + Shape::kStages * Shape::kTileBytes;

@@ -67,6 +67,7 @@ cudaError_t enqueue_sm90_prefill(const SwaAttentionParams& params, const Launch&
   WorkQueue queue;
   queue.section_heads = static_cast<int>(heads_per_section(params));
   queue.own = own;
+  queue.is_behind = launch.is_behind;
   queue.taken = launch.counters;
   const auto clusters =
       static_cast<unsigned>(std::min<int64_t>(works, launch.device.num_multiprocessors / Shape::kBlocks));

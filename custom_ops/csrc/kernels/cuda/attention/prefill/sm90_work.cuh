@@ -57,6 +57,7 @@ constexpr int kQueueCounters = 2;
 struct WorkQueue {
   int section_heads;
   OwnTokens own;
+  bool is_behind;   // as Launch says
   unsigned* taken;  // [kQueueCounters], zero between launches: works taken, blocks that have left
 
   // For a whole warp; `round`: how many the block has taken.
