@@ -34,7 +34,7 @@ struct Launch {
   void* workspace = nullptr;  // 256-byte aligned, not initialised
   size_t workspace_bytes = 0;
   unsigned* counters = nullptr;  // [kCounters], where there is a workspace: zero before and after each kernel
-  bool is_behind = false;        // a kernel of the same step, whose blocks begin with a wait
+  bool is_behind = false;        // behind another kernel of the step, whose blocks begin with a wait
 };
 
 // Bytes of a part of the workspace, such that the next one is aligned like the first.
