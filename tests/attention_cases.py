@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import devices
 import numpy as np
@@ -133,6 +133,23 @@ def attention_feeds(shape: Shape, seed: int = 0) -> Feeds:
     return feeds
 
 
+def draw_feeds(shape: Shape) -> Feeds:
+    """Draw a step over caches that are full, whatever its lengths."""
+    rng = np.random.default_rng(0)
+
+    def draw(*sizes: int) -> np.ndarray:
+        return rng.standard_normal(sizes, np.float32).astype(shape.dtype)
+
+    pool = (len(shape.tokens), shape.kv_heads, shape.slots, shape.head_size)
+    return {
+        "query": draw(sum(shape.tokens), shape.heads, shape.head_size),
+        "query_start": np.cumsum([0, *shape.tokens]).astype(np.int32),
+        "past_len": np.array(shape.per_head_past or shape.past, np.int32),
+        "key_cache": draw(*pool),
+        "value_cache": draw(*pool),
+    }
+
+
 def _fill(
     caches: list[np.ndarray],
     table: np.ndarray | None,
@@ -172,6 +189,34 @@ def run_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:
     """Run SwaAttention through ONNX Runtime: output [T, Hq, D], lse [Hq, T]."""
     output, lse = run_cached("SwaAttention", feeds, **shape.attributes)
     return output, lse
+
+
+def one_sequence(shape: Shape, feeds: Feeds, b: int) -> tuple[Shape, Feeds]:
+    """Take a sequence out of a step; without pages the cache is a view."""
+    start = feeds["query_start"]
+    alone = {"query": feeds["query"][start[b] : start[b + 1]], "past_len": feeds["past_len"][b : b + 1]}
+    alone["query_start"] = np.array([0, start[b + 1] - start[b]], np.int32)
+    for name in ("key_cache", "value_cache"):
+        alone[name] = feeds[name] if "block_table" in feeds else feeds[name][b : b + 1]
+    if "block_table" in feeds:
+        alone["block_table"] = feeds["block_table"][b : b + 1]
+    lengths = {"tokens": shape.tokens[b : b + 1], "past": shape.past[b : b + 1]}
+    if shape.per_head_past:
+        lengths["per_head_past"] = shape.per_head_past[b : b + 1]
+    return replace(shape, **lengths, capacity=shape.slots), alone
+
+
+def assert_each_is_as_alone(
+    shape: Shape, feeds: Feeds, results: tuple[np.ndarray, ...], sequences: range | list[int]
+) -> None:
+    """Compare some sequences of a step with steps of their own, bit for bit."""
+    output, lse = results
+    start = feeds["query_start"]
+    for b in sequences:
+        alone = run_attention(*one_sequence(shape, feeds, b))
+        rows = slice(start[b], start[b + 1])
+        devices.assert_same_bits(output[rows], alone[0])
+        devices.assert_same_bits(lse[:, rows], alone[1])
 
 
 def expected_attention(shape: Shape, feeds: Feeds) -> tuple[np.ndarray, np.ndarray]:

@@ -1,30 +1,11 @@
 """CUDA decode merges partial sums by blocks or by warps, whichever takes less: to the same bits."""
 
-import dataclasses
-
 import devices
 import numpy as np
 import pytest
-from attention_cases import Feeds, Shape, run_attention
+from attention_cases import Feeds, Shape, assert_each_is_as_alone, draw_feeds, run_attention
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("cuda_target")]
-
-
-def draw_feeds(shape: Shape) -> Feeds:
-    """Draw a step over full caches."""
-    rng = np.random.default_rng(0)
-
-    def draw(*sizes: int) -> np.ndarray:
-        return rng.standard_normal(sizes, np.float32).astype(shape.dtype)
-
-    pool = (len(shape.tokens), shape.kv_heads, shape.slots, shape.head_size)
-    return {
-        "query": draw(sum(shape.tokens), shape.heads, shape.head_size),
-        "query_start": np.cumsum([0, *shape.tokens]).astype(np.int32),
-        "past_len": np.array(shape.per_head_past or shape.past, np.int32),
-        "key_cache": draw(*pool),
-        "value_cache": draw(*pool),
-    }
 
 
 def assert_same_when_told(shape: Shape, feeds: Feeds) -> None:
@@ -32,19 +13,6 @@ def assert_same_when_told(shape: Shape, feeds: Feeds) -> None:
     told = {**feeds, "max_query_len": np.array([max(shape.tokens)], np.int32)}
     for actual, expected in zip(run_attention(shape, told), run_attention(shape, feeds), strict=True):
         devices.assert_same_bits(actual, expected)
-
-
-def assert_as_alone(shape: Shape, feeds: Feeds, sequences: list[int]) -> None:
-    """Compare some sequences of a step, of equally many tokens each, with steps of their own."""
-    tokens = shape.tokens[0]
-    output, lse = run_attention(shape, feeds)
-    for b in sequences:
-        rows, own = slice(b * tokens, (b + 1) * tokens), slice(b, b + 1)
-        alone = {"query": feeds["query"][rows], "query_start": np.array([0, tokens], np.int32)}
-        alone |= {name: feeds[name][own] for name in ("past_len", "key_cache", "value_cache")}
-        one = dataclasses.replace(shape, tokens=[tokens], past=shape.past[own])
-        for actual, expected in zip(run_attention(one, alone), (output[rows], lse[:, rows]), strict=True):
-            devices.assert_same_bits(actual, expected)
 
 
 def multiprocessors() -> int:
@@ -105,7 +73,7 @@ def test_pieces_of_whole_spans(sequences, lengths, tokens):
     past = rng.integers(0, most, sequences).tolist() if lengths == "random" else [most] * sequences
     shape = Shape(tokens=[tokens] * sequences, past=past, heads=4, kv_heads=1, head_size=128, capacity=capacity)
     feeds = draw_feeds(shape) | {"max_query_len": np.array([tokens], np.int32)}
-    assert_as_alone(shape, feeds, [0, sequences // 2, sequences - 1])
+    assert_each_is_as_alone(shape, feeds, run_attention(shape, feeds), [0, sequences // 2, sequences - 1])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +95,8 @@ def test_blocks_of_whole_entries(blocks, head_size, kv_heads, lengths):
         head_size=head_size,
         capacity=lengths[1] + 100,
     )
-    assert_as_alone(shape, draw_feeds(shape), [0, 1, sequences // 2, sequences - 1])
+    feeds = draw_feeds(shape)
+    assert_each_is_as_alone(shape, feeds, run_attention(shape, feeds), [0, 1, sequences // 2, sequences - 1])
 
 
 def test_more_spans_than_a_round_holds():

@@ -1,13 +1,11 @@
 """Kernels of steps that follow one another overlap on CUDA: each step still gets what it gets alone, bit for bit."""
 
-import dataclasses
-
 import devices
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from attention_cases import Feeds, Shape, run_attention
+from attention_cases import Feeds, Shape, draw_feeds, one_sequence, run_attention
 
 import ortolan.custom_ops
 from ortolan.contract import OPERATOR_DOMAIN, OPERATOR_VERSION
@@ -57,12 +55,9 @@ def run_apart(shape: Shape, feeds: Feeds) -> np.ndarray:
     for _ in range(STEPS):
         query, output = steps[-1], np.empty_like(steps[-1])
         for b, tokens in enumerate(shape.tokens):
-            rows, own = slice(feeds["query_start"][b], feeds["query_start"][b + 1]), slice(b, b + 1)
-            alone = {"query": query[rows], "query_start": np.array([0, tokens], np.int32)}
-            alone |= {name: feeds[name][own] for name in ("past_len", "key_cache", "value_cache")}
-            one = dataclasses.replace(shape, tokens=[tokens], past=shape.past[own])
             if tokens:
-                output[rows] = run_attention(one, alone)[0]
+                rows = slice(feeds["query_start"][b], feeds["query_start"][b + 1])
+                output[rows] = run_attention(*one_sequence(shape, feeds | {"query": query}, b))[0]
         steps.append(output)
     return np.stack(steps[1:])
 
@@ -75,19 +70,7 @@ def run_apart(shape: Shape, feeds: Feeds) -> np.ndarray:
 )
 def test_steps_in_a_row(tokens, head_size):
     """Steps with and without work for each of the kernels that they launch."""
-    rng = np.random.default_rng(0)
-    past = rng.integers(0, 1500, len(tokens)).tolist()
+    past = np.random.default_rng(1).integers(0, 1500, len(tokens)).tolist()
     shape = Shape(tokens=tokens, past=past, heads=8, kv_heads=2, head_size=head_size, capacity=2048)
-
-    def draw(*sizes: int) -> np.ndarray:
-        return rng.standard_normal(sizes, np.float32).astype(shape.dtype)
-
-    pool = (len(tokens), shape.kv_heads, shape.slots, head_size)
-    feeds = {
-        "query": draw(sum(tokens), shape.heads, head_size),
-        "query_start": np.cumsum([0, *tokens]).astype(np.int32),
-        "past_len": np.array(past, np.int32),
-        "key_cache": draw(*pool),
-        "value_cache": draw(*pool),
-    }
+    feeds = draw_feeds(shape)
     devices.assert_same_bits(run_chain(shape, feeds), run_apart(shape, feeds))

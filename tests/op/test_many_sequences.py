@@ -9,8 +9,10 @@ import pytest
 from attention_cases import (
     Feeds,
     Shape,
+    assert_each_is_as_alone,
     attention_feeds,
     expected_attention,
+    one_sequence,
     plain_attention,
     run_attention,
 )
@@ -32,33 +34,6 @@ PACKINGS = {
     "chunks and short ones": [65, 0, 40, 90],
     "chunks and a token": [130, 0, 1],
 }
-
-
-def one_sequence(shape: Shape, feeds: Feeds, b: int) -> tuple[Shape, Feeds]:
-    """Take a sequence out of a step; without pages the cache is a view."""
-    start = feeds["query_start"]
-    alone = {"query": feeds["query"][start[b] : start[b + 1]], "past_len": feeds["past_len"][b : b + 1]}
-    alone["query_start"] = np.array([0, start[b + 1] - start[b]], np.int32)
-    for name in ("key_cache", "value_cache"):
-        alone[name] = feeds[name] if "block_table" in feeds else feeds[name][b : b + 1]
-    if "block_table" in feeds:
-        alone["block_table"] = feeds["block_table"][b : b + 1]
-    lengths = {"tokens": shape.tokens[b : b + 1], "past": shape.past[b : b + 1]}
-    if shape.per_head_past:
-        lengths["per_head_past"] = shape.per_head_past[b : b + 1]
-    return dataclasses.replace(shape, **lengths, capacity=shape.slots), alone
-
-
-def assert_each_is_as_alone(
-    shape: Shape, feeds: Feeds, results: tuple[np.ndarray, ...], sequences: range | list[int]
-) -> None:
-    output, lse = results
-    start = feeds["query_start"]
-    for b in sequences:
-        alone = run_attention(*one_sequence(shape, feeds, b))
-        rows = slice(start[b], start[b + 1])
-        devices.assert_same_bits(output[rows], alone[0])
-        devices.assert_same_bits(lse[:, rows], alone[1])
 
 
 def assert_right(shape: Shape, feeds: Feeds, results: tuple[np.ndarray, ...]) -> None:
