@@ -68,7 +68,6 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
                                                            most_tokens, shape.group, shape.entry_rows));
   shape.entries =
       kv_heads * (shape.counted_strips ? shape.counted_strips : shape.sequences * shape.row_tiles);
-  shape.heads_alike = !shape.counted_strips && shape.row_tiles == 1 && params.past_len.head_stride == 0;
   shape.tile_keys = tile_keys;
   shape.span_tiles = span_tiles;
   const int64_t tiles = params.cache.capacity / tile_keys + 4;  // of an entry, at most
@@ -83,10 +82,15 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   return shape;
 }
 
+// Whether a sequence's kv heads have the same tiles, and strips are sequences.
+inline bool are_heads_alike(const SwaAttentionParams& params, const DecodeShape& shape) {
+  return !shape.counted_strips && shape.row_tiles == 1 && params.past_len.head_stride == 0;
+}
+
 // Entries of a block where each may have whole ones: as many as keep nine tenths of the blocks busy.
-inline int own_entries(const DecodeShape& shape) {
+inline int own_entries(const SwaAttentionParams& params, const DecodeShape& shape) {
   const int each = divide_up(shape.entries, shape.blocks);
-  return shape.heads_alike && 10 * shape.entries >= 9 * each * shape.blocks ? each : 0;
+  return are_heads_alike(params, shape) && 10 * shape.entries >= 9 * each * shape.blocks ? each : 0;
 }
 
 template <typename Rows, int kRowTiles>
@@ -95,7 +99,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
   DecodeShape shape = plan_entries(params, device, decode_tokens(params, kDecodeTokens),
                                    kDecodeTileRows * kRowTiles, warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
-  shape.own_entries = own_entries(shape);
+  shape.own_entries = own_entries(params, shape);
   fill_shared<Rows, kRowTiles>(shape, device);
   return shape;
 }
@@ -171,8 +175,8 @@ cudaError_t combine_rows(const SwaAttentionParams& params, const DecodeShape& sh
   // far fewer entries than the host must expect, more blocks than a multiprocessor has at a time would be in
   // vain.
   const int resident = divide_up(4 * launch.device.num_multiprocessors, groups);
-  const bool counts =
-      shape.heads_alike && int64_t{shape.entries} * groups * warps <= 32 * launch.device.num_multiprocessors;
+  const bool counts = are_heads_alike(params, shape) &&
+                      int64_t{shape.entries} * groups * warps <= 32 * launch.device.num_multiprocessors;
   const int blocks = counts ? shape.entries : std::min(shape.entries, resident);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(groups));
   return launch_overlapped(decode_combine_rows_kernel<Element, kHeadSize>, grid, dim3(warps * 32), 0, launch,

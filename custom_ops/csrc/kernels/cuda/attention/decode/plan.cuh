@@ -75,7 +75,6 @@ struct DecodeShape {
   int received;  // bytes of a block's shared memory before sums that others send; 0: none. See received.cuh
   int received_tiles;  // whose sums have room there
   int max_spans;       // per entry
-  bool heads_alike;    // a sequence's kv heads have the same tiles, and strips are sequences
   bool may_snap;       // pieces may end where spans do; see LineCounts
   int own_entries;     // that a block has to itself where pieces end with entries; 0: they never do
   bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
