@@ -89,6 +89,33 @@ def test_one_token_of_many_tiles(case):
     assert_same(case, joint_feeds(case))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        JointCase(heads=8, kv_heads=4, size=256, pairs=128, norms=BOTH, window=1024, slots=1100),
+        JointCase(heads=8, kv_heads=4, size=256, pairs=128, norms=BOTH, window=1000, slots=1008, page_slots=16),
+        JointCase(heads=4, kv_heads=1, size=256, pairs=128, window=2048, slots=2048, sink_logits=True),
+        JointCase(heads=8, kv_heads=8, size=128, pairs=64, window=2048, slots=2100, capture_rows=64),
+        JointCase(heads=12, kv_heads=4, size=128, pairs=64, window=4096, slots=5000),
+        JointCase(heads=8, kv_heads=2, size=64, pairs=32, window=2048, slots=2100, code=CODES["int8"]),
+        JointCase(heads=16, kv_heads=2, size=64, pairs=32, window=2048, slots=2100),
+    ],
+    ids=["gemma-3", "pages", "two-tiles-each", "one-head", "three-heads", "codes", "eight-heads"],
+)
+def test_one_token_of_a_window_that_ends_in_two_tiles(case):
+    """Keys of the window's first and last tile may be summed at once, where they have different rows."""
+    start = 2 * case.slots // 128 * 128
+    for past in (case.window - 1, case.window, *(start + row for row in (0, 15, 16, 23, 24, 40, 62, 63, 64, 100, 127))):
+        step = dataclasses.replace(case, past=(past,))
+        assert_same(step, joint_feeds(step, seed=past))
+
+
+def test_one_token_of_heads_whose_windows_end_anywhere():
+    """One head's window ends in two tiles, another's does not."""
+    case = JointCase(heads=8, kv_heads=4, size=256, pairs=128, window=1024, slots=1100, past=((1023, 3000, 3007, 5),))
+    assert_same(case, joint_feeds(case))
+
+
 CASES = {
     "llama": JointCase(past=(300,), **LLAMA, slots=512, capture_rows=64),
     "lengths-of-heads": JointCase(past=((70, 3, 0, 64, 63, 1, 127, 30),), **QWEN, slots=128, capture_rows=8),

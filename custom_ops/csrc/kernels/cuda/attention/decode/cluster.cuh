@@ -21,6 +21,7 @@ struct ClusterLine {
   static constexpr bool snaps = false;
   static constexpr bool kOfCluster = true;
 
+  ClusterLine() = default;
   __device__ __forceinline__ ClusterLine(const SwaAttentionParams& params, const DecodeShape& shape,
                                          int index)
       : ClusterLine(DecodeEntry::of(params, shape, index), shape, index) {}

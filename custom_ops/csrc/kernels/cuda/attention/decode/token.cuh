@@ -24,8 +24,8 @@ struct TokenWarp : DecodeWarp<Rows, 1, kSharers> {
   using Base = DecodeWarp<Rows, 1, kSharers>;
   using Element = typename Rows::Element;
   using Stage = DecodeStage<Rows>;
-  using Base::first_column, Base::kHeadSize, Base::kKeys, Base::lane, Base::params, Base::query, Base::shape,
-      Base::warp;
+  using Base::first_column, Base::kHeadSize, Base::kKeys, Base::lane, Base::params, Base::positions,
+      Base::query, Base::shape, Base::warp;
   static constexpr int kChunks = kHeadSize / 8;  // 16-byte pieces of a row
   static constexpr int kOwnChunks = kChunks / kSharers;
 
@@ -61,9 +61,10 @@ struct TokenWarp : DecodeWarp<Rows, 1, kSharers> {
     static_assert(kOwnChunks <= 32 && kKeys <= 32);
     constexpr int kRows = 32 / kOwnChunks;  // that a warp copies at once
     constexpr int kUnroll = kRows > 1 ? 2 : 4;
-    const int32_t position = first_key(line, tile) + lane;
-    const bool is_cached =
-        lane < kKeys && line.own.seen().holds(position) && position != line.own.last_position;
+    int32_t position = first_key(line, tile) + lane;
+    const SeenPositions seen = line.own.seen();
+    if (!seen.holds(position)) position += line.distance;
+    const bool is_cached = lane < kKeys && seen.holds(position) && position != line.own.last_position;
     // Each lane finds one.
     const int32_t own = is_cached ? row_of(params.cache, shape.by_page, line.own.kv_head, position) : kNoRow;
     const int piece = first_column / 8 + lane % kOwnChunks;
@@ -87,19 +88,25 @@ struct TokenWarp : DecodeWarp<Rows, 1, kSharers> {
   __device__ __forceinline__ void wait(const TokenLine& line, int32_t first, uint32_t parity,
                                        bool is_values) const {
     loaded(is_values).wait(parity);
-    const int row = line.own.last_position - first, piece = is_values ? first_column / 8 + lane : lane;
+    const int row = line.own.last_position - line.distance - first;
+    const int piece = is_values ? first_column / 8 + lane : lane;
     if (row >= 0 && row < kKeys && lane < (is_values ? kOwnChunks : kChunks))
       store_shared_16(rows(is_values) + Stage::place(row, piece),
                       load_shared_16(shared_address(shared.head(line.own.rows + is_values)) + piece * 16));
     __syncwarp();
   }
 
-  __device__ __forceinline__ void take_queries(const DecodeEntry& entry) {
-    this->take_positions(entry);
+  __device__ __forceinline__ void take_queries(const TokenLine& line) {
     const int row = lane / 4;
-    const auto* line = reinterpret_cast<const uint32_t*>(shared.head(row)) + lane % 4;
+    const int number = row < line.own.rows ? row : row - line.own.rows;
+    const auto* head = reinterpret_cast<const uint32_t*>(shared.head(number)) + lane % 4;
 #pragma unroll
-    for (int k = 0; k < 2 * Base::kSteps; ++k) query[0][k / 2][k % 2] = row < entry.rows ? line[k * 4] : 0;
+    for (int k = 0; k < 2 * Base::kSteps; ++k)
+      query[0][k / 2][k % 2] = row < line.summed.rows ? head[k * 4] : 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      positions[0][e] =
+          lane % 4 * 2 + e < line.own.rows ? line.own.last_position : line.summed.first_position;
   }
 
   // Sums a tile, and loads the next one, if there is one before `end`. Keys that no query sees are zeros, and
@@ -116,7 +123,7 @@ struct TokenWarp : DecodeWarp<Rows, 1, kSharers> {
     };
     wait(line, first, parity, false);
     this->sum_keys(
-        line.own, first, 0, 0,
+        line.summed, first, 0, 0,
         [&] {
           load_next(false);
           wait(line, first, parity, true);
@@ -212,11 +219,12 @@ __global__ void __launch_bounds__(kTokenBound<Rows::kHeadSize, kShare>, kShare)
   TokenWarp<Rows, kSharers> self(params, shape, shared);
   const TokenHeads<Rows> heads{p.heads, shared, shape, entry};
   TokenPlace place = TokenPlace::of(params, entry);
-  TokenLine line = TokenLine::of(params, shape, entry, place);
+  TokenLine line;
   int begin, end;
   uint32_t parity = 0;
 #pragma unroll 1
   for (bool has_waited = false;; has_waited = true) {  // once, unless what it has read of the place changed
+    line = TokenLine(params, shape, sizes.may_join, entry, place);
     begin = line.begin(blockIdx.x);
     end = line.begin(blockIdx.x + 1);
     if (begin < end) self.load(line, begin, true, true);
@@ -230,20 +238,19 @@ __global__ void __launch_bounds__(kTokenBound<Rows::kHeadSize, kShare>, kShare)
     __syncwarp();  // all lanes' copies, before others go to the same place
     parity = begin < end;
     place = found;
-    line = TokenLine::of(params, shape, entry, place);
   }
   const auto merge = ClusterMerge::of<kHeadSize>(shape, line, memory);
   const int tiles = line.own.tiles.count();
   if (threadIdx.x == 0) shared.received->arrive_expecting(merge.received_bytes(shape, tiles));
   __syncthreads();
-  self.take_queries(line.own);
+  self.take_queries(line);
   cluster_wait();
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile, parity ^= 1) {
     self.sum_tile(line, tile, end, parity);
     if (threadIdx.x >= kMergeThreads) continue;
     TokenTile<Rows>{{params, shape, shared, {}, static_cast<int>(threadIdx.x), kNoKeys, {}}}.send(
-        weights[threadIdx.x / 32], merge, tile, line.own.rows);
+        weights[threadIdx.x / 32], merge, line, tile);
   }
   if (merge.rank < merge.units.count) {
     wait_for_cluster(*shared.received, 0);
@@ -251,7 +258,8 @@ __global__ void __launch_bounds__(kTokenBound<Rows::kHeadSize, kShare>, kShare)
                      SpanRound::of(shared.rounds, sizes.spans, 1 << merge.units.columns.shift)}
         .run();
   }
-  const bool has_queries = merge.rank == 0 && place.exists, appends = end == tiles && begin < end;
+  const bool has_queries = merge.rank == 0 && place.exists,
+             appends = begin < end && line.hold_last(begin, end);
   if (has_queries || appends) heads.store(has_queries, appends, place.past);
 #else
   refuse_architecture();

@@ -18,13 +18,16 @@ struct TokenTile : DecodeMerge<Rows, 1> {
   using Base = DecodeMerge<Rows, 1>;
 
   template <typename Target>
-  __device__ __forceinline__ void send(QuadWeights& weights, const Target& target, int tile, int rows) const {
+  __device__ __forceinline__ void send(QuadWeights& weights, const Target& target, const TokenLine& line,
+                                       int tile) const {
+    // Of a tile that is summed with the last one, rows behind the token's are of that.
+    const int rows = line.own.rows, joined_rows = line.distance && tile == 0 ? rows : kDecodeTileRows;
     static_assert(4 * kParts == 32);
     const int lane = this->thread % 32, part = lane % kParts;
 #pragma unroll
     for (int q = 0; q < Base::kQuads; ++q) {
       const int first_row = this->quad(q) * 4;
-      if (first_row >= rows) continue;
+      if (first_row >= line.summed.rows) continue;
       const PartWeight own = this->weigh_part(first_row + lane / kParts, part, 0);
       __syncwarp();  // all have read the last ones
       weights.of[part][lane / kParts] = own.weight;
@@ -34,7 +37,10 @@ struct TokenTile : DecodeMerge<Rows, 1> {
       const int source = lane % 4 * kParts;
       const SoftmaxState state{__shfl_sync(~0u, own.tile.maximum, source),
                                __shfl_sync(~0u, own.tile.total, source)};
-      this->send_partial(state, target, tile, first_row + lane % 4, rows, sums);
+      const int row = first_row + lane % 4;
+      const bool is_last = row >= joined_rows;
+      this->send_partial(state, target, is_last ? line.own.tiles.count() - 1 : tile,
+                         is_last ? row - rows : row, rows, sums);
     }
   }
 };

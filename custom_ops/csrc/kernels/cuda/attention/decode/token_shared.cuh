@@ -35,20 +35,40 @@ struct TokenPlace {
 };
 
 // The line of the token's tiles, whose sums all are sent.
+//
+// A window of whole tiles that begins within a tile ends within one, too: the rows of the first that the
+// token sees no longer are those of the last that it sees. Where a block would have another tile for the last
+// alone, one sums both at once: their rows have room in one tile, and the token's queries are there twice,
+// those of the second kind with the last tile's rows as if they were the first's.
 struct TokenLine : ClusterLine {
-  using ClusterLine::ClusterLine;
+  int32_t distance;    // of positions from the first tile to the last, where a block sums both; else 0
+  DecodeEntry summed;  // own, or its rows and those of a token so much earlier
 
+  TokenLine() = default;
   // Without tiles where there is no token, or a cache cannot have as many.
-  static __device__ __forceinline__ TokenLine of(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                 int index, const TokenPlace& place) {
-    TokenLine line(DecodeEntry::of(params, shape, 0, 0, index, {0, place.exists ? 1 : 0, place.past}), shape,
-                   index);
-    if (line.own.tiles.count() > shape.received_tiles) {
-      line.own.rows = 0;
-      line.own.tiles = {};
-      line.cut = {};
+  __device__ __forceinline__ TokenLine(const SwaAttentionParams& params, const DecodeShape& shape,
+                                       bool may_join, int index, const TokenPlace& place)
+      : ClusterLine(DecodeEntry::of(params, shape, 0, 0, index, {0, place.exists ? 1 : 0, place.past}), shape,
+                    index),
+        distance(0) {
+    const int tiles = own.tiles.count();
+    if (tiles > shape.received_tiles) {
+      own.rows = 0;
+      own.tiles = {};
+      cut = {};
     }
-    return line;
+    summed = own;
+    const int32_t way = tiles - 1 << shape.tile_shift;
+    if (!may_join || cut.remainder != 1 || cut.quotient == 0 || own.last_position - way >= own.seen().oldest)
+      return;
+    cut.remainder = 0;
+    distance = way;
+    summed.first_position -= way;
+    summed.rows *= 2;
+  }
+  // Whether tiles begin .. end, of which there are some, have the last position.
+  __device__ __forceinline__ bool hold_last(int begin, int end) const {
+    return distance ? begin == 0 : end == own.tiles.count();
   }
 };
 
@@ -73,6 +93,7 @@ struct TokenSizes {
   int received_bytes;  // for partial sums that are sent
   int merge_bytes;     // for the spans of a round
   int spans;           // of a round, at most
+  bool may_join;       // see TokenLine
 };
 
 // The shared memory of a block: one tile, whose keys make room for those of the next one before its values
