@@ -85,7 +85,7 @@ struct PartialRow {
 #pragma unroll
     for (int t = 0; t < kMostSpanTiles; ++t)
       parts[t] = t < count ? load_shared_quad(received.sum(span.begin + t)) : float4{};
-    const auto factors = SpanFactors::of(own < count ? received.state(span.begin + own) : kNoKeys);
+    const auto factors = SpanFactors::of_group(own < count ? received.state(span.begin + own) : kNoKeys);
     PartialSum sum;
 #pragma unroll
     for (int t = 0; t < kMostSpanTiles; ++t) {

@@ -107,13 +107,14 @@ struct CombiningWarp {
   }
   // Of the lane's span; none of the first kAtOnce if it is shared, which load_shared finds.
   __device__ __forceinline__ SoftmaxState find_state(int half, int row) const {
-    if (places[half] == kNowhere) return kNoKeys;
-    if (!shared_tiles[half]) return load_state(places[half], row);
+    const int place = half ? places[1] : places[0];
+    const unsigned there = half ? shared_tiles[1] : shared_tiles[0];
+    if (place == kNowhere) return kNoKeys;
+    if (!there) return load_state(place, row);
     if (half == 0 && lane < kAtOnce) return kNoKeys;
     SoftmaxState parts[kMostSpanTiles], state = kNoKeys;
 #pragma unroll
-    for (int t = 0; t < kMostSpanTiles; ++t)
-      parts[t] = shared_tiles[half] >> t & 1 ? load_state(places[half] + t, row) : kNoKeys;
+    for (int t = 0; t < kMostSpanTiles; ++t) parts[t] = there >> t & 1 ? load_state(place + t, row) : kNoKeys;
 #pragma unroll
     for (int t = 0; t < kMostSpanTiles; ++t) state = Merge::of(state, parts[t]).state;
     return state;
@@ -123,24 +124,28 @@ struct CombiningWarp {
                                                 int column) const {
     const int own = SpanFactors::own();
     const SoftmaxState tile = there >> own & 1 ? load_state(place + own, row) : kNoKeys;
-    Vector parts[kMostSpanTiles], sums{};
-#pragma unroll
-    for (int t = 0; t < kMostSpanTiles; ++t)
-      parts[t] = there >> t & 1 ? load_sums(place + t, row, column) : Vector{};
-    const auto factors = SpanFactors::of(tile);
+    const auto factors = SpanFactors::of_warp(tile);
     state = {factors.maximum(), 0};
+    Vector sums{};
+#pragma unroll 1
+    for (int first = 0; first < kMostSpanTiles; first += kAtOnce) {
+      Vector parts[kAtOnce];
 #pragma unroll
-    for (int t = 0; t < kMostSpanTiles; ++t) {
-      const Merge merge = factors.merge(t);
-      state.total = merge.apply(state.total, factors.total(t));
+      for (int t = 0; t < kAtOnce; ++t)
+        parts[t] = there >> first + t & 1 ? load_sums(place + first + t, row, column) : Vector{};
 #pragma unroll
-      for (int i = 0; i < Columns::kCount; ++i)
-        sums.values[i] = merge.apply(sums.values[i], parts[t].values[i]);
+      for (int t = 0; t < kAtOnce; ++t) {
+        const Merge merge = factors.merge(first + t);
+        state.total = merge.apply(state.total, factors.total(first + t));
+#pragma unroll
+        for (int i = 0; i < Columns::kCount; ++i)
+          sums.values[i] = merge.apply(sums.values[i], parts[t].values[i]);
+      }
     }
     return sums;
   }
-  // Of kAtOnce spans from `first` on: first those that were handed on whole, then others, with their states.
-  // For whole warps.
+  // Of kAtOnce spans from `first` on: first those that were handed on whole, then others, with their states,
+  // one for each of the first lanes. For whole warps.
   __device__ __forceinline__ void load_whole(Vector (&spans)[kAtOnce], int first, int row, int column) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -149,41 +154,41 @@ struct CombiningWarp {
       spans[i] = place == kNowhere || is_shared ? Vector{} : load_sums(place, row, column);
     }
   }
-  template <typename Store>
-  __device__ __forceinline__ void load_shared(Vector (&spans)[kAtOnce], int first, int row, int column,
-                                              const Store& store_state) const {
+  __device__ __forceinline__ void load_shared(Vector (&spans)[kAtOnce], SoftmaxState& own_state, int first,
+                                              int row, int column) const {
     if (!has_shared) return;
-#pragma unroll
+#pragma unroll 1  // short code is faster than what it saves
     for (int i = 0; i < kAtOnce; ++i)
       if (const unsigned there = of_span(shared_tiles, first + i)) {
         SoftmaxState state;
-        spans[i] = merge_tiles(state, of_span(places, first + i), there, row, column);
-        store_state(i, state);
+        const Vector sums = merge_tiles(state, of_span(places, first + i), there, row, column);
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n)
+          if (n == i) spans[n] = sums;
+        if (lane == i) own_state = state;
       }
   }
 
-  // Adds a round's spans up, every kSpanParts-th into the same part, and the parts in ascending order. The
-  // first spans are on their way while states are.
+  // Adds a round's spans up, every kSpanParts-th into the same part, and the parts in ascending order. Its
+  // first spans are on their way while states are, which say what each counts.
   __device__ __forceinline__ void add_round(Vector& total, SoftmaxState& state, int count, int row,
                                             int column) const {
-    Vector spans[kAtOnce], sum{};
-    load_whole(spans, 0, row, column);
-    SoftmaxState low = find_state(0, row);
-    const SoftmaxState high = count > 32 ? find_state(1, row) : kNoKeys;
-    load_shared(spans, 0, row, column, [&](int i, const SoftmaxState& shared) {
-      if (lane == i) low = shared;
-    });
+    Vector sum{};
     float weights[2];
-    const SoftmaxState added = weigh_spans(weights, low, high);
+    SoftmaxState added;
 #pragma unroll 1
     for (int part = 0; part < min(count, kSpanParts); part += kAtOnce) {
       Vector parts[kAtOnce] = {};
 #pragma unroll 1
       for (int first = part; first < count; first += kSpanParts) {
-        if (first > 0) {
-          load_whole(spans, first, row, column);
-          load_shared(spans, first, row, column, [](int, const SoftmaxState&) {});
-        }
+        Vector spans[kAtOnce];
+        SoftmaxState low = kNoKeys, high = kNoKeys;
+        load_whole(spans, first, row, column);
+#pragma unroll 1
+        for (int half = 0; first == 0 && half * 32 < count; ++half)
+          (half ? high : low) = find_state(half, row);
+        load_shared(spans, low, first, row, column);
+        if (first == 0) added = weigh_spans(weights, low, high);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const float weight = of_span(weights, first + i);

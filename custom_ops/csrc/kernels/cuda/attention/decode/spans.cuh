@@ -82,20 +82,24 @@ __device__ __forceinline__ SoftmaxState weigh_spans(float (&weights)[2], Softmax
   return all;
 }
 
-// Factors that merge the tiles of a span one after another, those of Merge: for whole groups of
-// kMostSpanTiles lanes, each of which has one tile's state, or kNoKeys.
+// Factors that merge the tiles of a span one after another, those of Merge: for groups of kMostSpanTiles
+// lanes, each of which has one tile's state, or kNoKeys.
 struct SpanFactors {
   static constexpr int kLanes = kMostSpanTiles;
 
-  unsigned lanes;  // of the group
+  unsigned lanes;  // that do the same
   SoftmaxState tile;
   float highest;  // of tiles so far
   float kept, added;
 
   static __device__ __forceinline__ int own() { return static_cast<int>(threadIdx.x) % kLanes; }
-  static __device__ __forceinline__ SpanFactors of(SoftmaxState tile) {
+  static __device__ __forceinline__ SpanFactors of_group(SoftmaxState tile) {
+    return of(tile, ((1u << kLanes) - 1) << (threadIdx.x % 32 - own()));
+  }
+  static __device__ __forceinline__ SpanFactors of_warp(SoftmaxState tile) { return of(tile, ~0u); }
+  static __device__ __forceinline__ SpanFactors of(SoftmaxState tile, unsigned lanes) {
     SpanFactors factors;
-    factors.lanes = ((1u << kLanes) - 1) << (threadIdx.x % 32 - own());
+    factors.lanes = lanes;
     factors.tile = tile;
     factors.highest = tile.maximum;
 #pragma unroll
