@@ -99,14 +99,21 @@ def test_blocks_of_whole_entries(blocks, head_size, kv_heads, lengths):
     assert_each_is_as_alone(shape, feeds, run_attention(shape, feeds), [0, 1, sequences // 2, sequences - 1])
 
 
-def test_more_spans_than_a_round_holds():
-    """Rows of 16 tokens, which warps merge, are those of a token at a time, which a cluster's blocks merge."""
-    past = 65 * 512  # spans have 512 keys
-    shape = Shape(tokens=[16], past=[past], heads=36, kv_heads=9, head_size=256, capacity=past + 16)
+@pytest.mark.parametrize(
+    ("head_size", "heads", "kv_heads", "past"),
+    [(256, 36, 9, 65 * 512), (512, 8, 1, 8192 - 1), (512, 8, 1, 3 * 8192 + 70), (512, 8, 1, 4 * 8192 + 129)],
+)
+def test_more_spans_than_a_round_holds(head_size, heads, kv_heads, past):
+    """Rows of 16 tokens are those of a token at a time, which other blocks merge, or those of a cluster.
+
+    Spans have 512 keys, and 128 of heads with 512 elements; a round has 64 spans.
+    """
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size, "capacity": past + 16}
+    shape = Shape(tokens=[16], past=[past], **sizes)
     feeds = draw_feeds(shape)
     output, lse = run_attention(shape, feeds)
     for token in (0, 7, 15):
-        one = Shape(tokens=[1], past=[past + token], heads=36, kv_heads=9, head_size=256, capacity=past + 16)
+        one = Shape(tokens=[1], past=[past + token], **sizes)
         alone = {
             **feeds,
             "query": feeds["query"][token : token + 1],

@@ -47,10 +47,13 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
     return (bytes - fixed) / (GemvStream::kBufferBytes + static_cast<int>(sizeof(Barrier)));
   };
   const int64_t beside = kGated ? gated_bytes(p) : limit - kReservedBytes - gated_bytes(p);
-  // A warp with one buffer waits for memory at each unit. Turns half as long may leave each a second.
-  const int usual = stream.groups_per_turn;
-  while (fitting(beside) < 2 * kGemvWarps && 2 * stream.groups_per_turn > usual) --stream.groups_per_turn;
-  if (fitting(beside) < 2 * kGemvWarps) stream.groups_per_turn = usual;
+  // At the end of a turn a warp with a unit less waits for the others, and soon all of its buffers are full.
+  // With few of them, turns are cut so that all warps have as many units.
+  if (stream.groups_per_turn < groups && fitting(beside) < 3 * kGemvWarps) {
+    int even = stream.groups_per_turn;
+    while (even * stream.slices % kGemvWarps && 2 * even > stream.groups_per_turn) --even;
+    if (even * stream.slices % kGemvWarps == 0) stream.groups_per_turn = even;
+  }
   int64_t most = fitting(beside);
   if (most < kGemvWarps) most = fitting(limit);
   if (most < kGemvWarps) return false;
