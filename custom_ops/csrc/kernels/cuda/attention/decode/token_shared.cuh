@@ -38,11 +38,12 @@ struct TokenPlace {
 //
 // A window of whole tiles that begins within a tile ends within one, too: the rows of the first that the
 // token sees no longer are those of the last that it sees. Where a block would have another tile for the last
-// alone, one sums both at once: their rows have room in one tile, and the token's queries are there twice,
-// those of the second kind with the last tile's rows as if they were the first's.
+// alone, one sums both at once: their rows have room in one tile. The token's queries are there twice, the
+// second time as those of a token so much earlier, which sees the last tile's rows in the place of the
+// first's.
 struct TokenLine : ClusterLine {
-  int32_t distance;    // of positions from the first tile to the last, where a block sums both; else 0
-  DecodeEntry summed;  // own, or its rows and those of a token so much earlier
+  int32_t distance;    // positions from the first tile to the last, where one block sums both; else 0
+  DecodeEntry summed;  // own, or with the rows of the token so much earlier, too
 
   TokenLine() = default;
   // Without tiles where there is no token, or a cache cannot have as many.
