@@ -9,7 +9,7 @@ namespace ortolan::cuda {
 
 // Whether a kernel behind another one of the same step finds no sequence of its own; for whole blocks, at
 // their start. What the step was given may be read already: the kernel in front let this one start once all
-// of its blocks had waited for it. Whoever comes next relies on the kernel before, so one block waits.
+// of its blocks had waited for it.
 __device__ __forceinline__ bool is_in_vain(const Packing& packing, const OwnTokens& own) {
   bool is_own = false;
 #pragma unroll 1
@@ -17,7 +17,7 @@ __device__ __forceinline__ bool is_in_vain(const Packing& packing, const OwnToke
     is_own |= own.hold(static_cast<int>(packing.count(sequence)));
   if (__any_sync(~0u, is_own)) return false;
   launch_dependents();
-  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
+  if (is_first_block()) wait_for_previous_kernel();
   return true;
 }
 

@@ -215,6 +215,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
+// Whether the block is the first of its grid. One must wait even if none has work, since who comes next
+// relies on the kernel before this one.
+__device__ __forceinline__ bool is_first_block() { return blockIdx.x + blockIdx.y + blockIdx.z == 0; }
 // Reads a word of each line of a kernel's parameters. A kernel's first reads of them take as long as reads of
 // global memory do, one after the other: better before it waits than after.
 template <typename... Parameters>

@@ -290,8 +290,7 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
   __shared__ int counted[kCountedEntries + 1];
   const int first_column = blockIdx.z * kColumns;
   if (own.row >= own.entry.rows) {
-    // One block waits even if none has work: who comes next relies on the kernel before this one.
-    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_previous_kernel();
+    if (is_first_block()) wait_for_previous_kernel();
     return;
   }
   const DecodeEntry& entry = own.entry;
@@ -299,7 +298,7 @@ __device__ __forceinline__ void combine_own(const SwaAttentionParams& params, co
   Cut cut = counts ? count_tiles(params, shape, counted).cut : Cut::kAnywhere;
   const SpanTiles first_span =
       SpanTiles::of(entry.tiles, entry.tiles.at(0) / shape.span_tiles, shape.span_tiles);
-  if (cut == Cut::kWithEntries && blockIdx.x + blockIdx.y + blockIdx.z > 0) return;  // all are stored
+  if (cut == Cut::kWithEntries && !is_first_block()) return;  // all are stored
   wait_for_previous_kernel();
   if (shape.counted_strips && by_token && !own.find_strip(shape, workspace.first_strips)) return;
 

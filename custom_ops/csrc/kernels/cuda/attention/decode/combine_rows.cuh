@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kCombiningWarps * 32, 2)
       store_columns<Element, kHeadSize>(params, shape, entry, row, column, state, sums);
     }
   }
-  // One block waits even if none has work: who comes next relies on the kernel before this one.
-  if (blockIdx.x + blockIdx.y == 0) wait_for_previous_kernel();
+  if (is_first_block()) wait_for_previous_kernel();
 }
 
 }  // namespace ortolan::cuda
