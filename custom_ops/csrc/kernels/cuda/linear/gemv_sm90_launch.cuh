@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "gemv_sm90.cuh"
 
@@ -49,11 +50,11 @@ bool plan_stream(const FusedLinearParams& p, const Device& device, GemvStream& s
   const int64_t beside = kGated ? gated_bytes(p) : limit - kReservedBytes - gated_bytes(p);
   // At the end of a turn a warp with a unit less waits for the others, and soon all of its buffers are full.
   // With few of them, turns are cut so that all warps have as many units.
-  if (stream.groups_per_turn < groups && fitting(beside) < 3 * kGemvWarps) {
-    int even = stream.groups_per_turn;
-    while (even * stream.slices % kGemvWarps && 2 * even > stream.groups_per_turn) --even;
-    if (even * stream.slices % kGemvWarps == 0) stream.groups_per_turn = even;
-  }
+  const int even_groups = kGemvWarps / std::gcd(stream.slices, kGemvWarps);
+  const int even_turn = stream.groups_per_turn / even_groups * even_groups;
+  if (stream.groups_per_turn < groups && fitting(beside) < 3 * kGemvWarps &&
+      2 * even_turn >= stream.groups_per_turn)
+    stream.groups_per_turn = even_turn;
   int64_t most = fitting(beside);
   if (most < kGemvWarps) most = fitting(limit);
   if (most < kGemvWarps) return false;

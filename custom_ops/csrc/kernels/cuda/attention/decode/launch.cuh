@@ -51,6 +51,9 @@ inline bool can_guess(const SwaAttentionParams& params, const Device& device) {
          params.past_len.head_stride == 0 && !params.cache.block_table && !params.prefix_end;
 }
 
+// Rows of an entry that has room for so many: whole quads, in which sums lie.
+inline int whole_quads(int rows) { return (rows + 3) / 4 * 4; }
+
 // A shape but for what lies in shared memory: entries of `most_rows` query rows at most.
 inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& device, int most_tokens,
                                 int most_rows, int tile_keys, PowerOfTwo span_tiles) {
@@ -60,7 +63,7 @@ inline DecodeShape plan_entries(const SwaAttentionParams& params, const Device& 
   shape.most_tokens = most_tokens;
   shape.kv_heads = kv_heads;
   shape.group = static_cast<int>(params.num_heads) / kv_heads;
-  shape.entry_rows = std::min(most_rows, (shape.group * tokens + 3) / 4 * 4);
+  shape.entry_rows = std::min(most_rows, whole_quads(shape.group * tokens));
   shape.row_tiles = (shape.group * tokens + shape.entry_rows - 1) / shape.entry_rows;
   shape.sequences = static_cast<int>(params.packing.num_sequences);
   if (shape.row_tiles > 1 && shape.sequences > 1)

@@ -24,8 +24,7 @@ struct TokenPlan {
     plan.shape.stages = plan.shape.buffers = 1;
     const bool is_plain = params.window >= 0 && params.causal && !params.prefix_end && params.cache.sink == 0;
     plan.sizes.may_join = is_plain && most > cluster && 2 * shape.group <= kDecodeTileRows;
-    if (plan.sizes.may_join)
-      plan.shape.entry_rows = std::max(shape.entry_rows, (2 * shape.group + 3) / 4 * 4);
+    if (plan.sizes.may_join) plan.shape.entry_rows = whole_quads(2 * shape.group);
     plan.shape.by_page = Divisor::of(static_cast<uint32_t>(params.cache.page_slots));
     plan.shape.received = TokenShared<Rows>::received_offset(plan.shape);
     plan.shape.received_tiles = most;
