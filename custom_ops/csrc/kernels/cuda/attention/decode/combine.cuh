@@ -50,8 +50,10 @@ struct PartialRow {
   ReceivedUnit received{};  // where a cluster's blocks send their sums
 
   __device__ __forceinline__ int start() const { return line.first(entry); }
+  // Order number behind the owner's last tile.
+  __device__ __forceinline__ int held(int owner) const { return line.begin(owner + 1) - start(); }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
-    return line.snaps || start() + span.end <= line.begin(owner + 1);
+    return line.snaps || span.end <= held(owner);
   }
   // Whether blocks hand on nothing but whole spans.
   __device__ __forceinline__ bool are_all_whole() const {
@@ -106,6 +108,7 @@ struct PartialRow {
       if (line.sends) return sum_received_span(span);
     const int owner = line.owner(start() + span.begin);
     const bool whole = is_whole(span, owner);
+    const int others = held(owner);  // those before are merged, where the first one's sums would be
     const int first = index << span_tiles.shift;
     const int number = span_number(tiles, index, span_tiles, workspace.max_spans);
     const int64_t place = whole ? workspace.span_place(entry, number) : workspace.tile_place(owner, first);
@@ -113,7 +116,9 @@ struct PartialRow {
 #pragma unroll
     for (int t = 0; t < kMostSpanTiles; ++t) {
       const int tile = first + t;
-      const bool is_part = t < 1 << span_tiles.shift && tiles.rank(tile + 1) > tiles.rank(tile);
+      const int rank = tiles.rank(tile);
+      const bool is_part =
+          t < 1 << span_tiles.shift && tiles.rank(tile + 1) > rank && (rank == span.begin || rank >= others);
       if (whole ? t == 0 : is_part) load(parts[t], place + t);
     }
     if (whole) return parts[0];

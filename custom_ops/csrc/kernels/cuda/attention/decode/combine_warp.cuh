@@ -53,8 +53,10 @@ struct CombiningWarp {
         visited(VisitedSpans::of(tiles, workspace.span_tiles)),
         round(-1) {}
 
+  // Order number behind the owner's last tile.
+  __device__ __forceinline__ int held(int owner) const { return cut.begin(owner + 1) - start; }
   __device__ __forceinline__ bool is_whole(const SpanTiles& span, int owner) const {
-    return snaps || start + span.end <= cut.begin(owner + 1);
+    return snaps || span.end <= held(owner);
   }
   // Whether one block summed the whole entry and stored the output.
   __device__ __forceinline__ bool is_stored() const {
@@ -80,10 +82,14 @@ struct CombiningWarp {
       return;
     }
     const int first = index << workspace.span_tiles.shift;
+    const int others = held(owner);  // those before are merged, where the first one's sums would be
     places[half] = static_cast<int>(workspace.tile_place(owner, first));
 #pragma unroll 1
-    for (int t = 0; t < 1 << workspace.span_tiles.shift; ++t)
-      if (tiles.rank(first + t + 1) > tiles.rank(first + t)) shared_tiles[half] |= 1u << t;
+    for (int t = 0; t < 1 << workspace.span_tiles.shift; ++t) {
+      const int rank = tiles.rank(first + t);
+      if (tiles.rank(first + t + 1) > rank && (rank == span.begin || rank >= others))
+        shared_tiles[half] |= 1u << t;
+    }
   }
   __device__ __forceinline__ void find_places(int of_round) {
     if (round == of_round) return;

@@ -80,6 +80,16 @@ struct CountedTiles {
 // Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block.
 __device__ __forceinline__ CountedTiles count_tiles(const SwaAttentionParams& params,
                                                     const DecodeShape& shape, int* starts) {
+  if (shape.sequences == 1 && shape.row_tiles == 1 &&
+      params.past_len.head_stride == 0) {  // entries are alike
+    const KeyTiles tiles = DecodeEntry::of(params, shape, 0).tiles;
+    LineCounts counts{};
+    counts.add(shape, tiles, shape.entries);
+    for (int index = threadIdx.x; index <= shape.entries; index += blockDim.x)
+      starts[index] = index * tiles.count();
+    __syncthreads();
+    return {0, counts.cut(shape)};
+  }
   __shared__ int of_warps[32];
   const BlockFold fold{of_warps, !shape.own_entries};
   int* holders = starts + shape.entries + 1;
@@ -179,9 +189,11 @@ struct DecodeCursor {
 struct DecodeSpan {
   int index = 0;
   SpanTiles tiles{};
-  bool is_whole = false;  // the block holds all of it
-  int owner = 0;          // the block that holds its first tile
-  int number = 0;         // among those of the entry
+  bool is_merged = false;  // the block holds its first tiles, and merges what it holds
+  bool is_whole = false;   // and so all of it
+  int end = 0;             // order number behind the last tile that the block holds
+  int owner = 0;           // the block that holds its first tile
+  int number = 0;          // among those of the entry
 
   // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
   template <typename Line>
@@ -191,14 +203,16 @@ struct DecodeSpan {
     index = cursor.key_tile() / shape.span_tiles;
     tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
     const int start = cursor.tile - cursor.number;
-    is_whole = start + tiles.begin >= begin && start + tiles.end <= end;
-    owner = start + tiles.begin >= begin ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
+    is_merged = start + tiles.begin >= begin;
+    this->end = min(tiles.end, end - start);
+    is_whole = is_merged && this->end == tiles.end;
+    owner = is_merged ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
     number = span_number(cursor.of.tiles, index, shape.span_tiles, shape.max_spans);
   }
 };
 
-// Calls f(cursor, span, count) for the runs of tiles in a block's piece of the line: whole spans, and single
-// tiles of others, whose sums are handed on tile by tile.
+// Calls f(cursor, span, count) for the runs of tiles in a block's piece of the line: what it merges of a
+// span, and single tiles, whose sums are handed on tile by tile.
 template <typename Line, typename Function>
 __device__ __forceinline__ void each_run(const SwaAttentionParams& params, const DecodeShape& shape,
                                          const Line& line, int begin, int end, const Function& f) {
@@ -207,7 +221,7 @@ __device__ __forceinline__ void each_run(const SwaAttentionParams& params, const
     cursor.settle(params, shape, line);
     DecodeSpan span;
     span.settle(cursor, true, line, begin, end, shape);
-    const int count = span.is_whole ? span.tiles.end - cursor.number : 1;
+    const int count = span.is_merged ? span.end - cursor.number : 1;
     f(cursor, span, count);
     cursor.skip(count);
   }

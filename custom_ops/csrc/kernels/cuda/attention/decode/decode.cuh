@@ -101,11 +101,12 @@ __device__ __forceinline__ void multiply_tiles(DecodeWarp<Rows, kRowTiles>& self
   }
 }
 
-// Where a tile's sums go, or those of the span that it ends.
+// Where a tile's sums go, or those that it is merged into.
 __device__ __forceinline__ int64_t partial_place(const DecodeWorkspace& workspace, const DecodeCursor& cursor,
                                                  const DecodeSpan& span) {
-  return span.is_whole ? workspace.span_place(cursor.entry, span.number)
-                       : workspace.tile_place(span.owner, cursor.key_tile());
+  if (span.is_whole) return workspace.span_place(cursor.entry, span.number);
+  return workspace.tile_place(span.owner,
+                              cursor.of.tiles.at(span.is_merged ? span.tiles.begin : cursor.number));
 }
 
 // What a block knows of how its line's partial sums are merged.
@@ -137,7 +138,7 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
     const int buffer = cursor.buffer.place;
     self.shared.summed[buffer].wait(cursor.buffer.parity);
     sync_warps<kMergeThreads>(1);  // all have read the last tile's factors
-    self.find_factors(factors, buffer, span.is_whole && !sends);
+    self.find_factors(factors, buffer, span.is_merged && !sends);
     sync_warps<kMergeThreads>(1);
     if (!sends) {
       self.merge_tile(factors, cursor, span, partial_place(self.workspace, cursor, span));

@@ -22,7 +22,7 @@ struct alignas(16) TileFactors {
   float weights[kParts][kRows];  // of each part in the tile
   float kept[kRows];             // of the span's earlier tiles in the span
   float added[kRows];            // of the tile in the span
-  float maximum[kRows];          // of the tile or, where the block holds it whole, of the span so far
+  float maximum[kRows];          // of the tile or, where it is merged, of the span so far
   float total[kRows];
 };
 
@@ -76,11 +76,11 @@ struct DecodeMerge {
   }
 
   // First step.
-  __device__ __forceinline__ void find_factors(Factors& factors, int buffer, bool is_whole) {
+  __device__ __forceinline__ void find_factors(Factors& factors, int buffer, bool is_merged) {
     const int row = thread / kParts, part = thread % kParts;
     auto [weight, tile] = weigh_part(row, part, buffer);
     const Merge merge = Merge::of(span_state, tile);
-    if (is_whole) span_state = tile = merge.state;
+    if (is_merged) span_state = tile = merge.state;
     if (row >= kRows) return;
     factors.weights[part][row] = weight;
     if (part) return;
@@ -120,14 +120,14 @@ struct DecodeMerge {
 
   __device__ __forceinline__ void merge_tile(const Factors& factors, const DecodeCursor& cursor,
                                              const DecodeSpan& span, int64_t place) {
-    const bool ends_span = cursor.number + 1 == span.tiles.end;
-    const bool is_all = span.tiles.end - span.tiles.begin == cursor.of.tiles.count();
+    const bool ends_span = cursor.number + 1 == span.end;
+    const bool is_all = span.is_whole && span.tiles.end - span.tiles.begin == cursor.of.tiles.count();
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
       if (quad(q) * 4 >= cursor.of.rows) continue;
       float4 tile[kColumns];
       sum_tile<kRows>(tile, factors.weights[0] + quad(q) * 4, quad(q), cursor.buffer.place);
-      if (!span.is_whole) {
+      if (!span.is_merged) {
         store_partial(factors, place, quad(q), tile);
         continue;
       }

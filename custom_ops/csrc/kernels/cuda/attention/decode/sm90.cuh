@@ -34,7 +34,7 @@ __device__ __forceinline__ void sum_piece_sm90(const SwaAttentionParams& params,
     raise_registers<kSm90ComputeRegisters>();
     Rows rows{params,   shape,       workspace, shared, Logits::of(params.scale, params.softcap),
               warp / 4, thread % 128};
-    rows.run(end - begin);
+    if (begin < end) rows.run(end - begin, line.entry_of(begin + warp / 4 % Shape::kTileStep));
   } else {
     lower_registers<kSm90LoadRegisters>();
     if (warp == 8)

@@ -17,7 +17,7 @@ struct FewFactors {
   float weights[kParts][kRows];  // of each part in the tile
   float kept[kRows];             // of the span's earlier tiles in the span
   float added[kRows];            // of the tile in the span
-  SoftmaxState states[kRows];    // of the tile or, where the block holds it whole, of the span so far
+  SoftmaxState states[kRows];    // of the tile or, where it is merged, of the span so far
   DecodeEntry entry;
 };
 
@@ -35,6 +35,7 @@ template <int kHeadSize_, int kRows>
 struct Sm90FewShape {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr bool kTakesTurns = kRows <= 16;
+  static constexpr int kTileStep = kTakesTurns ? 2 : 1;  // from a warpgroup's tile to its next one
   static constexpr int kRowParts = kTakesTurns ? 1 : 2, kColumnParts = 1;
   static constexpr int kGroupRows = kRows / kRowParts;
   static constexpr int kPartKeys = DenseRows<void, kHeadSize>::kWarpKeys;
@@ -154,18 +155,20 @@ struct Sm90FewGroup {
       store_shared_16(swizzled_place(queries(), kGroupRows, place, piece), value);
     }
     if (thread == 0) factors().entry = entry;
+    held = index;
     seen = entry.seen();
     seen_by_each = entry.seen_by_each();
     fence_async_shared();
     sync_sharers();
   }
 
-  // The next tile of the ring, once its keys are there, and so are the queries of its entry.
-  __device__ __forceinline__ TileWork take_tile() {
+  // The warpgroup's next tile of the ring, once its keys are there. `entry`: of it, and then of the one
+  // behind it; its queries are asked for before the keys have come.
+  __device__ __forceinline__ TileWork take_tile(int& entry) {
+    if (entry != held) take_queries(entry);
     shared.full[at.place].wait(at.parity);
     const TileWork work = shared.works[at.place];
-    if (work.entry != held) take_queries(work.entry);
-    held = work.entry;
+    entry = work.next_entry;
     return work;
   }
 
@@ -213,7 +216,7 @@ struct Sm90FewGroup {
   // Of a span that is all there is to the entry, which needs no combining, or of some tiles.
   __device__ __forceinline__ void store(const RowSums& sums, const SoftmaxState* states,
                                         const TileWork& work) const {
-    if (work.is_whole && work.is_all)
+    if (work.is_merged && work.is_all)
       store_output(sums, states);
     else
       store_partial(sums, states, work.place);

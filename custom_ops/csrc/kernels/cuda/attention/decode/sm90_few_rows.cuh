@@ -167,7 +167,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
 
   // Factors of the tile's parts, and of the tile in its span. Parts are added in a tree, which fixes their
   // order.
-  __device__ __forceinline__ void find_factors(bool is_whole) {
+  __device__ __forceinline__ void find_factors(bool is_merged) {
     const int row = thread / kRowLanes, first = thread % kRowLanes * kOwnParts;
     const bool is_there = row < kGroupRows && first < kParts;
     SoftmaxState parts[kOwnParts], tile = kNoKeys;
@@ -189,7 +189,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
     Merge merge;
     if constexpr (!kTakesTurns) {
       merge = Merge::of(span_state, tile);
-      if (is_whole) span_state = tile = merge.state;
+      if (is_merged) span_state = tile = merge.state;
     }
     if (is_there) {
 #pragma unroll
@@ -240,14 +240,14 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
       }
   }
   // The first units are multiplied while factors are found.
-  __device__ __forceinline__ void multiply_values(int32_t first, bool is_whole) {
+  __device__ __forceinline__ void multiply_values(int32_t first, bool is_merged) {
     shared.full[at.place].wait(at.parity);
     const uint32_t values = shared.template buffer<Shape>(at.place);
     if (!this->seen.hold_all(first, first + kKeys)) this->clear_unseen(values, first);
     Sums sums[kDepth];
 #pragma unroll
     for (int unit = 0; unit < kDepth; ++unit) multiply_unit(sums[unit], values, unit);
-    find_factors(is_whole);
+    find_factors(is_merged);
     PartWeights weights[2];
     load_weights(weights[0], 0);
 #pragma unroll
@@ -325,18 +325,18 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
   }
   // The tile's values with its weights, and the tile with its span.
   __device__ __forceinline__ void sum_tile(const TileWork& work) {
-    multiply_values(work.first, work.is_whole);
+    multiply_values(work.first, work.is_merged);
     if constexpr (kTakesTurns) {
       take_turn();
-      if (work.is_whole) add_handed(work.begins);
-      if (!work.is_whole)
+      if (work.is_merged) add_handed(work.begins);
+      if (!work.is_merged)
         this->store(tile_sums, factors().states, work);
       else if (work.ends)
         this->store(tile_sums, handed().states[warp()], work);
       end_turn();
     } else {
       buffer ^= 1;
-      if (work.is_whole) {
+      if (work.is_merged) {
         merge();
         if (!work.ends) return;
         this->store(span_sums, factors().states, work);
@@ -347,8 +347,8 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
     }
   }
 
-  // So many tiles or, by turns, every other one of them.
-  __device__ __forceinline__ void run(int count) {
+  // So many tiles or, by turns, every other one of them; `entry`: of the first.
+  __device__ __forceinline__ void run(int count, int entry) {
     this->held = -1;
     turn_parity = group ^ 1;
     buffer = 0;
@@ -357,7 +357,7 @@ struct Sm90FewRows : Sm90FewGroup<Element_, Sm90FewShape<kHeadSize, kRows>> {
 #pragma unroll 1
     for (; count > 0; --count) {
       if (is_own) {
-        const TileWork work = this->take_tile();
+        const TileWork work = this->take_tile(entry);
         weigh_tile(work.first);
         sum_tile(work);
       } else {

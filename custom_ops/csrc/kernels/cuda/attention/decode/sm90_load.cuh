@@ -105,17 +105,21 @@ struct Sm90DecodeLoad {
     each_run(
         params, shape, line, begin, end, [&](const DecodeCursor& cursor, const DecodeSpan& span, int count) {
           const SeenPositions seen = cursor.of.seen();
-          TileWork work{.entry = cursor.entry,
-                        .is_whole = span.is_whole,
-                        .is_all = span.tiles.end - span.tiles.begin == cursor.of.tiles.count()};
+          const int entry_tiles = cursor.of.tiles.count();
+          TileWork work{
+              .place = static_cast<int>(span.is_whole ? workspace.span_place(cursor.entry, span.number)
+                                                      : workspace.tile_place(span.owner, cursor.key_tile())),
+              .is_merged = span.is_merged,
+              .is_all = span.is_whole && span.tiles.end - span.tiles.begin == entry_tiles};
+          const int behind = cursor.number + count;
 #pragma unroll 1
-          for (int number = cursor.number; number < cursor.number + count; ++number) {
-            const int tile = cursor.of.tiles.at(number);
-            work.first = tile * Shape::kTileKeys;
-            work.place = static_cast<int>(span.is_whole ? workspace.span_place(cursor.entry, span.number)
-                                                        : workspace.tile_place(span.owner, tile));
+          for (int number = cursor.number; number < behind; ++number) {
+            work.first = cursor.of.tiles.at(number) * Shape::kTileKeys;
+            const int next = number + Shape::kTileStep;
+            work.next_entry =
+                next < entry_tiles ? cursor.entry : line.entry_of(cursor.end + next - entry_tiles);
             work.begins = number == span.tiles.begin;
-            work.ends = number + 1 == span.tiles.end;
+            work.ends = number + 1 == behind;
 #pragma unroll 1
             for (int32_t first = work.first; first < work.first + Shape::kTileKeys; first += Shape::kKeys)
               if (Shape::kSteps == 1 || seen.hold_any(first, first + Shape::kKeys))

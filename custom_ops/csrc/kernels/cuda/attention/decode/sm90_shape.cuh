@@ -21,12 +21,12 @@ constexpr int kSm90ComputeRegisters = 216, kSm90LoadRegisters = 72;
 
 // What those that multiply know of a tile. The warp that loads tells them, so that they need no cursor.
 struct alignas(16) TileWork {
-  int32_t first;  // position of its first key
-  int entry;
-  int place;          // of its sums, or of those of its span; see DecodeWorkspace
-  bool is_whole;      // the block holds all of its span
-  bool begins, ends;  // the span
-  bool is_all;        // the span is all that the entry visits
+  int32_t first;   // position of its first key
+  int next_entry;  // of the tile that its warpgroup takes next
+  int place;       // of its sums, or of those that it is merged into; see DecodeWorkspace
+  bool is_merged;  // with tiles of its span; see DecodeSpan
+  bool begins, ends;
+  bool is_all;  // these are all that the entry visits
 };
 
 // What the warps of a block share: queries, and what else the rows need, then a ring of keys and values by

@@ -28,6 +28,7 @@ struct Sm90WideShape {
   static constexpr int kHeadSize = kHeadSize_;
   static constexpr int kGroupRows = kRows;
   static constexpr int kRowParts = 1, kColumnParts = 2;
+  static constexpr int kTileStep = 1;
   static constexpr int kKeys = 64;  // of a step
   static constexpr int kSteps = 2;  // of a tile
   static constexpr int kTileKeys = kKeys * kSteps;
@@ -247,13 +248,13 @@ struct Sm90WideRows : Sm90FewGroup<Element_, Sm90WideShape<kHeadSize, kRows>> {
     this->sync_sharers();
   }
 
-  // So many tiles.
-  __device__ __forceinline__ void run(int count) {
+  // So many tiles; `entry`: of the first.
+  __device__ __forceinline__ void run(int count, int entry) {
     if (group) at.advance(shape.stages);
     this->held = -1;
 #pragma unroll 1
     for (; count > 0; --count) {
-      const TileWork work = this->take_tile();
+      const TileWork work = this->take_tile(entry);
       sum_tile(work.first);
       this->store(tile_sums, factors().states, work);
     }

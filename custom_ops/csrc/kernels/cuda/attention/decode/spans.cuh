@@ -61,7 +61,7 @@ struct LineCounts {
   // may be too few to share them out evenly. The longest piece may be as much longer than an even one as
   // merging shared spans takes.
   __device__ __forceinline__ bool fit_spans(const DecodeShape& shape) const {
-    constexpr int kMoreTiles = 3, kMoreEighths = 1;
+    constexpr int kMoreTiles = 2, kMoreEighths = 1;
     const int64_t most = shape.by_line.divide(spans + shape.blocks - 1);                 // spans of a piece
     const int64_t longest = most * tiles * shape.blocks, even = int64_t{tiles} * spans;  // * blocks * spans
     return 8 * longest <= (8 + kMoreEighths) * even + int64_t{8 * kMoreTiles} * shape.blocks * spans;
