@@ -77,12 +77,14 @@ struct CountedTiles {
   Cut cut;
 };
 
-// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block.
+// Tiles before each entry, in shared memory, and holders of strips behind them; for a whole block. `lengths`:
+// of sequences, where they have been read.
 __device__ __forceinline__ CountedTiles count_tiles(const SwaAttentionParams& params,
-                                                    const DecodeShape& shape, int* starts) {
+                                                    const DecodeShape& shape, int* starts,
+                                                    const EntryLengths* lengths = nullptr) {
   if (shape.sequences == 1 && shape.row_tiles == 1 &&
       params.past_len.head_stride == 0) {  // entries are alike
-    const KeyTiles tiles = DecodeEntry::of(params, shape, 0).tiles;
+    const KeyTiles tiles = DecodeEntry::of(params, shape, 0, nullptr, lengths).tiles;
     LineCounts counts{};
     counts.add(shape, tiles, shape.entries);
     for (int index = threadIdx.x; index <= shape.entries; index += blockDim.x)
@@ -99,7 +101,7 @@ __device__ __forceinline__ CountedTiles count_tiles(const SwaAttentionParams& pa
   sum_up(
       entries,
       [&](int index) {
-        const KeyTiles tiles = DecodeEntry::of(params, shape, index, holders).tiles;
+        const KeyTiles tiles = DecodeEntry::of(params, shape, index, holders, lengths).tiles;
         own.add(shape, tiles, 1);
         return tiles.count();
       },
@@ -136,14 +138,21 @@ __device__ __forceinline__ void store_counts(const DecodeShape& shape, const Dec
   }
 }
 
-// Counts tiles once what the step was given is there, and waits for the kernel in front; for a whole block.
-__device__ __forceinline__ CountedTiles wait_and_count(const SwaAttentionParams& params,
-                                                       const DecodeShape& shape,
-                                                       const DecodeWorkspace& workspace, int* starts) {
-  if (!shape.is_behind) wait_for_previous_kernel();
-  const CountedTiles counted = count_tiles(params, shape, starts);
-  if (shape.is_behind) wait_for_previous_kernel();
-  if (blockIdx.x == 0) store_counts(shape, workspace, starts, counted);
+// Counts tiles, and waits for the kernel in front; for a whole block. With a place for `guessed` lengths it
+// counts by what is there, and does not wait: see LineCheck.
+__device__ __forceinline__ CountedTiles count_and_wait(const SwaAttentionParams& params,
+                                                       const DecodeShape& shape, int* starts,
+                                                       EntryLengths* guessed = nullptr) {
+  if (guessed) {
+#pragma unroll 1
+    for (int sequence = threadIdx.x; sequence < shape.sequences; sequence += blockDim.x)
+      guessed[sequence] = EntryLengths::guess(params, sequence);
+    __syncthreads();
+  } else if (!shape.is_behind) {
+    wait_for_previous_kernel();
+  }
+  const CountedTiles counted = count_tiles(params, shape, starts, guessed);
+  if (shape.is_behind) wait_for_previous_kernel();  // what the step was given was there before
   return counted;
 }
 

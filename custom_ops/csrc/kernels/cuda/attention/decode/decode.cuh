@@ -49,25 +49,56 @@ __device__ __forceinline__ void load_tile(const DecodeLoad<Rows>& self, const De
   if constexpr (Rows::kHasScales) self.load_scales(cursor, stage + Stage::scales(tile_keys, is_values));
 }
 
-// `has_first`: the copies of the first tile have started.
+// Whether a line may be worked on: once the kernel in front has ended, and if what it was counted by holds.
+template <typename Line>
+struct LineCheck {
+  const Line& line;
+  bool is_open;  // not yet known
+
+  explicit __device__ __forceinline__ LineCheck(const Line& line) : line(line), is_open(false) {
+    if constexpr (!Line::kOfCluster) is_open = line.guessed;
+  }
+  // For whole warps: before the first read of what the kernel in front may write, and after it.
+  __device__ __forceinline__ void wait() const {
+    if (is_open) wait_for_previous_kernel();
+  }
+  __device__ __forceinline__ bool holds(const SwaAttentionParams& params, const DecodeShape& shape) {
+    if constexpr (!Line::kOfCluster)
+      if (is_open && !are_lengths(line.guessed, params, shape)) return false;
+    is_open = false;
+    return true;
+  }
+  __device__ __forceinline__ bool end(const SwaAttentionParams& params, const DecodeShape& shape) {
+    wait();
+    return holds(params, shape);
+  }
+};
+
+// `has_first`: the copies of the first tile have started. Returns whether the line holds.
 template <typename Rows, typename Line>
-__device__ __forceinline__ void load_tiles(const DecodeLoad<Rows>& self, const DecodeShared& shared,
+__device__ __forceinline__ bool load_tiles(const DecodeLoad<Rows>& self, const DecodeShared& shared,
                                            const DecodePiece<Line>& piece, bool is_values, bool has_first) {
   const DecodeShape& shape = self.shape;
   DecodeCursor cursor{.tile = piece.begin};
+  LineCheck<Line> check(piece.line);
   for (; cursor.tile < piece.end; cursor.advance(shape)) {
     cursor.settle(self.params, shape, piece.line);
+    check.wait();
     shared.multiplied[cursor.stage.place].wait(cursor.stage.parity ^ 1);
     if (!has_first) load_tile(self, shared, cursor, is_values);
     has_first = false;
+    if (!check.holds(self.params, shape)) break;
     shared.loaded[cursor.stage.place].arrive_after_copies();
   }
+  const bool holds = check.end(self.params, shape);
+  copy_async_commit();
   copy_async_wait<0>();
-  launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
+  if (holds) launch_dependents();  // not before: weights of the layers behind would come in these tiles' way
+  return holds;
 }
 
 template <typename Rows, typename Line, typename Confirm>
-__device__ __forceinline__ void load_piece(const DecodeLoad<Rows>& self, const DecodeShared& shared,
+__device__ __forceinline__ bool load_piece(const DecodeLoad<Rows>& self, const DecodeShared& shared,
                                            const Line& line, bool is_values, const Confirm& confirm) {
   using Piece = DecodePiece<Line>;
   bool has_first = false;
@@ -84,21 +115,25 @@ __device__ __forceinline__ void load_piece(const DecodeLoad<Rows>& self, const D
     __syncwarp();  // all lanes' copies, before others go to the same place
     has_first = false;
   }
-  load_tiles(self, shared, Piece::of(line), is_values, has_first);
+  return load_tiles(self, shared, Piece::of(line), is_values, has_first);
 }
 
 template <typename Rows, int kRowTiles, typename Line>
-__device__ __forceinline__ void multiply_tiles(DecodeWarp<Rows, kRowTiles>& self,
+__device__ __forceinline__ bool multiply_tiles(DecodeWarp<Rows, kRowTiles>& self,
                                                const DecodePiece<Line>& piece) {
   DecodeCursor cursor{.tile = piece.begin};
+  LineCheck<Line> check(piece.line);
   for (; cursor.tile < piece.end; cursor.advance(self.shape)) {
     const bool is_new = cursor.settle(self.params, self.shape, piece.line);
+    check.wait();
     if (is_new && !Line::kOfCluster) self.take_queries(cursor.of);
+    if (!check.holds(self.params, self.shape)) return false;
     self.shared.loaded[cursor.stage.place].wait(cursor.stage.parity);
     __syncwarp();
     self.sum(cursor);
     self.shared.summed[cursor.buffer.place].arrive_once(self.lane);
   }
+  return check.end(self.params, self.shape);
 }
 
 // Where a tile's sums go, or those that it is merged into.
@@ -120,11 +155,13 @@ __device__ __forceinline__ auto merge_of(const DecodeShape& shape, const Line& l
 }
 
 template <typename Rows, int kRowTiles, typename Line>
-__device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
+__device__ __forceinline__ bool merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
                                             const DecodePiece<Line>& piece) {
   __shared__ TileFactors<kDecodeTileRows * kRowTiles> factors;
   DecodeCursor cursor{.tile = piece.begin};
   DecodeSpan span;
+  LineCheck<Line> check(piece.line);
+  if (!check.end(self.params, self.shape)) return false;
   self.clear();
   const auto merge = merge_of<Rows>(self.shape, piece.line, self.shared);
   if constexpr (Line::kOfCluster)
@@ -147,12 +184,14 @@ __device__ __forceinline__ void merge_tiles(DecodeMerge<Rows, kRowTiles>& self,
     }
     self.shared.merged[buffer].arrive_once(self.thread % 32);
   }
+  return true;
 }
 
-// A block's piece of a line, by the trade of each warp. `confirm` says whether the line holds, which may have
-// been a guess, and sets it right; what a guess allows is begun before.
+// A block's piece of a line, by the trade of each warp. `confirm` says whether a cluster's line holds, which
+// may have been a guess, and sets it right; what a guess allows is begun before. Returns whether another line
+// holds: if not, nothing has been summed.
 template <typename Rows, int kRowTiles, typename Line, typename Confirm>
-__device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
+__device__ __forceinline__ bool sum_piece(const SwaAttentionParams& params, const DecodeShape& shape,
                                           const DecodeWorkspace& workspace, const DecodeShared& shared,
                                           const Line& line, const Confirm& confirm) {
   using Piece = DecodePiece<Line>;
@@ -164,7 +203,7 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
       if (!Piece::of(line).is_empty()) self.take_queries(line.own);
       if (!confirm()) self.take_queries(line.own);
     }
-    multiply_tiles(self, Piece::of(line));
+    return multiply_tiles(self, Piece::of(line));
   } else if (warp < shape.warps + kLoadWarps<Rows>) {
     const int loader = warp - shape.warps;
     const bool is_values = loader >= Rows::kLoadParts;
@@ -177,12 +216,12 @@ __device__ __forceinline__ void sum_piece(const SwaAttentionParams& params, cons
                                 evict_first_policy(),
                                 loader % Rows::kLoadParts,
                                 lane};
-    load_piece(self, shared, line, is_values, confirm);
+    return load_piece(self, shared, line, is_values, confirm);
   } else {
     confirm();
     const int thread = static_cast<int>(threadIdx.x) - (shape.warps + kLoadWarps<Rows>)*32;
     DecodeMerge<Rows, kRowTiles> self{params, shape, shared, workspace, thread};
-    merge_tiles(self, Piece::of(line));
+    return merge_tiles(self, Piece::of(line));
   }
 }
 
@@ -250,9 +289,19 @@ __device__ __forceinline__ void decode_block(const SwaAttentionParams& params, c
   if constexpr (kClusters) {
     decode_cluster<Rows, kRowTiles>(params, shape, workspace, shared);
   } else {
-    const CountedTiles counted = wait_and_count(params, shape, workspace, shared.starts);
-    sum_piece<Rows, kRowTiles>(params, shape, workspace, shared,
-                               DecodeLine(shared.starts, shape, counted.cut), [] { return true; });
+    __shared__ EntryLengths lengths[kMostGuessed];
+    EntryLengths* guessed = shape.guesses_all ? lengths : nullptr;
+#pragma unroll 1
+    while (true) {  // once more, at most
+      const CountedTiles counted = count_and_wait(params, shape, shared.starts, guessed);
+      const DecodeLine line(shared.starts, shape, counted.cut, guessed);
+      if (sum_piece<Rows, kRowTiles>(params, shape, workspace, shared, line, [] { return true; })) {
+        if (blockIdx.x == 0) store_counts(shape, workspace, shared.starts, counted);
+        break;
+      }
+      guessed = nullptr;
+      __syncthreads();  // all have compared lengths with those that were guessed
+    }
   }
 }
 

@@ -51,6 +51,13 @@ inline bool can_guess(const SwaAttentionParams& params, const Device& device) {
          params.past_len.head_stride == 0 && !params.cache.block_table && !params.prefix_end;
 }
 
+// Whether blocks may count tiles by lengths that the kernel in front could still change, to compare them with
+// what they are when it has ended.
+inline bool can_guess_all(const SwaAttentionParams& params, const DecodeShape& shape) {
+  return shape.sequences <= kMostGuessed && !shape.counted_strips && params.past_len.head_stride == 0 &&
+         !params.prefix_end;
+}
+
 // Rows of an entry that has room for so many: whole quads, in which sums lie.
 inline int whole_quads(int rows) { return (rows + 3) / 4 * 4; }
 
@@ -103,6 +110,7 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
                                    kDecodeTileRows * kRowTiles, warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
   shape.own_entries = own_entries(params, shape);
+  shape.guesses_all = can_guess_all(params, shape);
   fill_shared<Rows, kRowTiles>(shape, device);
   return shape;
 }
@@ -295,6 +303,7 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
   }
   DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
   shape.is_behind = launch.is_behind;
+  shape.guesses_all &= !launch.is_behind;
   if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   constexpr auto kernel = decode_kernel<Rows, kRowTiles, false>;
   cudaError_t error = allow_shared_memory<kernel>(launch.device);

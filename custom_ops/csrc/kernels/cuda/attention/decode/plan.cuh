@@ -33,6 +33,7 @@
 namespace ortolan::cuda {
 
 constexpr int kMostSpanTiles = 8;
+constexpr int kMostGuessed = 64;  // sequences whose lengths have room
 
 // Row tiles of all sequences together, at most: a sequence of n tokens has divide_up(n * group, rows), and
 // one of more than `most_tokens` has none.
@@ -79,6 +80,7 @@ struct DecodeShape {
   int own_entries;     // that a block has to itself where pieces end with entries; 0: they never do
   bool guesses;        // a block's first tile before the kernel in front has ended; see prefetch.cuh
   bool is_behind;      // as Launch says
+  bool guesses_all;    // lengths of all sequences, kMostGuessed at most; see DecodeLine
   Divisor by_group, by_kv_heads, by_sequences;
   Divisor by_page;  // its slots, for token.cuh
   Divisor by_line;  // blocks that share a line of tiles: all, or those of a cluster
@@ -119,6 +121,17 @@ struct EntryLengths {
     return {static_cast<int>(params.packing.first(sequence)),
             static_cast<int>(params.packing.count(sequence)),
             static_cast<int32_t>(params.past_len.at(sequence, kv_head))};
+  }
+  // The same where another kernel may be writing them, of sequences whose kv heads are alike: none that would
+  // lead outside of memory.
+  static __device__ __forceinline__ EntryLengths guess(const SwaAttentionParams& params, int sequence) {
+    constexpr int32_t kMostPast = 1 << 30;
+    const int32_t first = load_relaxed(params.packing.query_start + sequence);
+    const int32_t end = load_relaxed(params.packing.query_start + sequence + 1);
+    const int32_t past = load_relaxed(params.past_len.values + sequence * params.past_len.stride);
+    const bool may_be =
+        0 <= past && past < kMostPast && 0 <= first && first <= end && end <= params.packing.num_tokens;
+    return may_be ? EntryLengths{first, end - first, past} : EntryLengths{};
   }
   __device__ __forceinline__ bool operator==(const EntryLengths& other) const {
     return first_token == other.first_token && tokens == other.tokens && past == other.past;
@@ -165,17 +178,15 @@ struct DecodeEntry {
   __device__ __forceinline__ SeenPositions seen_by_each() const {
     return visibility.of_each(first_position, last_position);
   }
-  static __device__ __forceinline__ DecodeEntry of_holder(const SwaAttentionParams& params,
-                                                          const DecodeShape& shape, int holder, int kv_head) {
-    const int row_tile = shape.by_sequences.divide(holder);
-    return of(params, shape, holder - row_tile * shape.sequences, row_tile, kv_head);
-  }
-  // `holders`: of strips, where they are counted.
+  // `holders`: of strips, where they are counted. `lengths`: of sequences, where they have been read.
   static __device__ __forceinline__ DecodeEntry of(const SwaAttentionParams& params, const DecodeShape& shape,
-                                                   int index, const int* holders = nullptr) {
-    const int strip = shape.by_kv_heads.divide(index);
-    return of_holder(params, shape, shape.counted_strips ? holders[strip] : strip,
-                     index - strip * shape.kv_heads);
+                                                   int index, const int* holders = nullptr,
+                                                   const EntryLengths* lengths = nullptr) {
+    const int strip = shape.by_kv_heads.divide(index), kv_head = index - strip * shape.kv_heads;
+    const int holder = shape.counted_strips ? holders[strip] : strip;
+    const int row_tile = shape.by_sequences.divide(holder), sequence = holder - row_tile * shape.sequences;
+    return of(params, shape, sequence, row_tile, kv_head,
+              lengths ? lengths[sequence] : EntryLengths::of(params, sequence, kv_head));
   }
 
   // Of a row: its token in the sequence, and its query head.
@@ -205,6 +216,17 @@ struct DecodeEntry {
   }
 };
 
+// Whether the lengths of all sequences are those that were guessed, once the kernel in front has ended; for
+// whole warps.
+__device__ __forceinline__ bool are_lengths(const EntryLengths* guessed, const SwaAttentionParams& params,
+                                            const DecodeShape& shape) {
+  bool is_same = true;
+#pragma unroll 1
+  for (auto sequence = static_cast<int>(threadIdx.x) % 32; sequence < shape.sequences; sequence += 32)
+    is_same &= EntryLengths::of(params, sequence, 0) == guessed[sequence];
+  return __all_sync(~0u, is_same);
+}
+
 // A line of tiles, cut into pieces of two lengths, the longer ones first.
 struct EvenCut {
   unsigned quotient;   // tiles of a shorter piece
@@ -232,15 +254,18 @@ enum class Cut : int { kAnywhere, kWithSpans, kWithEntries };
 struct DecodeLine {
   const int* starts;  // [entries + 1]: tiles before each entry; holders of strips behind it
   int entries;
-  int own_entries;  // of a block, where pieces end with them
+  int own_entries;              // of a block, where pieces end with them
+  const EntryLengths* guessed;  // [sequences], by which tiles are counted; null: by what they are
   EvenCut even;
   bool snaps;                                // pieces end where spans do
   static constexpr bool kOfCluster = false;  // and so of one entry
 
-  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape, Cut cut)
+  __device__ __forceinline__ DecodeLine(const int* starts, const DecodeShape& shape, Cut cut,
+                                        const EntryLengths* guessed = nullptr)
       : starts(starts),
         entries(shape.entries),
         own_entries(cut == Cut::kWithEntries ? shape.own_entries : 0),
+        guessed(guessed),
         even(EvenCut::of(shape, starts[shape.entries], shape.blocks)),
         snaps(cut != Cut::kAnywhere) {}
   __device__ __forceinline__ int begin(int block) const {
@@ -251,7 +276,7 @@ struct DecodeLine {
   __device__ __forceinline__ int end(int entry) const { return starts[entry + 1]; }
   __device__ __forceinline__ DecodeEntry entry(const SwaAttentionParams& params, const DecodeShape& shape,
                                                int index) const {
-    return DecodeEntry::of(params, shape, index, starts + entries + 1);
+    return DecodeEntry::of(params, shape, index, starts + entries + 1, guessed);
   }
   __device__ __forceinline__ int entry_of(int tile) const {
     int low = 0, high = entries;  // starts[low] <= tile < starts[high]; the last entries may be empty

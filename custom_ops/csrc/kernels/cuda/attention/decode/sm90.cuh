@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kSm90DecodeThreads, 1)
   __syncthreads();
   if (shape.guesses) prefetch_first_tile<sizeof(typename Rows::Element)>(params, shape);
   int* starts = shared.starts(shape);
-  const CountedTiles counted = wait_and_count(params, shape, workspace, starts);
+  const CountedTiles counted = count_and_wait(params, shape, starts);
+  if (blockIdx.x == 0) store_counts(shape, workspace, starts, counted);
   sum_piece_sm90<Rows>(params, shape, workspace, maps, shared, DecodeLine(starts, shape, counted.cut));
 #else
   refuse_architecture();
