@@ -204,17 +204,17 @@ struct DecodeSpan {
   int owner = 0;           // the block that holds its first tile
   int number = 0;          // among those of the entry
 
-  // Moves on to the span of the cursor's tile; `begin` and `end` bound the block's piece of the line.
+  // Moves on to the span of the cursor's tile; `first` and `behind` bound the block's piece of the line.
   template <typename Line>
-  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const Line& line, int begin,
-                                         int end, const DecodeShape& shape) {
+  __device__ __forceinline__ void settle(const DecodeCursor& cursor, bool is_new, const Line& line, int first,
+                                         int behind, const DecodeShape& shape) {
     if (!is_new && cursor.number < tiles.end) return;
     index = cursor.key_tile() / shape.span_tiles;
     tiles = SpanTiles::of(cursor.of.tiles, index, shape.span_tiles);
     const int start = cursor.tile - cursor.number;
-    is_merged = start + tiles.begin >= begin;
-    this->end = min(tiles.end, end - start);
-    is_whole = is_merged && this->end == tiles.end;
+    is_merged = start + tiles.begin >= first;
+    end = min(tiles.end, behind - start);
+    is_whole = is_merged && end == tiles.end;
     owner = is_merged ? static_cast<int>(blockIdx.x) : line.owner(start + tiles.begin);
     number = span_number(cursor.of.tiles, index, shape.span_tiles, shape.max_spans);
   }
