@@ -34,14 +34,14 @@ def run_chain(
         nodes: that write them.
         options: of the execution provider.
     """
-    nodes = list(nodes)
     names = ["query", *(f"output.{i}" for i in range(STEPS))]
-    for i in range(STEPS):
-        caches = {name: name for name in ("key_cache", "value_cache")}
-        attend = emitters.swa_attention(
+    caches = {name: name for name in ("key_cache", "value_cache")}
+    attends = [
+        emitters.swa_attention(
             query=names[i], **ports[i], **caches, outputs=(names[i + 1],), name=f"attend.{i}", **shape.attributes
         )
-        nodes.append(attend)
+        for i in range(STEPS)
+    ]
     outputs = dict.fromkeys(names[1:], (feeds["query"].shape, feeds["query"].dtype))
 
     def infos(ports):
@@ -49,7 +49,10 @@ def run_chain(
         return [make(name, devices.ONNX_TYPES[dtype], size) for name, (size, dtype) in ports.items()]
 
     graph = onnx.helper.make_graph(
-        nodes, "chain", infos({name: (array.shape, array.dtype) for name, array in feeds.items()}), infos(outputs)
+        [*nodes, *attends],
+        "chain",
+        infos({name: (array.shape, array.dtype) for name, array in feeds.items()}),
+        infos(outputs),
     )
     opsets = [onnx.helper.make_opsetid("", 23), onnx.helper.make_opsetid(OPERATOR_DOMAIN, OPERATOR_VERSION)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
@@ -70,14 +73,12 @@ def run_apart(shape: Shape, feeds: Feeds, lengths: list[np.ndarray]) -> np.ndarr
     """
     steps = [feeds["query"]]
     for past_len in lengths:
-        query, output = steps[-1], np.empty_like(steps[-1])
         of_step = replace(shape, past=past_len.tolist(), capacity=shape.slots)
+        inputs, output = feeds | {"query": steps[-1], "past_len": past_len}, np.empty_like(steps[-1])
         for b, tokens in enumerate(shape.tokens):
             if tokens:
                 rows = slice(feeds["query_start"][b], feeds["query_start"][b + 1])
-                output[rows] = run_attention(*one_sequence(of_step, feeds | {"query": query, "past_len": past_len}, b))[
-                    0
-                ]
+                output[rows] = run_attention(*one_sequence(of_step, inputs, b))[0]
         steps.append(output)
     return np.stack(steps[1:])
 

@@ -110,7 +110,6 @@ DecodeShape plan_decode(const SwaAttentionParams& params, const Device& device) 
                                    kDecodeTileRows * kRowTiles, warps * Rows::kWarpKeys, PowerOfTwo{3});
   shape.warps = warps;
   shape.own_entries = own_entries(params, shape);
-  shape.guesses_all = can_guess_all(params, shape);
   fill_shared<Rows, kRowTiles>(shape, device);
   return shape;
 }
@@ -303,7 +302,7 @@ cudaError_t launch_decode(const SwaAttentionParams& params, const Launch& launch
   }
   DecodeShape shape = plan_decode<Rows, kRowTiles>(params, launch.device);
   shape.is_behind = launch.is_behind;
-  shape.guesses_all &= !launch.is_behind;
+  shape.guesses_all = !launch.is_behind && can_guess_all(params, shape);
   if (shape.stages < 1) return cudaErrorInvalidConfiguration;  // too many sequences for shared memory
   constexpr auto kernel = decode_kernel<Rows, kRowTiles, false>;
   cudaError_t error = allow_shared_memory<kernel>(launch.device);
